@@ -1,0 +1,129 @@
+/* Worker threads for the length of one call. See crew.h. */
+#include "crew.h"
+
+#include <errno.h>
+#include <time.h>
+
+enum { POLL_MS = 20, STACK_BYTES = 256 * 1024 };
+
+struct member {
+    struct dr_crew *crew;
+    unsigned index;
+    int (*work)(void *, unsigned, struct dr_error *);
+    void *context;
+};
+
+static void record_failure(struct dr_crew *crew, const struct dr_error *error) {
+    pthread_mutex_lock(&crew->lock);
+    if (crew->error.kind == DR_ERROR_NONE)
+        crew->error = *error;
+    atomic_store(&crew->stop, true);
+    pthread_cond_broadcast(&crew->changed);
+    pthread_mutex_unlock(&crew->lock);
+}
+
+static void *run_member(void *argument) {
+    struct member *member = argument;
+    struct dr_crew *crew = member->crew;
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (member->work(member->context, member->index, &error) < 0)
+        record_failure(crew, &error);
+    pthread_mutex_lock(&crew->lock);
+    crew->running--;
+    pthread_cond_broadcast(&crew->changed);
+    pthread_mutex_unlock(&crew->lock);
+    return NULL;
+}
+
+static struct timespec after_ms(long ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += ms * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000L;
+    until.tv_nsec %= 1000000000L;
+    return until;
+}
+
+/* Waits for the workers, in slices, asking in between whether to go on. */
+static void watch(struct dr_crew *crew, const struct dr_control *control) {
+    pthread_mutex_lock(&crew->lock);
+    while (crew->running > 0) {
+        struct timespec until = after_ms(POLL_MS);
+        int rc = 0;
+        while (crew->running > 0 && rc == 0)
+            rc = pthread_cond_timedwait(&crew->changed, &crew->lock, &until);
+        if (crew->running == 0 || !control->poll)
+            continue;
+        pthread_mutex_unlock(&crew->lock);
+        if (control->poll(control->context)) {
+            struct dr_error cancelled;
+            dr_error_clear(&cancelled);
+            dr_error_cancelled(&cancelled);
+            record_failure(crew, &cancelled);
+        }
+        pthread_mutex_lock(&crew->lock);
+    }
+    pthread_mutex_unlock(&crew->lock);
+}
+
+static void init(struct dr_crew *crew) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&crew->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&crew->lock, NULL);
+    atomic_init(&crew->stop, false);
+    crew->running = 0;
+    dr_error_clear(&crew->error);
+}
+
+int dr_crew_run(struct dr_crew *crew, unsigned workers, int (*work)(void *, unsigned, struct dr_error *),
+                void *context, const struct dr_control *control, struct dr_error *error) {
+    struct member members[DR_MAX_WORKERS];
+    pthread_t ids[DR_MAX_WORKERS];
+    unsigned started = 0;
+    init(crew);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    for (; started < workers; started++) {
+        members[started] = (struct member){crew, started, work, context};
+        pthread_mutex_lock(&crew->lock);
+        crew->running++;
+        pthread_mutex_unlock(&crew->lock);
+        if (pthread_create(&ids[started], &attributes, run_member, &members[started]) != 0) {
+            pthread_mutex_lock(&crew->lock);
+            crew->running--;
+            pthread_mutex_unlock(&crew->lock);
+            break;
+        }
+    }
+    pthread_attr_destroy(&attributes);
+    /* Work is shared out as it is taken, so fewer workers than asked for still do all of it. */
+    if (started == 0)
+        dr_error_system(error, EAGAIN, "pthread_create", NULL);
+    watch(crew, control);
+    for (unsigned i = 0; i < started; i++)
+        pthread_join(ids[i], NULL);
+    if (crew->error.kind != DR_ERROR_NONE && error->kind == DR_ERROR_NONE)
+        *error = crew->error;
+    pthread_cond_destroy(&crew->changed);
+    pthread_mutex_destroy(&crew->lock);
+    return error->kind == DR_ERROR_NONE ? 0 : -error->err;
+}
+
+bool dr_crew_wait(struct dr_crew *crew, bool (*ready)(const void *), const void *context) {
+    pthread_mutex_lock(&crew->lock);
+    while (!ready(context) && !dr_crew_stopped(crew))
+        pthread_cond_wait(&crew->changed, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+    return !dr_crew_stopped(crew);
+}
+
+void dr_crew_notify(struct dr_crew *crew) {
+    pthread_mutex_lock(&crew->lock);
+    pthread_cond_broadcast(&crew->changed);
+    pthread_mutex_unlock(&crew->lock);
+}

@@ -1,0 +1,147 @@
+/* What both methods share: choosing one, request states, short and repeated transfers. See engine.h. */
+#include "engine.h"
+
+#include "sys.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_RETRIES = 10000 };
+
+static int open_method(struct dr_engine *engine, const struct dr_engine_ops *ops, struct dr_error *error) {
+    engine->ops = ops;
+    return ops->open(engine, error);
+}
+
+static int choose_method(struct dr_engine *engine, const char *method, struct dr_error *error) {
+    if (strcmp(method, "threads") == 0)
+        return open_method(engine, &dr_engine_threads, error);
+    if (strcmp(method, "uring") == 0)
+        return open_method(engine, &dr_engine_uring, error);
+    struct dr_error ignored;
+    dr_error_clear(&ignored);
+    if (open_method(engine, &dr_engine_uring, &ignored) == 0)
+        return 0;
+    return open_method(engine, &dr_engine_threads, error);
+}
+
+int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, size_t buffer_size,
+                   struct dr_error *error) {
+    struct dr_engine *engine = calloc(1, sizeof *engine);
+    struct dr_request *requests = calloc(depth, sizeof *requests);
+    if (!engine || !requests) {
+        free(engine);
+        free(requests);
+        return dr_error_system(error, ENOMEM, "malloc", NULL);
+    }
+    engine->requests = requests;
+    int rc = dr_pool_init(&engine->pool, depth, buffer_size, error);
+    if (rc == 0)
+        rc = choose_method(engine, method, error);
+    if (rc < 0) {
+        dr_pool_destroy(&engine->pool);
+        free(requests);
+        free(engine);
+        return rc;
+    }
+    *out = engine;
+    return 0;
+}
+
+struct dr_request *dr_engine_take(struct dr_engine *engine) {
+    unsigned index;
+    if (!dr_pool_take(&engine->pool, &index))
+        return NULL;
+    struct dr_request *request = &engine->requests[index];
+    *request = (struct dr_request){.state = DR_TAKEN, .buffer = index, .data = dr_pool_buffer(&engine->pool, index)};
+    return request;
+}
+
+int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+    int rc = engine->ops->submit(engine, request, error);
+    if (rc < 0)
+        return rc;
+    request->state = DR_IN_FLIGHT;
+    engine->in_flight++;
+    return 0;
+}
+
+static int fail(const struct dr_request *request, int err, struct dr_error *error) {
+    return dr_error_io(error, err, request->op == DR_READ ? "read" : "write", request->path,
+                       request->offset + request->done, request->size - request->done);
+}
+
+/* Takes one transfer's result into the request: 1 when it is complete, 0 when more must be submitted. */
+static int advance(struct dr_request *request, int result, struct dr_error *error) {
+    if (result == -EINVAL && request->direct) {
+        request->direct = false;
+        int rc = dr_sys.set_direct(request->fd, 0);
+        return rc < 0 ? fail(request, -rc, error) : 0;
+    }
+    if (result == -EINTR || result == -EAGAIN)
+        return ++request->retries > MAX_RETRIES ? fail(request, -result, error) : 0;
+    if (result < 0)
+        return fail(request, -result, error);
+
+    uint32_t done = request->done + (uint32_t)result;
+    if (done >= request->needed) {
+        request->done = done;
+        return 1;
+    }
+    if (result == 0 && request->op == DR_READ)
+        return dr_error_corrupt(error, request->path, request->offset + done, DR_NO_ITEM,
+                                "the file ends here, %u bytes early", (unsigned)(request->needed - done));
+    /* A short direct transfer goes on from an aligned offset, though that repeats some bytes. */
+    uint32_t kept = request->direct ? (uint32_t)dr_align_down(done, DR_ALIGNMENT) : done;
+    if (kept == request->done && ++request->retries > MAX_RETRIES)
+        return fail(request, EIO, error);
+    request->done = kept;
+    return 0;
+}
+
+int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **done, struct dr_error *error) {
+    *done = NULL;
+    struct dr_request *request;
+    int result;
+    int rc = engine->ops->wait(engine, timeout_ms, &request, &result, error);
+    if (rc < 0 || !request)
+        return rc;
+    engine->in_flight--;
+    request->state = DR_DONE;
+    rc = advance(request, result, error);
+    if (rc == 0)
+        return dr_engine_submit(engine, request, error);
+    if (rc == 1)
+        *done = request;
+    return rc < 0 ? rc : 0;
+}
+
+void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {
+    request->state = DR_FREE;
+    dr_pool_give(&engine->pool, request->buffer);
+}
+
+/* The kernel may still write into the buffers of what is in flight, so this never gives up. */
+void dr_engine_drain(struct dr_engine *engine) {
+    while (engine->in_flight > 0) {
+        struct dr_error ignored;
+        dr_error_clear(&ignored);
+        struct dr_request *request = NULL;
+        int result;
+        if (engine->ops->wait(engine, 100, &request, &result, &ignored) == 0 && request) {
+            engine->in_flight--;
+            dr_engine_release(engine, request);
+        }
+    }
+}
+
+void dr_engine_close(struct dr_engine *engine) {
+    if (!engine)
+        return;
+    dr_engine_drain(engine);
+    engine->ops->close(engine);
+    dr_pool_destroy(&engine->pool);
+    free(engine->requests);
+    free(engine);
+}

@@ -1,0 +1,49 @@
+/*
+ * The error record that every core function fills.
+ *
+ * Core functions return 0 or -errno. On failure they describe what was being
+ * done in a caller-owned struct dr_error; the first failure wins. Nothing here
+ * allocates, so an error can be reported when memory is gone.
+ */
+#ifndef DCPRING_ERROR_H
+#define DCPRING_ERROR_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum dr_error_kind {
+    DR_ERROR_NONE = 0,
+    DR_ERROR_SYSTEM,    /* a system call failed: err holds its errno */
+    DR_ERROR_CORRUPT,   /* the bytes on disk are not what they should be */
+    DR_ERROR_INVALID,   /* the caller asked for something impossible */
+    DR_ERROR_CANCELLED, /* the poll callback asked to stop */
+};
+
+#define DR_NO_ITEM ((int64_t)-1)
+
+struct dr_error {
+    enum dr_error_kind kind;
+    int err;
+    const char *op; /* static string: the system call, or the check that failed */
+    char path[512];
+    int64_t offset;
+    int64_t length;
+    int64_t item; /* index of the caller's item concerned, or DR_NO_ITEM */
+    char detail[320];
+};
+
+void dr_error_clear(struct dr_error *error);
+
+/* Each records the failure unless one is recorded already, and returns -errno. */
+int dr_error_system(struct dr_error *error, int err, const char *op, const char *path);
+int dr_error_io(struct dr_error *error, int err, const char *op, const char *path, int64_t offset, int64_t length);
+int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, int64_t item, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+int dr_error_cancelled(struct dr_error *error);
+
+/* The cure for a failed system call, or "" where there is none to name. */
+const char *dr_error_cure(const struct dr_error *error);
+
+#endif

@@ -1,0 +1,256 @@
+/* Opening data files, directories and the commit. See file.h. */
+#include "file.h"
+
+#include "pool.h"
+#include "sys.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+char *dr_path_join(const char *dir, const char *name) {
+    size_t length = strlen(dir);
+    char *path = malloc(length + strlen(name) + 2);
+    if (!path)
+        return NULL;
+    memcpy(path, dir, length);
+    path[length] = '/';
+    strcpy(path + length + 1, name);
+    return path;
+}
+
+int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error) {
+    if (direct == DR_DIRECT_OFF)
+        return 0;
+    int alignment = dr_sys.direct_alignment(fd);
+    int rc = alignment > (int)DR_ALIGNMENT ? -EINVAL : dr_sys.set_direct(fd, 1);
+    if (rc >= 0)
+        return 1;
+    return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, "O_DIRECT", path) : 0;
+}
+
+/* ---- fdatasync, apart ---- */
+
+/* Shared by the caller and the syncing thread; whoever leaves last frees it. */
+struct sync {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int fd, result;
+    bool done, abandoned;
+};
+
+static void free_sync(struct sync *sync) {
+    pthread_mutex_destroy(&sync->lock);
+    pthread_cond_destroy(&sync->changed);
+    dr_sys.close(sync->fd);
+    free(sync);
+}
+
+static void *run_sync(void *argument) {
+    struct sync *sync = argument;
+    int result;
+    do
+        result = dr_sys.fdatasync(sync->fd);
+    while (result == -EINTR);
+    pthread_mutex_lock(&sync->lock);
+    sync->result = result;
+    sync->done = true;
+    bool mine = sync->abandoned;
+    pthread_cond_signal(&sync->changed);
+    pthread_mutex_unlock(&sync->lock);
+    if (mine)
+        free_sync(sync);
+    return NULL;
+}
+
+static struct sync *start_sync(int fd) {
+    struct sync *sync = calloc(1, sizeof *sync);
+    if (!sync)
+        return NULL;
+    pthread_mutex_init(&sync->lock, NULL);
+    pthread_cond_init(&sync->changed, NULL);
+    sync->fd = dup(fd);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t id;
+    bool started = sync->fd >= 0 && pthread_create(&id, &attributes, run_sync, sync) == 0;
+    pthread_attr_destroy(&attributes);
+    if (!started) {
+        free_sync(sync);
+        return NULL;
+    }
+    return sync;
+}
+
+/* True when the sync has ended, false when the caller wants to go. */
+static bool await_sync(struct sync *sync, const struct dr_control *control) {
+    bool cancelled = false;
+    pthread_mutex_lock(&sync->lock);
+    while (!sync->done && !cancelled) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 20 * 1000000L;
+        until.tv_sec += until.tv_nsec / 1000000000L;
+        until.tv_nsec %= 1000000000L;
+        pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
+        if (sync->done || !control->poll)
+            continue;
+        pthread_mutex_unlock(&sync->lock);
+        cancelled = control->poll(control->context) != 0;
+        pthread_mutex_lock(&sync->lock);
+    }
+    bool done = sync->done;
+    sync->abandoned = !done;
+    pthread_mutex_unlock(&sync->lock);
+    return done;
+}
+
+int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error) {
+    struct sync *sync = start_sync(fd);
+    if (!sync) {
+        int rc = dr_sys.fdatasync(fd);
+        return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+    }
+    if (!await_sync(sync, control))
+        return dr_error_cancelled(error);
+    int rc = sync->result;
+    free_sync(sync);
+    return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+}
+
+/* ---- directories ---- */
+
+static int sync_directory(int fd, const char *path, struct dr_error *error) {
+    int rc = dr_sys.fsync(fd);
+    /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
+    if (rc < 0 && rc != -EINVAL && rc != -EROFS)
+        return dr_error_system(error, -rc, "fsync", path);
+    return 0;
+}
+
+static int sync_parent(const char *path, struct dr_error *error) {
+    const char *slash = strrchr(path, '/');
+    char *parent = slash == path ? strdup("/") : slash ? strndup(path, (size_t)(slash - path)) : strdup(".");
+    if (!parent)
+        return dr_error_system(error, ENOMEM, "malloc", path);
+    int fd = dr_sys.open_dir(parent);
+    int rc = fd < 0 ? dr_error_system(error, -fd, "open", parent) : sync_directory(fd, parent, error);
+    if (fd >= 0)
+        dr_sys.close(fd);
+    free(parent);
+    return rc;
+}
+
+/* One directory of the path. 0 also when it is there already. */
+static int make_one(const char *path, bool sync, struct dr_error *error) {
+    int rc = dr_sys.mkdir(path, 0777);
+    if (rc == 0)
+        return sync ? sync_parent(path, error) : 0;
+    if (rc != -EEXIST)
+        return dr_error_system(error, -rc, "mkdir", path);
+    int fd = dr_sys.open_dir(path);
+    if (fd < 0)
+        return dr_error_system(error, -fd, "open", path);
+    dr_sys.close(fd);
+    return 0;
+}
+
+int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
+    int fd = dr_sys.open_dir(path);
+    if (fd >= 0) {
+        dr_sys.close(fd);
+        return 0;
+    }
+    if (fd != -ENOENT)
+        return dr_error_system(error, -fd, "open", path);
+    char *partial = strdup(path);
+    if (!partial)
+        return dr_error_system(error, ENOMEM, "malloc", path);
+    int rc = 0;
+    for (char *at = partial + 1; *at && rc == 0; at++) {
+        if (*at != '/')
+            continue;
+        *at = '\0';
+        rc = make_one(partial, sync, error);
+        *at = '/';
+    }
+    if (rc == 0)
+        rc = make_one(partial, sync, error);
+    free(partial);
+    return rc;
+}
+
+static int write_all(int fd, const char *path, const uint8_t *data, size_t size, struct dr_error *error) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = dr_sys.pwrite(fd, data + done, size - done, (off_t)done);
+        if (n == -EINTR)
+            continue;
+        if (n <= 0)
+            return dr_error_io(error, n < 0 ? (int)-n : EIO, "write", path, (int64_t)done, (int64_t)(size - done));
+        done += (size_t)n;
+    }
+    return 0;
+}
+
+static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size, bool sync,
+                      struct dr_error *error) {
+    int fd = dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (fd < 0)
+        return dr_error_system(error, -fd, "open", path);
+    int rc = write_all(fd, path, data, size, error);
+    if (rc == 0 && sync && (rc = dr_sys.fsync(fd)) < 0)
+        rc = dr_error_system(error, -rc, "fsync", path);
+    int closed = dr_sys.close(fd);
+    if (rc == 0 && closed < 0)
+        rc = dr_error_system(error, -closed, "close", path);
+    return rc;
+}
+
+static int rename_durably(int dirfd, const char *dir, const char *tmp, const char *name, bool sync,
+                          struct dr_error *error) {
+    int rc = dr_sys.rename(dirfd, tmp, name);
+    if (rc < 0)
+        return dr_error_system(error, -rc, "rename", dir);
+    return sync ? sync_directory(dirfd, dir, error) : 0;
+}
+
+int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
+                        struct dr_error *error) {
+    int dirfd = dr_sys.open_dir(dir);
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    char *path = dr_path_join(dir, tmp);
+    int rc = path ? write_file(dirfd, tmp, path, data, size, sync, error)
+                  : dr_error_system(error, ENOMEM, "malloc", dir);
+    if (rc == 0)
+        rc = rename_durably(dirfd, dir, tmp, name, sync, error);
+    else
+        dr_sys.unlink(dirfd, tmp);
+    free(path);
+    dr_sys.close(dirfd);
+    return rc;
+}
+
+int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error) {
+    int dirfd = dr_sys.open_dir(dir);
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = 0;
+    for (size_t i = 0; i < count && rc == 0; i++) {
+        if (strchr(names[i], '/')) {
+            rc = dr_error_invalid(error, (int64_t)i, "'%s' is not a file of the checkpoint directory", names[i]);
+            break;
+        }
+        rc = dr_sys.unlink(dirfd, names[i]);
+        if (rc == -ENOENT)
+            rc = 0;
+        else if (rc < 0)
+            rc = dr_error_system(error, -rc, "unlink", names[i]);
+    }
+    dr_sys.close(dirfd);
+    return rc;
+}

@@ -1,0 +1,30 @@
+/* Opening data files, and what there is to do to a directory: small calls, made from the caller's thread. */
+#ifndef DCPRING_FILE_H
+#define DCPRING_FILE_H
+
+#include "crew.h"
+#include "options.h"
+
+/* "dir/name", for errors. NULL when memory is gone. */
+char *dr_path_join(const char *dir, const char *name);
+
+/*
+ * Turns O_DIRECT on where options and file system allow: 1 when it is on, 0
+ * when not. DR_DIRECT_ON makes a refusal an error.
+ */
+int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error);
+
+/* fdatasync that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
+int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error);
+
+/* mkdir -p; with sync, each new directory's entry is durable. */
+int dr_directory_make(const char *path, bool sync, struct dr_error *error);
+
+/* Writes tmp, makes it durable, renames it over name, and makes that durable: name holds the old bytes or the new. */
+int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
+                        struct dr_error *error);
+
+/* Removes files of dir; names with a "/" are refused, missing ones are no error. */
+int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);
+
+#endif

@@ -1,0 +1,54 @@
+/*
+ * Reading: from slices of stored payloads to strided memory.
+ *
+ * Every wanted slice becomes byte extents of a file; extents that touch or lie
+ * near each other are merged, over all slices, so that each byte is read once;
+ * the result is cut into blocks on the CRC grid. Workers read blocks, many in
+ * flight, check the CRC of every CRC block that is wholly there, and scatter.
+ *
+ * All that can be checked without reading payloads is checked first: that the
+ * files are there and long enough, and that slices, shapes and sizes fit.
+ * Blocks that the page cache holds are read through it, others directly.
+ */
+#ifndef DCPRING_LOAD_H
+#define DCPRING_LOAD_H
+
+#include "crew.h"
+#include "options.h"
+#include "record.h"
+
+struct dr_read {
+    size_t file;                         /* index of its name */
+    uint64_t payload_offset, payload_size;
+    struct dr_shape chunk;               /* what is stored */
+    const int64_t *offsets, *lengths;    /* the slice wanted, chunk.ndim of each */
+    void *memory;                        /* where it goes */
+    const int64_t *strides;              /* of memory, in elements */
+    const uint8_t *crcs;                 /* dr_crc_count() little-endian CRCs, or NULL */
+    bool has_whole_crc;                  /* of a payload without block CRCs: checked when all of it is read */
+    uint32_t whole_crc;
+    bool touched;                        /* out: memory was written to */
+};
+
+struct dr_load_stats {
+    uint64_t bytes;        /* read from files, page cache included */
+    uint64_t cached_bytes; /* of these, through the page cache */
+    bool direct;
+    const char *engine; /* NULL when nothing was read */
+};
+
+int dr_load(const char *dir, const char *const *names, size_t name_count, struct dr_read *reads, size_t read_count,
+            const struct dr_options *options, const struct dr_control *control, struct dr_load_stats *stats,
+            struct dr_error *error);
+
+/* One record to be understood: dr_record_locate for many, file by file. */
+struct dr_lookup {
+    size_t file;
+    uint64_t offset, length;
+    struct dr_located located;
+};
+
+int dr_locate(const char *dir, const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
+              const struct dr_control *control, struct dr_error *error);
+
+#endif

@@ -1,0 +1,54 @@
+/*
+ * Every system call of the core, in one table.
+ *
+ * `dr_sys` holds the real calls. Tests replace the whole table to fail or
+ * shorten the Nth call (sys_fault.c); nothing else writes to it, and it is
+ * only replaced while no engine, writer or load is alive.
+ *
+ * Each entry returns a result >= 0, or -errno.
+ */
+#ifndef DCPRING_SYS_H
+#define DCPRING_SYS_H
+
+#include <liburing.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+
+struct dr_sys {
+    int (*open_dir)(const char *path);
+    /* Opens name below dirfd; never leaves dirfd, by "..", by absolute path or by symlink. */
+    int (*open_below)(int dirfd, const char *name, int flags, mode_t mode);
+    int (*close)(int fd);
+    int (*fstat)(int fd, struct stat *out);
+    ssize_t (*pread)(int fd, void *data, size_t size, off_t offset);
+    ssize_t (*pwrite)(int fd, const void *data, size_t size, off_t offset);
+    int (*set_direct)(int fd, int on);
+    int (*fallocate)(int fd, off_t size);
+    int (*ftruncate)(int fd, off_t size);
+    int (*fdatasync)(int fd);
+    int (*fsync)(int fd);
+    int (*mkdir)(const char *path, mode_t mode);
+    int (*rename)(int dirfd, const char *from, const char *to);
+    int (*unlink)(int dirfd, const char *name);
+    /* Bytes of [offset, offset + size) that the page cache holds. */
+    int64_t (*cached)(int fd, off_t offset, size_t size);
+    /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */
+    int (*direct_alignment)(int fd);
+    void *(*map)(size_t size);
+    int (*unmap)(void *data, size_t size);
+    int (*uring_init)(unsigned entries, struct io_uring *ring);
+    int (*uring_register)(struct io_uring *ring, const struct iovec *buffers, unsigned count);
+    int (*uring_submit)(struct io_uring *ring);
+    int (*uring_wait)(struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms);
+    /* The result of a completion, as the engine shall see it. */
+    int (*uring_result)(const struct io_uring_cqe *cqe);
+};
+
+extern struct dr_sys dr_sys;
+
+/* The real calls, for wrapping and restoring. */
+extern const struct dr_sys dr_sys_real;
+
+#endif

@@ -1,0 +1,26 @@
+/*
+ * Faults on purpose: fail, or shorten, the Nth system call.
+ *
+ * Arming wraps every entry of dr_sys that can fail on a healthy machine only
+ * by accident; disarming restores the real calls. For tests: nothing else may
+ * be using the core while it is armed or disarmed.
+ */
+#ifndef DCPRING_SYS_FAULT_H
+#define DCPRING_SYS_FAULT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct dr_fault {
+    const char *call; /* the entry's name in struct dr_sys, or NULL for any */
+    uint64_t nth;     /* the call to hit, from 1; 0 only counts */
+    bool sticky;      /* that call and all after it */
+    int err;          /* the errno to fail with; 0 shortens transfers to half instead */
+};
+
+void dr_fault_arm(const struct dr_fault *fault);
+
+/* Restores the real calls; returns how many calls were counted. */
+uint64_t dr_fault_disarm(void);
+
+#endif

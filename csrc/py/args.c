@@ -1,0 +1,78 @@
+/* Arguments in, and the GIL. See module.h. */
+#include "module.h"
+
+#include "../core/crc.h"
+
+int parse_options(PyObject *tuple, struct dr_options *options) {
+    int direct, checksum, sync;
+    unsigned depth, workers;
+    Py_ssize_t block_size;
+    if (!PyArg_ParseTuple(tuple, "siInIpp;options", &options->engine, &direct, &depth, &block_size, &workers,
+                          &checksum, &sync))
+        return -1;
+    if (direct < DR_DIRECT_OFF || direct > DR_DIRECT_AUTO || workers < 1 || workers > DR_MAX_WORKERS || depth < 1 ||
+        depth > 4096 || block_size < (Py_ssize_t)DR_CRC_BLOCK || block_size > ((Py_ssize_t)1 << 30) ||
+        block_size % (Py_ssize_t)DR_CRC_BLOCK != 0) {
+        PyErr_SetString(PyExc_ValueError, "an I/O option is out of range");
+        return -1;
+    }
+    options->direct = (enum dr_direct)direct;
+    options->queue_depth = depth;
+    options->block_size = (size_t)block_size;
+    options->workers = workers;
+    options->checksum = checksum;
+    options->sync = sync;
+    return 0;
+}
+
+int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
+        PyErr_Format(PyExc_ValueError, "expected a tuple of %zd ints", count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (out[i] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+const char **parse_names(PyObject *list, Py_ssize_t *count) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of str");
+        return NULL;
+    }
+    *count = PyList_Size(list);
+    const char **names = PyMem_Calloc((size_t)*count + 1, sizeof *names);
+    if (!names) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < *count; i++) {
+        Py_ssize_t size;
+        names[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, i), &size);
+        if (names[i] && strlen(names[i]) != (size_t)size)
+            PyErr_SetString(PyExc_ValueError, "a file name holds a null character");
+        if (PyErr_Occurred()) {
+            PyMem_Free(names);
+            return NULL;
+        }
+    }
+    return names;
+}
+
+static int look_for_signals(void *context) {
+    struct gil *gil = context;
+    PyEval_RestoreThread(gil->thread);
+    int rc = PyErr_CheckSignals();
+    gil->thread = PyEval_SaveThread();
+    return rc;
+}
+
+void gil_release(struct gil *gil) {
+    gil->control = (struct dr_control){look_for_signals, gil};
+    gil->thread = PyEval_SaveThread();
+}
+
+void gil_take(struct gil *gil) { PyEval_RestoreThread(gil->thread); }

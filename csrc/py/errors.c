@@ -1,0 +1,54 @@
+/* The one place where core failures become Python exceptions. */
+#include "module.h"
+
+#include <stdio.h>
+
+static void describe(const struct dr_error *error, char *out, size_t room) {
+    const char *cure = dr_error_cure(error);
+    int n;
+    if (error->kind == DR_ERROR_SYSTEM)
+        n = snprintf(out, room, "%s: %s failed", strerror(error->err), error->op);
+    else
+        n = snprintf(out, room, "%s", error->detail);
+    if (n >= 0 && (size_t)n < room && error->kind == DR_ERROR_SYSTEM && error->offset >= 0)
+        n += snprintf(out + n, room - (size_t)n, " (%lld bytes at offset %lld)", (long long)error->length,
+                      (long long)error->offset);
+    if (n >= 0 && (size_t)n < room && *cure)
+        snprintf(out + n, room - (size_t)n, "; %s", cure);
+}
+
+static PyObject *make_exception(struct module_state *state, const struct dr_error *error, const char *message) {
+    PyObject *path = PyUnicode_DecodeFSDefault(error->path);
+    PyObject *exception = NULL;
+    if (!path)
+        return NULL;
+    if (error->kind == DR_ERROR_SYSTEM && error->err == ENOMEM)
+        exception = PyObject_CallFunction(PyExc_MemoryError, "s", message);
+    else if (error->kind == DR_ERROR_SYSTEM && !*error->path)
+        exception = PyObject_CallFunction(PyExc_OSError, "is", error->err, message);
+    else if (error->kind == DR_ERROR_SYSTEM)
+        exception = PyObject_CallFunction(PyExc_OSError, "isO", error->err, message, path);
+    else if (error->kind == DR_ERROR_CORRUPT)
+        exception = PyObject_CallFunction(state->corrupt_error, "sOL", message, path, (long long)error->offset);
+    else
+        exception = PyObject_CallFunction(PyExc_ValueError, "s", message);
+    Py_DECREF(path);
+    return exception;
+}
+
+PyObject *raise_error(struct module_state *state, const struct dr_error *error) {
+    char message[768];
+    /* The poll callback has left KeyboardInterrupt, or whatever the signal handler raised. */
+    if (PyErr_Occurred())
+        return NULL;
+    describe(error, message, sizeof message);
+    PyObject *exception = make_exception(state, error, message);
+    if (!exception)
+        return NULL;
+    PyObject *item = error->item == DR_NO_ITEM ? Py_NewRef(Py_None) : PyLong_FromLongLong(error->item);
+    if (item && PyObject_SetAttrString(exception, "item", item) == 0)
+        PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+    Py_XDECREF(item);
+    Py_DECREF(exception);
+    return NULL;
+}

@@ -1,0 +1,64 @@
+/*
+ * What the bindings share: module state, errors, options and the GIL.
+ *
+ * The bindings turn Python's arguments into the core's arrays, let go of the
+ * GIL, call the core once, and turn the result back. They make no system call
+ * and hold no state outside of the module.
+ */
+#ifndef DCPRING_MODULE_H
+#define DCPRING_MODULE_H
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <string.h>
+
+#include "../core/crew.h"
+#include "../core/error.h"
+#include "../core/options.h"
+#include "torch_shim.h"
+
+struct module_state {
+    PyObject *corrupt_error;   /* dcpring.CorruptCheckpointError */
+    PyObject *alloc_handles;   /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
+    PyObject *writer_type;
+    struct torch_shim torch;
+};
+
+struct module_state *module_state(PyObject *module);
+
+/* ---- errors.c ---- */
+
+/* Sets the Python exception for a core failure, with `item` (an index or None) on it; returns NULL. */
+PyObject *raise_error(struct module_state *state, const struct dr_error *error);
+
+/* ---- args.c ---- */
+
+/* (engine, direct, queue_depth, block_size, workers, checksum, sync); borrows the engine's name from the tuple. */
+int parse_options(PyObject *tuple, struct dr_options *options);
+
+/* Reads a tuple of `count` ints (a torch.Size, say). */
+int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count);
+
+/* The UTF-8 texts of a list of str, borrowed from its items. Free the array with PyMem_Free. */
+const char **parse_names(PyObject *list, Py_ssize_t *count);
+
+/* The GIL while the core works: released by gil_release, taken for a moment to look for signals. */
+struct gil {
+    PyThreadState *thread;
+    struct dr_control control;
+};
+void gil_release(struct gil *gil);
+void gil_take(struct gil *gil);
+
+/* ---- one per exposed part ---- */
+
+extern PyType_Spec writer_spec;
+extern PyMethodDef reader_methods[];
+extern PyMethodDef directory_methods[];
+extern PyMethodDef torch_methods[];
+extern PyMethodDef fault_methods[];
+
+#endif

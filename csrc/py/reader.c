@@ -1,0 +1,321 @@
+/* dcpring._C.load, load_bytes and locate (core/load.h). */
+#include "module.h"
+
+#include "tensors.h"
+
+#include "../core/crc.h"
+#include "../core/load.h"
+
+/* Everything that one call holds: filled step by step, freed by job_free whatever was filled. */
+struct job {
+    const char **names;
+    Py_ssize_t name_count;
+    struct dr_options options;
+    struct tensors tensors;
+    struct dr_read *reads;
+    Py_ssize_t count;
+    int64_t *ints; /* sizes, offsets and lengths of all reads */
+};
+
+static void job_free(struct job *job) {
+    PyMem_Free(job->names);
+    if (job->tensors.shim)
+        tensors_free(&job->tensors);
+    PyMem_Free(job->reads);
+    PyMem_Free(job->ints);
+}
+
+static int job_init(struct job *job, PyObject *names, PyObject *options, Py_ssize_t count) {
+    *job = (struct job){.count = count};
+    if (parse_options(options, &job->options) < 0 || !(job->names = parse_names(names, &job->name_count)))
+        return -1;
+    job->reads = PyMem_Calloc((size_t)count + 1, sizeof *job->reads);
+    if (!job->reads) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+static int parse_crcs(struct dr_read *read, PyObject *crcs, PyObject *whole) {
+    if (whole != Py_None) {
+        read->whole_crc = (uint32_t)PyLong_AsUnsignedLong(whole);
+        read->has_whole_crc = true;
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (crcs == Py_None)
+        return 0;
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(crcs, &data, &size) < 0)
+        return -1;
+    if ((size_t)size != 4 * dr_crc_count(read->payload_offset, read->payload_size)) {
+        PyErr_SetString(PyExc_ValueError, "the metadata has the wrong number of CRCs for a tensor");
+        return -1;
+    }
+    read->crcs = (const uint8_t *)data;
+    return 0;
+}
+
+static int check_file(const struct job *job, size_t file) {
+    if (file < (size_t)job->name_count)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a file index is out of range");
+    return -1;
+}
+
+/* Payload ranges come from metadata: nothing may overflow. */
+static int check_range(unsigned long long offset, unsigned long long size) {
+    if (offset <= INT64_MAX && size <= INT64_MAX - offset)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a byte range is out of range");
+    return -1;
+}
+
+/* (file, payload_offset, payload_size, crcs, whole_crc, chunk sizes, slice offsets, slice lengths) */
+static int parse_read(struct job *job, Py_ssize_t index, PyObject *item, int64_t **ints) {
+    struct dr_read *read = &job->reads[index];
+    const struct tensor_view *view = &job->tensors.views[index];
+    unsigned long long payload_offset, payload_size;
+    Py_ssize_t file;
+    PyObject *crcs, *whole, *sizes, *offsets, *lengths;
+    if (!PyArg_ParseTuple(item, "nKKOOO!OO", &file, &payload_offset, &payload_size, &crcs, &whole, &PyTuple_Type,
+                          &sizes, &offsets, &lengths))
+        return -1;
+    int64_t *at = *ints;
+    Py_ssize_t ndim = PyTuple_Size(sizes);
+    if (ndim != view->ndim || parse_ints(sizes, at, ndim) < 0 || parse_ints(offsets, at + ndim, ndim) < 0 ||
+        parse_ints(lengths, at + 2 * ndim, ndim) < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "the destination has another number of dimensions");
+        return -1;
+    }
+    *read = (struct dr_read){
+        .file = (size_t)file,
+        .payload_offset = payload_offset,
+        .payload_size = payload_size,
+        .chunk = {view->dtype, (int)ndim, at},
+        .offsets = at + ndim,
+        .lengths = at + 2 * ndim,
+        .memory = view->data,
+        .strides = view->strides,
+    };
+    *ints += 3 * ndim;
+    if (check_file(job, read->file) < 0 || check_range(payload_offset, payload_size) < 0)
+        return -1;
+    if (view->kind != TENSOR_PLAIN || memcmp(read->lengths, view->sizes, (size_t)ndim * sizeof *view->sizes) != 0) {
+        PyErr_SetString(PyExc_ValueError, "the destination is not a plain CPU tensor of the slice's shape");
+        return -1;
+    }
+    return parse_crcs(read, crcs, whole);
+}
+
+static int parse_reads(struct job *job, PyObject *items) {
+    size_t total = 0;
+    for (Py_ssize_t i = 0; i < job->count; i++)
+        total += 3 * (size_t)job->tensors.views[i].ndim;
+    job->ints = PyMem_Calloc(total + 1, sizeof *job->ints);
+    if (!job->ints) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int64_t *ints = job->ints;
+    for (Py_ssize_t i = 0; i < job->count; i++)
+        if (parse_read(job, i, PyList_GetItem(items, i), &ints) < 0)
+            return -1;
+    return 0;
+}
+
+/* Sets the exception's `changed`: the indices of the reads whose memory was written to before the failure. */
+static PyObject *raise_load_error(struct module_state *state, const struct job *job, const struct dr_error *error) {
+    raise_error(state, error);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *changed = PyList_New(0);
+    for (Py_ssize_t i = 0; changed && i < job->count; i++) {
+        PyObject *index = job->reads[i].touched ? PyLong_FromSsize_t(i) : NULL;
+        if (index && PyList_Append(changed, index) < 0)
+            Py_CLEAR(changed);
+        Py_XDECREF(index);
+    }
+    if (changed && value)
+        PyObject_SetAttrString(value, "changed", changed);
+    Py_XDECREF(changed);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    return NULL;
+}
+
+static PyObject *run_load(struct module_state *state, const char *directory, struct job *job) {
+    struct dr_load_stats stats;
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_load(directory, job->names, (size_t)job->name_count, job->reads, (size_t)job->count, &job->options,
+                     &gil.control, &stats, &error);
+    gil_take(&gil);
+    if (rc < 0)
+        return raise_load_error(state, job, &error);
+    return Py_BuildValue("(KKsO)", (unsigned long long)stats.bytes, (unsigned long long)stats.cached_bytes,
+                         stats.engine ? stats.engine : "", stats.direct ? Py_True : Py_False);
+}
+
+static PyObject *load(PyObject *module, PyObject *args) {
+    const char *directory;
+    PyObject *names, *items, *tensors, *options, *result = NULL;
+    if (!PyArg_ParseTuple(args, "sOO!O!O!", &directory, &names, &PyList_Type, &items, &PyList_Type, &tensors,
+                          &PyTuple_Type, &options))
+        return NULL;
+    struct module_state *state = module_state(module);
+    struct job job = {0};
+    Py_ssize_t count = PyList_Size(items);
+    if (PyList_Size(tensors) != count)
+        return PyErr_Format(PyExc_ValueError, "%zd items, but %zd tensors", count, PyList_Size(tensors));
+    if (job_init(&job, names, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
+        parse_reads(&job, items) == 0)
+        result = run_load(state, directory, &job);
+    job_free(&job);
+    return result;
+}
+
+/* (file, offset, size, crcs): the bytes as a one-dimensional uint8 tensor, whose memory is a bytes object. */
+static PyObject *parse_byte_range(struct job *job, Py_ssize_t index, PyObject *item) {
+    struct dr_read *read = &job->reads[index];
+    static const int64_t one = 1, zero = 0;
+    unsigned long long offset, size;
+    Py_ssize_t file;
+    PyObject *crcs;
+    if (!PyArg_ParseTuple(item, "nKKO", &file, &offset, &size, &crcs) || check_file(job, (size_t)file) < 0 ||
+        check_range(offset, size) < 0)
+        return NULL;
+    job->ints[index] = (int64_t)size;
+    *read = (struct dr_read){
+        .file = (size_t)file,
+        .payload_offset = offset,
+        .payload_size = size,
+        .chunk = {dr_dtype_by_name("uint8"), 1, &job->ints[index]},
+        .offsets = &zero,
+        .lengths = &job->ints[index],
+        .strides = &one,
+    };
+    if (parse_crcs(read, crcs, Py_None) < 0)
+        return NULL;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    read->memory = bytes ? PyBytes_AsString(bytes) : NULL;
+    return bytes;
+}
+
+static PyObject *parse_byte_ranges(struct job *job, PyObject *items) {
+    job->ints = PyMem_Calloc((size_t)job->count + 1, sizeof *job->ints);
+    PyObject *list = job->ints ? PyList_New(job->count) : PyErr_NoMemory();
+    for (Py_ssize_t i = 0; list && i < job->count; i++) {
+        PyObject *bytes = parse_byte_range(job, i, PyList_GetItem(items, i));
+        if (!bytes || PyList_SetItem(list, i, bytes) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *load_bytes(PyObject *module, PyObject *args) {
+    const char *directory;
+    PyObject *names, *items, *options, *list = NULL, *stats = NULL;
+    if (!PyArg_ParseTuple(args, "sOO!O!", &directory, &names, &PyList_Type, &items, &PyTuple_Type, &options))
+        return NULL;
+    struct job job = {0};
+    if (job_init(&job, names, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
+        stats = run_load(module_state(module), directory, &job);
+    job_free(&job);
+    PyObject *result = stats ? PyTuple_Pack(2, list, stats) : NULL;
+    Py_XDECREF(list);
+    Py_XDECREF(stats);
+    return result;
+}
+
+/* ---- locate ---- */
+
+static PyObject *located_tuple(const struct dr_located *located) {
+    if (!located->plain)
+        return Py_NewRef(Py_None);
+    PyObject *sizes = PyTuple_New(located->ndim);
+    for (int d = 0; sizes && d < located->ndim; d++) {
+        PyObject *size = PyLong_FromLongLong(located->sizes[d]);
+        if (!size || PyTuple_SetItem(sizes, d, size) < 0)
+            Py_CLEAR(sizes);
+    }
+    if (!sizes)
+        return NULL;
+    return Py_BuildValue("(KKksN)", (unsigned long long)located->payload_offset,
+                         (unsigned long long)located->payload_size, (unsigned long)located->crc, located->dtype->name,
+                         sizes);
+}
+
+static PyObject *run_locate(struct module_state *state, const char *directory, const char **names, Py_ssize_t name_count,
+                            struct dr_lookup *lookups, Py_ssize_t count) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_locate(directory, names, (size_t)name_count, lookups, (size_t)count, &gil.control, &error);
+    gil_take(&gil);
+    if (rc < 0)
+        return raise_error(state, &error);
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        PyObject *tuple = located_tuple(&lookups[i].located);
+        if (!tuple || PyList_SetItem(list, i, tuple) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static int parse_lookups(PyObject *items, Py_ssize_t name_count, struct dr_lookup *lookups, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long offset, length;
+        Py_ssize_t file;
+        if (!PyArg_ParseTuple(PyList_GetItem(items, i), "nKK", &file, &offset, &length) ||
+            check_range(offset, length) < 0)
+            return -1;
+        if (file < 0 || file >= name_count) {
+            PyErr_SetString(PyExc_ValueError, "a file index is out of range");
+            return -1;
+        }
+        lookups[i].file = (size_t)file;
+        lookups[i].offset = offset;
+        lookups[i].length = length;
+    }
+    return 0;
+}
+
+static PyObject *locate(PyObject *module, PyObject *args) {
+    const char *directory;
+    PyObject *list, *items, *result = NULL;
+    Py_ssize_t name_count;
+    if (!PyArg_ParseTuple(args, "sOO!", &directory, &list, &PyList_Type, &items))
+        return NULL;
+    const char **names = parse_names(list, &name_count);
+    if (!names)
+        return NULL;
+    Py_ssize_t count = PyList_Size(items);
+    struct dr_lookup *lookups = PyMem_Calloc((size_t)count + 1, sizeof *lookups);
+    if (!lookups)
+        PyErr_NoMemory();
+    else if (parse_lookups(items, name_count, lookups, count) == 0)
+        result = run_locate(module_state(module), directory, names, name_count, lookups, count);
+    PyMem_Free(lookups);
+    PyMem_Free(names);
+    return result;
+}
+
+PyMethodDef reader_methods[] = {
+    {"load", load, METH_VARARGS,
+     "load(directory, files, items, tensors, options) -> (bytes, cached_bytes, engine, direct); an item is (file, "
+     "payload_offset, payload_size, crcs or None, whole crc or None, chunk sizes, slice offsets, slice lengths)"},
+    {"load_bytes", load_bytes, METH_VARARGS,
+     "load_bytes(directory, files, [(file, offset, size, crcs or None)], options) -> ([bytes], as load)"},
+    {"locate", locate, METH_VARARGS,
+     "locate(directory, files, [(file, offset, length)] by file) -> [None or (payload_offset, payload_size, crc, dtype, "
+     "sizes)]"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,279 @@
+/* dcpring._C.FileWriter: one data file being written (core/save.h). */
+#include "module.h"
+
+#include "tensors.h"
+
+#include "../core/crc.h"
+#include "../core/save.h"
+
+struct writer {
+    PyObject_HEAD
+    struct dr_writer *core;
+    bool busy; /* a call is under way, with the GIL released */
+};
+
+static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+static bool enter(struct writer *self) {
+    if (!self->core || self->busy) {
+        PyErr_SetString(PyExc_ValueError, self->busy ? "the file writer is in use by another thread"
+                                                     : "the file writer is closed");
+        return false;
+    }
+    self->busy = true;
+    return true;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"directory", "name", "size_hint", "options", NULL};
+    const char *directory, *name;
+    unsigned long long size_hint;
+    PyObject *tuple;
+    struct dr_options options;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssKO!", names, &directory, &name, &size_hint, &PyTuple_Type,
+                                     &tuple) ||
+        parse_options(tuple, &options) < 0)
+        return NULL;
+    struct writer *self = (struct writer *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    /* The core keeps the engine's name: let it be one that lives for ever. */
+    options.engine = strcmp(options.engine, "uring") == 0     ? "uring"
+                     : strcmp(options.engine, "threads") == 0 ? "threads"
+                                                              : "auto";
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_writer_open(&self->core, directory, name, size_hint, &options, &error);
+    gil_take(&gil);
+    if (rc < 0) {
+        raise_error(state_of((PyObject *)self), &error);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void close_core(struct writer *self) {
+    struct dr_writer *core = self->core;
+    self->core = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    dr_writer_close(core);
+    Py_END_ALLOW_THREADS
+}
+
+static void writer_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    close_core((struct writer *)object);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *placed_tuple(const struct dr_placed *p, bool checksum) {
+    size_t count = checksum ? dr_crc_count(p->payload_offset, p->payload_size) : 0;
+    return Py_BuildValue("(KKKKy#)", (unsigned long long)p->offset, (unsigned long long)p->length,
+                         (unsigned long long)p->payload_offset, (unsigned long long)p->payload_size,
+                         (const char *)(count ? p->crcs : NULL), (Py_ssize_t)(count * sizeof *p->crcs));
+}
+
+/* Writes and returns a list of placed tuples. The sources' memory is the caller's. */
+static PyObject *write_sources(struct writer *self, const struct dr_source *sources, Py_ssize_t count) {
+    struct dr_placed *placed = PyMem_Calloc((size_t)count + 1, sizeof *placed);
+    if (!placed)
+        return PyErr_NoMemory();
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_writer_write(self->core, sources, (size_t)count, placed, &gil.control, &error);
+    gil_take(&gil);
+    PyObject *list = NULL;
+    if (rc < 0)
+        raise_error(state_of((PyObject *)self), &error);
+    else
+        list = PyList_New(count);
+    struct dr_writer_stats writer_stats;
+    dr_writer_stats(self->core, &writer_stats);
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        PyObject *tuple = placed_tuple(&placed[i], writer_stats.checksum);
+        if (!tuple || PyList_SetItem(list, i, tuple) < 0)
+            Py_CLEAR(list);
+    }
+    PyMem_Free(placed);
+    return list;
+}
+
+static struct dr_source source_of(const struct tensor_view *view) {
+    struct dr_source source = {
+        .shape = {view->dtype, (int)view->ndim, view->sizes}, .data = view->data, .strides = view->strides};
+    dr_shape_bytes(&source.shape, &source.size);
+    source.total = source.size;
+    return source;
+}
+
+static PyObject *write_views(struct writer *self, const struct tensors *tensors) {
+    struct dr_source *sources = PyMem_Calloc((size_t)tensors->count + 1, sizeof *sources);
+    if (!sources)
+        return PyErr_NoMemory();
+    PyObject *list = NULL;
+    Py_ssize_t i = 0;
+    for (; i < tensors->count && tensors->views[i].kind == TENSOR_PLAIN; i++)
+        sources[i] = source_of(&tensors->views[i]);
+    if (i < tensors->count)
+        PyErr_Format(PyExc_ValueError, "tensor %zd is not plain CPU memory", i);
+    else
+        list = write_sources(self, sources, tensors->count);
+    PyMem_Free(sources);
+    return list;
+}
+
+static PyObject *write_tensors(PyObject *object, PyObject *list) {
+    struct writer *self = (struct writer *)object;
+    struct tensors tensors;
+    if (!enter(self))
+        return NULL;
+    PyObject *placed = NULL;
+    if (tensors_init(&tensors, state_of(object), list) == 0) {
+        placed = write_views(self, &tensors);
+        tensors_free(&tensors);
+    }
+    self->busy = false;
+    return placed;
+}
+
+static PyObject *write_buffers(struct writer *self, PyObject *list, Py_buffer *views, struct dr_source *sources,
+                               Py_ssize_t count) {
+    Py_ssize_t held = 0;
+    PyObject *placed = NULL;
+    for (; held < count; held++) {
+        if (PyObject_GetBuffer(PyList_GetItem(list, held), &views[held], PyBUF_SIMPLE) < 0)
+            break;
+        uint64_t size = (uint64_t)views[held].len;
+        sources[held] = (struct dr_source){.data = views[held].buf, .size = size, .total = size};
+    }
+    if (held == count)
+        placed = write_sources(self, sources, count);
+    while (held > 0)
+        PyBuffer_Release(&views[--held]);
+    return placed;
+}
+
+static PyObject *write_bytes(PyObject *object, PyObject *list) {
+    struct writer *self = (struct writer *)object;
+    if (!PyList_Check(list))
+        return PyErr_Format(PyExc_TypeError, "expected a list of bytes-like objects");
+    if (!enter(self))
+        return NULL;
+    Py_ssize_t count = PyList_Size(list);
+    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
+    struct dr_source *sources = PyMem_Calloc((size_t)count + 1, sizeof *sources);
+    PyObject *placed = views && sources ? write_buffers(self, list, views, sources, count) : PyErr_NoMemory();
+    PyMem_Free(views);
+    PyMem_Free(sources);
+    self->busy = false;
+    return placed;
+}
+
+/* A contiguous part, as a source of a tensor of another shape. */
+static PyObject *write_part_of(struct writer *self, const struct tensors *tensors, PyObject *shape,
+                               uint64_t part_offset) {
+    int64_t sizes[DR_MAX_DIMS];
+    Py_ssize_t ndim = PyTuple_Size(shape);
+    if (ndim < 0 || ndim > DR_MAX_DIMS || parse_ints(shape, sizes, ndim) < 0)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "too many dimensions");
+    struct dr_source source = source_of(&tensors->views[0]);
+    source.shape.ndim = (int)ndim;
+    source.shape.sizes = sizes;
+    source.strides = NULL;
+    source.part_offset = part_offset;
+    if (tensors->views[0].kind != TENSOR_PLAIN || !dr_shape_bytes(&source.shape, &source.total))
+        return PyErr_Format(PyExc_ValueError, "the part is not plain CPU memory");
+    PyObject *list = write_sources(self, &source, 1);
+    PyObject *placed = list ? Py_NewRef(PyList_GetItem(list, 0)) : NULL;
+    Py_XDECREF(list);
+    return placed;
+}
+
+static PyObject *write_part(PyObject *object, PyObject *args) {
+    struct writer *self = (struct writer *)object;
+    PyObject *list, *shape;
+    unsigned long long part_offset;
+    if (!PyArg_ParseTuple(args, "O!O!K", &PyList_Type, &list, &PyTuple_Type, &shape, &part_offset) || !enter(self))
+        return NULL;
+    struct tensors tensors;
+    PyObject *placed = NULL;
+    if (tensors_init(&tensors, state_of(object), list) == 0) {
+        placed = tensors.count == 1 ? write_part_of(self, &tensors, shape, part_offset)
+                                    : PyErr_Format(PyExc_ValueError, "expected one tensor");
+        tensors_free(&tensors);
+    }
+    self->busy = false;
+    return placed;
+}
+
+static PyObject *finish(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct writer *self = (struct writer *)object;
+    if (!enter(self))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_writer_finish(self->core, &gil.control, &error);
+    gil_take(&gil);
+    self->busy = false;
+    if (rc < 0)
+        return raise_error(state_of(object), &error);
+    Py_RETURN_NONE;
+}
+
+static PyObject *close_writer(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct writer *self = (struct writer *)object;
+    if (self->busy)
+        return PyErr_Format(PyExc_ValueError, "the file writer is in use by another thread");
+    close_core(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *stats(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct writer *self = (struct writer *)object;
+    if (!enter(self))
+        return NULL;
+    struct dr_writer_stats s;
+    dr_writer_stats(self->core, &s);
+    self->busy = false;
+    return Py_BuildValue("(KsO)", (unsigned long long)s.bytes, s.engine ? s.engine : "",
+                         s.direct ? Py_True : Py_False);
+}
+
+static PyMethodDef methods[] = {
+    {"write_tensors", write_tensors, METH_O,
+     "write_tensors(tensors) -> [(offset, length, payload_offset, payload_size, crcs)]"},
+    {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
+    {"write_part", write_part, METH_VARARGS,
+     "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},
+    {"finish", finish, METH_NOARGS, "finish(): the file gets its length and is made durable"},
+    {"close", close_writer, METH_NOARGS, "close(): frees everything; the file is removed unless it was finished"},
+    {"stats", stats, METH_NOARGS, "stats() -> (bytes, engine, direct)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "FileWriter(directory, name, size_hint, options): creates a data file, which must not exist"},
+    {Py_tp_new, writer_new},
+    {Py_tp_dealloc, writer_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec writer_spec = {
+    .name = "dcpring._C.FileWriter",
+    .basicsize = sizeof(struct writer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,28 @@
+"""Fast, safe storage for ``torch.distributed.checkpoint`` (DCP), in C on io_uring.
+
+    import torch.distributed.checkpoint as dcp
+    from dcpring import RingReader, RingWriter
+
+    dcp.save(state_dict, storage_writer=RingWriter("ckpt/step-100"))
+    dcp.load(state_dict, storage_reader=RingReader("ckpt/step-100"))
+
+What either writes, stock DCP reads, and the reverse.
+"""
+
+from __future__ import annotations
+
+from dcpring import _torch as _torch
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.options import IOStats
+from dcpring.reader import RingReader
+from dcpring.writer import RingWriter
+
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "IOStats",
+    "RingReader",
+    "RingWriter",
+    "UntrustedCheckpointError",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,99 @@
+"""Names in a checkpoint directory, and which of its files nobody needs any more.
+
+Data files are called ``__{rank}_{n}.{tag}.distcp``. Every rank draws a fresh tag for every save, so no save ever
+touches a file that a committed ``.metadata`` refers to, and a file with a tag that no metadata refers to is what a
+failed save has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from dcpring import _C
+from dcpring._metadata import METADATA_NAME, referenced_files
+from dcpring.errors import CheckpointError
+
+logger = logging.getLogger("dcpring")
+
+_TAGGED = re.compile(r"__(\d+)_\d+\.[0-9a-f]{16}\.distcp")
+_STOCK = re.compile(r"__(\d+)_\d+\.distcp")
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+def new_tag() -> str:
+    return secrets.token_hex(8)
+
+
+def data_file_name(rank: int, index: int, tag: str) -> str:
+    return f"__{rank}_{index}.{tag}.distcp"
+
+
+def rank_metadata_name(rank: int) -> str:
+    return f"__{rank}{METADATA_NAME}"
+
+
+def _names(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir()]
+
+
+def rank_metadata_files(directory: Path) -> dict[int, Path]:
+    """The rank-local metadata files (``use_collectives=False``), by rank."""
+    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in _names(directory))
+    return {int(match[1]): directory / name for name, match in matches if match}
+
+
+def _metadata_files(directory: Path) -> list[Path]:
+    main = directory / METADATA_NAME
+    return [*([main] if main.exists() else []), *rank_metadata_files(directory).values()]
+
+
+def _all_referenced(directory: Path) -> set[str] | None:
+    """Every data file that some metadata refers to; None when one of them cannot be read."""
+    try:
+        return {name for path in _metadata_files(directory) for name in referenced_files(path)}
+    except (OSError, CheckpointError) as error:
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)
+        return None
+
+
+def _ours(names: list[str], pattern: re.Pattern[str], rank: int | None) -> set[str]:
+    matches = ((name, pattern.fullmatch(name)) for name in names)
+    return {name for name, match in matches if match and rank in (None, int(match[1]))}
+
+
+def remove_leftovers(directory: Path, rank: int | None = None) -> None:
+    """Removes data files of failed saves, before a save writes any: those with a tag that no metadata refers to.
+
+    Args:
+        directory: the checkpoint.
+        rank: only those that this rank wrote (``use_collectives=False``); None for all.
+    """
+    tagged = _ours(_names(directory), _TAGGED, rank)
+    if tagged and (referenced := _all_referenced(directory)) is not None:
+        _C.remove_files(str(directory), sorted(tagged - referenced))
+
+
+def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
+    """The files that a commit makes superfluous: the data files of the checkpoint that is there now.
+
+    Only names that a DCP writer gives are ever listed. Without a rank the rank-local metadata goes too.
+    """
+    names = _names(directory)
+    found = _ours(names, _TAGGED, rank)
+    stock = _ours(names, _STOCK, rank)
+    if stock:
+        found |= stock & (_all_referenced(directory) or set())
+    return found | (_ours(names, _RANK_METADATA, None) if rank is None else set())
+
+
+def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:
+    """After a commit; a failure leaves files behind, and is no failure of the save."""
+    doomed = superseded - needed
+    metadata_first = sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name))
+    try:
+        _C.remove_files(str(directory), metadata_first)
+    except OSError as error:
+        logger.warning("superseded files stay in %s: %s", directory, error)

@@ -1,0 +1,443 @@
+"""One rank's read_data: what each item needs, in which order it is read, and what goes where.
+
+1. Every item is looked up, and checked against its destination, before anything is read.
+2. Objects, and records that only ``torch.load`` understands, are read whole; objects are checked to be plain data.
+3. Plain tensors are read in parts, straight into the planner's tensors; through a host copy where the destination is
+   on another device, has another dtype, or is no plain memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcpring import _C
+from dcpring._metadata import TENSOR, ring_info
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.options import IOOptions, IOStats
+
+logger = logging.getLogger("dcpring")
+
+_WINDOW_BYTES = 32 << 20
+"""Host copies, whole records and a custom planner's tensors are handled this many bytes at a time."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """A plain tensor in a file."""
+
+    file: int
+    payload_offset: int
+    payload_bytes: int
+    crcs: bytes | None
+    whole_crc: int | None
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A record that is read as bytes."""
+
+    file: int
+    offset: int
+    size: int
+    crcs: bytes | None
+    info: _StorageInfo
+
+
+class Loader:
+    """See the module's docstring. One is made for every read_data."""
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        metadata: Metadata,
+        storage_data: dict[MetadataIndex, _StorageInfo],
+        transforms: Any,
+        options: IOOptions,
+        trusted: bool,
+        safe_globals: Sequence[Any],
+        stats: IOStats,
+        rank: int,
+    ) -> None:
+        self._path = path
+        self._metadata = metadata
+        self._storage_data = storage_data
+        self._transforms = transforms
+        self._options = options.for_core(sync=False)
+        self._trusted = trusted
+        self._safe_globals = list(safe_globals)
+        self._stats = stats
+        self._rank = rank
+        self._files: dict[str, int] = {}
+
+    def load(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        infos = [self._info(item) for item in items]
+        self._number_files(infos)
+        objects, wholes, sources = self._classify(items, infos)
+        values = self._read_objects(objects)
+        for chunk in _windows(sources, _item_bytes, None if _keeps_tensors(planner) else _WINDOW_BYTES):
+            self._load_tensors(chunk, planner)
+        for batch in _windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
+            self._load_wholes(batch, planner)
+        for (item, _), value in zip(objects, values, strict=True):
+            planner.load_bytes(item, value)
+        self._stats.files = len(self._files)
+
+    # ---- what each item is ----
+
+    def _info(self, item: ReadItem) -> _StorageInfo:
+        try:
+            return self._storage_data[item.storage_index]
+        except KeyError:
+            raise CorruptCheckpointError(
+                f"the metadata lists {item.storage_index.fqn!r} at offset {item.storage_index.offset}, but not where "
+                "it is stored",
+                self._path,
+            ) from None
+
+    def _number_files(self, infos: list[_StorageInfo]) -> None:
+        """File indices rise with the names, so that reads sorted by index go through the files in order."""
+        names = sorted({info.relative_path for info in infos})
+        self._files = {name: index for index, name in enumerate(names)}
+
+    def _classify(
+        self, items: list[ReadItem], infos: list[_StorageInfo]
+    ) -> tuple[list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Source]]]:
+        objects: list[tuple[ReadItem, _Whole]] = []
+        wholes: list[tuple[ReadItem, _Whole]] = []
+        sources: list[tuple[ReadItem, _Source]] = []
+        unknown: list[tuple[ReadItem, _StorageInfo]] = []
+        for item, info in zip(items, infos, strict=True):
+            ring = ring_info(info, item.storage_index.fqn)
+            if item.type == LoadItemType.BYTE_IO:
+                objects.append((item, self._whole(info, ring.crcs if ring else None)))
+            elif info.transform_descriptors or (ring is not None and ring.kind != TENSOR):
+                wholes.append((item, self._whole(info, ring.crcs if ring else None)))
+            elif ring is not None and (stored := self._stored_as(item)) is not None:
+                sizes, dtype = stored
+                file = self._files[info.relative_path]
+                source = _Source(file, ring.payload_offset, ring.payload_bytes, ring.crcs, None, sizes, dtype)
+                sources.append((item, source))
+            else:
+                unknown.append((item, info))
+        for item, found in self._locate(unknown):
+            if isinstance(found, _Source):
+                sources.append((item, found))
+            else:
+                wholes.append((item, found))
+        return objects, wholes, sources
+
+    def _whole(self, info: _StorageInfo, crcs: bytes | None) -> _Whole:
+        return _Whole(self._files[info.relative_path], info.offset, info.length, crcs, info)
+
+    def _stored_as(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Sizes and dtype of the stored chunk by the metadata; None when that does not tell."""
+        index = item.storage_index
+        entry = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        chunks = entry.chunks
+        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
+            return chunks[index.index].sizes, entry.properties.dtype
+        for chunk in chunks:
+            if index.offset is None or chunk.offsets == index.offset:
+                return chunk.sizes, entry.properties.dtype
+        return None
+
+    def _locate(self, unknown: list[tuple[ReadItem, _StorageInfo]]) -> Iterator[tuple[ReadItem, _Source | _Whole]]:
+        """Looks into records that the metadata says nothing more about: those that stock wrote."""
+        if not unknown:
+            return
+        unknown = sorted(unknown, key=lambda pair: (self._files[pair[1].relative_path], pair[1].offset))
+        wanted = [(self._files[info.relative_path], info.offset, info.length) for _, info in unknown]
+        try:
+            found = _C.locate(self._path, list(self._files), wanted)
+        except (OSError, CorruptCheckpointError) as error:
+            raise self._explained(error, [item for item, _ in unknown]) from error
+        for (item, info), located in zip(unknown, found, strict=True):
+            if located is None:
+                yield item, self._whole(info, None)
+                continue
+            offset, size, crc, dtype_name, sizes = located
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            stored = self._stored_as(item)
+            if stored is not None and (tuple(stored[0]) != sizes or stored[1] != dtype):
+                raise CorruptCheckpointError(
+                    f"{self._name(item)}: the record holds {dtype} of shape {list(sizes)}, the metadata says "
+                    f"{stored[1]} of shape {list(stored[0])}",
+                    info.relative_path,
+                    info.offset,
+                )
+            yield item, _Source(self._files[info.relative_path], offset, size, None, crc, sizes, dtype)
+
+    # ---- objects and whole records ----
+
+    def _read_whole(self, batch: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
+        wanted = [(whole.file, whole.offset, whole.size, whole.crcs) for _, whole in batch]
+        try:
+            data, stats = _C.load_bytes(self._path, list(self._files), wanted, self._options)
+        except (OSError, ValueError, MemoryError, CorruptCheckpointError) as error:
+            raise self._explained(error, [item for item, _ in batch]) from error
+        self._count(stats)
+        return [self._untransformed(item, whole, raw) for (item, whole), raw in zip(batch, data, strict=True)]
+
+    def _untransformed(self, item: ReadItem, whole: _Whole, data: bytes) -> io.BytesIO:
+        if not whole.info.transform_descriptors:
+            return io.BytesIO(data)
+        stream = self._transforms.transform_load_stream(item, whole.info.transform_descriptors, io.BytesIO(data))
+        return io.BytesIO(stream.read(-1))
+
+    def _read_objects(self, objects: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
+        if not objects:
+            return []
+        values = self._read_whole(objects)
+        for (item, _), value in zip(objects, values, strict=True):
+            if not self._trusted:
+                self._unpickle(item, value)
+            value.seek(0)
+        return values
+
+    def _unpickle(self, item: ReadItem, data: io.BytesIO) -> Any:
+        """Loads without running code; the planner, which would, gets the bytes only after that."""
+        allow = torch.serialization.safe_globals(self._safe_globals)
+        with allow if self._safe_globals else contextlib.nullcontext():
+            try:
+                return torch.load(data, map_location="cpu", weights_only=not self._trusted)
+            except pickle.UnpicklingError as error:
+                raise UntrustedCheckpointError(
+                    f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
+                    f"{_first_line(error)} If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
+                    "class in safe_globals=[...]."
+                ) from error
+            except (RuntimeError, EOFError, ValueError, KeyError) as error:
+                raise CorruptCheckpointError(
+                    f"{self._name(item)} cannot be read: {_first_line(error)}", self._path
+                ) from error
+
+    def _load_wholes(self, batch: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
+        for (item, _), data in zip(batch, self._read_whole(batch), strict=True):
+            tensor = self._unpickle(item, data)
+            if not isinstance(tensor, Tensor):
+                raise CorruptCheckpointError(f"{self._name(item)} is stored as {type(tensor).__name__}", self._path)
+            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            self._check_target(item, target, tensor.dtype)
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+            self._stats.tensor_bytes += part.nbytes
+
+    # ---- plain tensors ----
+
+    def _load_tensors(self, chunk: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
+        targets = [planner.resolve_tensor(item).detach() for item, _ in chunk]
+        straight: list[int] = []
+        through_host: list[int] = []
+        kinds = _C.tensor_kinds([t if type(t) is Tensor else _NOT_PLAIN for t in targets])
+        for index, ((item, source), target) in enumerate(zip(chunk, targets, strict=True)):
+            self._check_target(item, target, source.dtype)
+            plain = kinds[index] == 0 and type(target) is Tensor and target.dtype == source.dtype
+            (straight if plain and _is_plain_memory(target) else through_host).append(index)
+        self._check_sources([chunk[index] for index in through_host])
+        self._read([chunk[i] for i in straight], [targets[i] for i in straight])
+        _bump_versions([targets[i] for i in straight])
+        self._read_through_host([chunk[i] for i in through_host], [targets[i] for i in through_host])
+        for (item, _), target in zip(chunk, targets, strict=True):
+            planner.commit_tensor(item, target)
+            self._stats.tensor_bytes += target.nbytes
+
+    def _check_target(self, item: ReadItem, target: Tensor, stored: torch.dtype) -> None:
+        if target.size() != item.lengths:
+            raise CheckpointError(
+                f"{self._name(item)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
+                f"{list(target.size())}; load into tensors of the shape that was saved"
+            )
+        if target.dtype == stored:
+            return
+        if not torch.can_cast(stored, target.dtype):
+            raise CheckpointError(
+                f"{self._name(item)}: the checkpoint has {stored}, the state dict {target.dtype}, and that cast would "
+                f"lose data; load into a {stored} tensor and convert it"
+            )
+        logger.info("%s is cast from %s to %s", self._name(item), stored, target.dtype)
+
+    def _read_item(self, item: ReadItem, source: _Source) -> tuple[Any, ...]:
+        return (
+            source.file,
+            source.payload_offset,
+            source.payload_bytes,
+            source.crcs,
+            source.whole_crc,
+            source.sizes,
+            item.storage_offsets,
+            item.lengths,
+        )
+
+    def _check_sources(self, chunk: list[tuple[ReadItem, _Source]]) -> None:
+        """The checks that the core makes before it reads, for what it will only see window by window."""
+        wanted = [(source.file, source.payload_offset + source.payload_bytes, 0, None) for _, source in chunk]
+        if wanted:
+            try:
+                _C.load_bytes(self._path, list(self._files), wanted, self._options)
+            except (OSError, CorruptCheckpointError) as error:
+                raise self._explained(error, [item for item, _ in chunk]) from error
+
+    def _read(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
+        self._read_boxes([item for item, _ in chunk], [self._read_item(*pair) for pair in chunk], targets)
+
+    def _read_boxes(self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor]) -> None:
+        if not boxes:
+            return
+        try:
+            stats = _C.load(self._path, list(self._files), boxes, targets, self._options)
+        except (OSError, ValueError, CorruptCheckpointError) as error:
+            raise self._explained(error, items) from error
+        self._count(stats)
+
+    def _read_through_host(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
+        """Reads windows of host copies; a large tensor comes in several boxes."""
+        boxes = (
+            (item, source, target, offsets, lengths)
+            for (item, source), target in zip(chunk, targets, strict=True)
+            for offsets, lengths in _split(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
+        )
+        for window in _windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
+            hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
+            reads = [
+                (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
+                for item, source, _, offsets, lengths in window
+            ]
+            self._read_boxes([box[0] for box in window], reads, hosts)
+            for (_, _, target, offsets, lengths), host in zip(window, hosts, strict=True):
+                narrow_tensor_by_index(target, offsets, lengths).copy_(host)
+
+    # ---- reporting ----
+
+    def _count(self, stats: tuple[int, int, str, bool]) -> None:
+        read, cached, engine, direct = stats
+        self._stats.bytes += read
+        self._stats.cached_bytes += cached
+        self._stats.engine = engine or self._stats.engine
+        self._stats.direct |= direct
+
+    def _name(self, item: ReadItem) -> str:
+        return f"{item.storage_index.fqn!r} (rank {self._rank})"
+
+    def _explained(self, error: Exception, items: list[ReadItem]) -> Exception:
+        """The same error, with the key, the rank, and which tensors had changed already."""
+        index = getattr(error, "item", None)
+        where = self._name(items[index]) if index is not None and index < len(items) else f"rank {self._rank}"
+        changed = [items[i].dest_index.fqn for i in getattr(error, "changed", [])]
+        note = f"; already overwritten in the state dict: {_some(changed)}" if changed else ""
+        if isinstance(error, CorruptCheckpointError):
+            return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)
+        if isinstance(error, OSError):
+            return OSError(error.errno, f"{where}: {error.strerror}{note}", error.filename)
+        return CheckpointError(f"{where}: {error}{note}")
+
+
+_NOT_PLAIN = torch.empty(0)
+"""Stands in for tensors that the core must not look at."""
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Whether writing to the tensor's memory, element by element, is the same as copying into the tensor."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.is_contiguous():
+        return True
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def _bump_versions(tensors: list[Tensor]) -> None:
+    """Tells autograd that the tensors were changed, as copy_ would have."""
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
+def _keeps_tensors(planner: LoadPlanner) -> bool:
+    """Whether ``resolve_tensor`` hands out views of the state dict, as the default one, rather than new tensors."""
+    cls = type(planner)
+    return (
+        isinstance(planner, DefaultLoadPlanner)
+        and cls.resolve_tensor is DefaultLoadPlanner.resolve_tensor
+        and cls.transform_tensor is DefaultLoadPlanner.transform_tensor
+        and cls.lookup_tensor is DefaultLoadPlanner.lookup_tensor
+    )
+
+
+def _numel(lengths: tuple[int, ...]) -> int:
+    count = 1
+    for length in lengths:
+        count *= length
+    return count
+
+
+def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
+    return _numel(pair[0].lengths) * pair[1].dtype.itemsize
+
+
+def _split(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (offsets, lengths) of at most ``limit`` elements that make up a box, cut along the outermost axes."""
+    if _numel(lengths) <= max(limit, 1) or not lengths:
+        yield (0,) * len(lengths), lengths
+        return
+    inner = _numel(lengths[1:])
+    rows = limit // inner
+    if rows == 0:
+        for row in range(lengths[0]):
+            for offsets, sizes in _split(lengths[1:], limit):
+                yield (row, *offsets), (1, *sizes)
+        return
+    for start in range(0, lengths[0], rows):
+        yield (start, *(0,) * (len(lengths) - 1)), (min(rows, lengths[0] - start), *lengths[1:])
+
+
+def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]:
+    """Runs of items of at most ``limit`` bytes (or one item); one run of all when there is no limit."""
+    window: list[Any] = []
+    used = 0
+    for item in items:
+        size = size_of(item)
+        if window and limit is not None and used + size > limit:
+            yield window
+            window, used = [], 0
+        window.append(item)
+        used += size
+    if window:
+        yield window
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def _some(keys: list[str], most: int = 5) -> str:
+    names = sorted(set(keys))
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

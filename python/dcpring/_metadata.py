@@ -1,0 +1,227 @@
+"""Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it.
+
+The trailer follows the pickle's STOP, where every unpickler stops reading: a JSON object, its length and a CRC-32
+of pickle and JSON (two little-endian uint32), and eight bytes of magic. Files without one were written by stock DCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+
+METADATA_NAME = ".metadata"
+_MAGIC = b"dcpring\x01"
+_FOOTER = struct.Struct("<II8s")
+
+TENSOR, BYTES = 0, 1
+"""Kinds of stored record: a plain tensor whose payload can be read in parts, or bytes to be read whole."""
+
+
+@dataclass(frozen=True)
+class RingInfo:
+    """Where a record's payload lies: the ``ring`` attribute of its ``_StorageInfo``, which stock DCP ignores.
+
+    ``crcs`` holds a little-endian CRC-32 for every 1 MiB grid block of the file that the payload touches.
+    """
+
+    kind: int
+    payload_offset: int
+    payload_bytes: int
+    crcs: bytes | None
+
+    def pack(self) -> tuple[int, int, int, int, bytes | None]:
+        return (1, self.kind, self.payload_offset, self.payload_bytes, self.crcs)
+
+
+def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
+    """The checked ``ring`` attribute of a record, None when it has none (stock wrote it)."""
+    packed = info.__dict__.get("ring")
+    if packed is None:
+        return None
+    try:
+        version, kind, offset, size, crcs = packed
+        inside = info.offset <= offset and 0 <= size and offset + size <= info.offset + info.length
+        good = version == 1 and kind in (TENSOR, BYTES) and inside and isinstance(crcs, bytes | None)
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", info.relative_path)
+    return RingInfo(kind, offset, size, crcs or None)
+
+
+@dataclass
+class Trailer:
+    """What dcpring notes behind the pickle.
+
+    Attributes:
+        files: the data files that this metadata refers to.
+        save_id: DCP's id of the save.
+        generation: with ``use_collectives=False``, how many saves this rank's file has seen; else 0.
+        world_size: with ``use_collectives=False``, the number of ranks that saved; else 0.
+        superseded_save_id: with ``use_collectives=False``, the save_id of the global metadata found then, or "".
+    """
+
+    files: list[str] = field(default_factory=list)
+    save_id: str = ""
+    generation: int = 0
+    world_size: int = 0
+    superseded_save_id: str = ""
+
+
+def dump_metadata(metadata: Metadata, trailer: Trailer) -> bytes:
+    pickled = pickle.dumps(metadata)
+    note = json.dumps(asdict(trailer), separators=(",", ":")).encode()
+    crc = zlib.crc32(note, zlib.crc32(pickled))
+    return b"".join((pickled, note, _FOOTER.pack(len(note), crc, _MAGIC)))
+
+
+def split_metadata(data: bytes, path: Path) -> tuple[memoryview, Trailer | None]:
+    """The pickle and the trailer of a metadata file's bytes; the trailer's CRC is checked."""
+    view = memoryview(data)
+    if len(data) < _FOOTER.size or not data.endswith(_MAGIC):
+        return view, None
+    note_bytes, crc, _ = _FOOTER.unpack(view[-_FOOTER.size :])
+    body = view[: -_FOOTER.size]
+    if note_bytes > len(body) or zlib.crc32(body) != crc:
+        raise CorruptCheckpointError("the checkpoint's metadata is damaged (its CRC-32 does not match)", str(path))
+    note = json.loads(bytes(body[len(body) - note_bytes :]))
+    known = {name: note[name] for name in Trailer.__dataclass_fields__ if name in note}
+    return body[: len(body) - note_bytes], Trailer(**known)
+
+
+# ---- the restricted unpickler ----
+
+_ALLOWED_CLASSES: tuple[type, ...] = (
+    dcp_metadata.Metadata,
+    dcp_metadata.TensorStorageMetadata,
+    dcp_metadata.BytesStorageMetadata,
+    dcp_metadata.ChunkStorageMetadata,
+    dcp_metadata.MetadataIndex,
+    dcp_metadata.TensorProperties,
+    dcp_metadata.StorageMeta,
+    dcp_metadata._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    OrderedDict,
+    set,
+    frozenset,
+    PosixPath,
+    PurePosixPath,
+    Path,
+)
+_ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in _ALLOWED_CLASSES}
+# pathlib's classes moved to pathlib._local in Python 3.13 and back.
+_ALLOWED |= {("pathlib", cls.__name__): cls for cls in (PosixPath, PurePosixPath, Path)}
+
+
+def _layout(name: str) -> torch.layout:
+    value = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(value, torch.layout):
+        raise pickle.UnpicklingError(f"{name!r} is no torch.layout")
+    return value
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def __init__(self, data: memoryview, path: Path, safe_globals: Iterable[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+        self._extra = {(item.__module__, item.__qualname__): item for item in safe_globals}
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = _ALLOWED.get((module, name)) or self._extra.get((module, name))
+        if found is not None:
+            return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        raise UntrustedCheckpointError(
+            f"{self._path} refers to {module}.{name}, which a checkpoint's metadata has no need of: loading it could "
+            "run code. If you trust the checkpoint, pass RingReader(..., trusted=True), or "
+            f"safe_globals=[{module}.{name}]."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UntrustedCheckpointError(f"{self._path} holds persistent ids, which a checkpoint's metadata never does")
+
+
+@contextlib.contextmanager
+def _classes_unchanged(path: Path) -> Iterator[None]:
+    """A pickle can set attributes on the classes that it may name: put them back, and refuse it."""
+    before = {cls: dict(vars(cls)) for cls in _ALLOWED_CLASSES}
+    try:
+        yield
+    finally:
+        changed = [cls for cls, attributes in before.items() if dict(vars(cls)) != attributes]
+        for cls in changed:
+            for name in vars(cls).keys() - before[cls].keys():
+                delattr(cls, name)
+            for name, value in before[cls].items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+        if changed:
+            raise UntrustedCheckpointError(f"{path} tried to change the class {changed[0].__qualname__}")
+
+
+def _unpickle(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
+    with _classes_unchanged(path):
+        return _RestrictedUnpickler(data, path, safe_globals).load()
+
+
+def load_metadata(
+    path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+) -> tuple[Metadata, Trailer | None]:
+    """Reads a metadata file without running code from it.
+
+    Args:
+        path: the ``.metadata`` file.
+        trusted: unpickle whatever is there.
+        safe_globals: classes and functions that the pickle may name besides DCP's own.
+
+    Raises:
+        OSError: it cannot be read.
+        CorruptCheckpointError: it is damaged, truncated or no metadata.
+        UntrustedCheckpointError: it names what is not allowed.
+    """
+    pickled, trailer = split_metadata(path.read_bytes(), path)
+    try:
+        metadata = pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
+    except UntrustedCheckpointError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint's metadata is damaged or incomplete ({type(error).__name__}: {error})", str(path)
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CorruptCheckpointError(f"the file holds a {type(metadata).__name__}, not DCP metadata", str(path))
+    return metadata, trailer
+
+
+def read_trailer(path: Path) -> Trailer | None:
+    """The trailer alone; None for a stock file."""
+    return split_metadata(path.read_bytes(), path)[1]
+
+
+def referenced_files(path: Path) -> set[str]:
+    """The data files that a metadata file refers to."""
+    trailer = read_trailer(path)
+    if trailer is not None:
+        return set(trailer.files)
+    metadata, _ = load_metadata(path)
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}

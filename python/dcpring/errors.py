@@ -1,0 +1,31 @@
+"""What dcpring raises besides OSError (errno, path) and ValueError (arguments)."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "CorruptCheckpointError", "UntrustedCheckpointError"]
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be saved or loaded as asked; the message says which key, file and rank, and the cure."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes on disk are not those that were written, or contradict themselves.
+
+    Attributes:
+        path: the file concerned, "" where there is none.
+        offset: bytes from the start of that file, -1 where that means nothing.
+    """
+
+    def __init__(self, message: str, path: str = "", offset: int = -1) -> None:
+        super().__init__(message, path, offset)
+        self.path = path
+        self.offset = offset
+
+    def __str__(self) -> str:
+        message: str = self.args[0]
+        return f"{message}: {self.path!r}" if self.path else message
+
+
+class UntrustedCheckpointError(CheckpointError):
+    """The checkpoint's pickles ask for more than plain data; the message says what, and which argument allows it."""

@@ -1,0 +1,83 @@
+"""The I/O options that the writer and the reader share, and what they report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dcpring import _C
+
+Engine = Literal["auto", "uring", "threads"]
+Direct = Literal["auto", True, False]
+
+MAX_WORKERS = 64
+MAX_QUEUE_DEPTH = 4096
+MAX_BLOCK_BYTES = 1 << 30
+_DIRECT_CODES: dict[Direct, int] = {False: 0, True: 1, "auto": 2}
+
+
+@dataclass(frozen=True)
+class IOOptions:
+    """How files are written or read.
+
+    Args:
+        engine: "uring" (io_uring), "threads" (pread and pwrite), or "auto": io_uring where it is allowed.
+        direct: O_DIRECT or not; "auto" uses it where the file system takes it.
+        queue_depth: blocks in flight, over all workers. With block_size_bytes it sets the memory used.
+        block_size_bytes: size of one I/O, a multiple of 1 MiB.
+        workers: threads that copy and checksum; the queue is shared out between them.
+        checksum: compute (save) or check (load) CRC-32.
+    """
+
+    engine: Engine = "auto"
+    direct: Direct = "auto"
+    queue_depth: int = 8
+    block_size_bytes: int = 4 << 20
+    workers: int = 2
+    checksum: bool = True
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("auto", "uring", "threads"):
+            raise ValueError(f'engine={self.engine!r}: must be "auto", "uring" or "threads"')
+        if self.direct not in (True, False, "auto"):
+            raise ValueError(f'direct={self.direct!r}: must be True, False or "auto"')
+        _check_range("queue_depth", self.queue_depth, MAX_QUEUE_DEPTH)
+        _check_range("workers", self.workers, MAX_WORKERS)
+        _check_range("block_size_bytes", self.block_size_bytes, MAX_BLOCK_BYTES)
+        if self.block_size_bytes % _C.CRC_BLOCK_BYTES:
+            raise ValueError(f"block_size_bytes={self.block_size_bytes}: must be a multiple of 1 MiB")
+
+    def for_core(self, sync: bool) -> tuple[str, int, int, int, int, bool, bool]:
+        """The tuple that dcpring._C takes."""
+        direct = _DIRECT_CODES[self.direct]
+        return (self.engine, direct, self.queue_depth, self.block_size_bytes, self.workers, self.checksum, sync)
+
+
+def _check_range(name: str, value: int, most: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name}={value!r}: must be an int from 1 to {most}")
+
+
+@dataclass
+class IOStats:
+    """What one rank's last ``write_data`` or ``read_data`` did.
+
+    Attributes:
+        bytes: written to, or read from, files.
+        tensor_bytes: of tensors saved or loaded.
+        items: tensors (or shards) and objects.
+        files: files written or read.
+        seconds: wall time.
+        engine: "uring" or "threads"; "" when there was nothing to do.
+        direct: whether any direct I/O was done.
+        cached_bytes: of ``bytes``, those read through the page cache because they were in it.
+    """
+
+    bytes: int = 0
+    tensor_bytes: int = 0
+    items: int = 0
+    files: int = 0
+    seconds: float = 0.0
+    engine: str = ""
+    direct: bool = False
+    cached_bytes: int = 0

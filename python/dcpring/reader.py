@@ -1,0 +1,184 @@
+"""RingReader: DCP's storage reader on the C core."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from dcpring import _layout
+from dcpring._load import Loader
+from dcpring._metadata import METADATA_NAME, Trailer, load_metadata, read_trailer
+from dcpring.errors import CheckpointError
+from dcpring.options import Direct, Engine, IOOptions, IOStats
+
+__all__ = ["RingReader"]
+
+
+class RingReader(FileSystemReader):
+    """Reads DCP checkpoints through io_uring: ``dcp.load(state_dict, storage_reader=RingReader(path))``.
+
+    Takes the arguments of ``FileSystemReader`` and reads what RingWriter and the stock writer wrote. Only the bytes
+    that the plan needs are read, each once per rank; every 1 MiB block that is read whole is checked against its
+    CRC-32. No code from the checkpoint is run.
+
+    Args:
+        path: directory of the checkpoint.
+        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
+        trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
+        safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
+
+    Attributes:
+        stats: ``IOStats`` of this rank's last ``read_data``, None before.
+
+    Raises (from the load, inside DCP's ``CheckpointException``):
+        CorruptCheckpointError: bytes are damaged, missing or contradict each other.
+        UntrustedCheckpointError: the checkpoint refers to what is not allowed.
+        CheckpointError: shapes or dtypes do not fit the state dict.
+        OSError: with errno and path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        engine: Engine = "auto",
+        direct: Direct = "auto",
+        queue_depth: int = 8,
+        block_size_bytes: int = 4 << 20,
+        workers: int = 2,
+        checksum: bool = True,
+        trusted: bool = False,
+        safe_globals: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(path, _extension_registry)
+        self.options = IOOptions(
+            engine=engine,
+            direct=direct,
+            queue_depth=queue_depth,
+            block_size_bytes=block_size_bytes,
+            workers=workers,
+            checksum=checksum,
+        )
+        self.trusted = trusted
+        self.safe_globals = tuple(safe_globals)
+        self.stats: IOStats | None = None
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
+        rank = kwargs.get("rank")
+        directory = Path(self.path)
+        if rank is None:
+            _refuse_stale(directory)
+            path = directory / METADATA_NAME
+        else:
+            _refuse_mixed(directory, rank)
+            path = directory / _layout.rank_metadata_name(rank)
+        metadata, _ = load_metadata(path, trusted=self.trusted, safe_globals=self.safe_globals)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
+        started = time.perf_counter()
+        self.stats = IOStats(items=len(plan.items))
+        if self._metadata is None:
+            raise CheckpointError("read_data before set_up_storage_reader")
+        loader = Loader(
+            path=str(self.path),
+            metadata=self._metadata,
+            storage_data=self.storage_data,
+            transforms=self.transforms,
+            options=self.options,
+            trusted=self.trusted,
+            safe_globals=self.safe_globals,
+            stats=self.stats,
+            rank=self._rank(),
+        )
+        loader.load(plan.items, planner)
+        self.stats.seconds = time.perf_counter() - started
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _rank(self) -> int:
+        if self.rank is not None:
+            return self.rank
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _trailers(directory: Path) -> dict[int, Trailer]:
+    files = _layout.rank_metadata_files(directory) if directory.is_dir() else {}
+    trailers = ((rank, read_trailer(path)) for rank, path in files.items())
+    return {rank: trailer for rank, trailer in trailers if trailer is not None}
+
+
+def _refuse_stale(directory: Path) -> None:
+    """A global metadata file that a later save with ``use_collectives=False`` has superseded is not loaded."""
+    path = directory / METADATA_NAME
+    if not path.exists():
+        return
+    trailers = _trailers(directory)
+    if not trailers:
+        return
+    save_id = getattr(read_trailer(path), "save_id", "")
+    newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_save_id == save_id)
+    if newer:
+        raise CheckpointError(
+            f"{path} is older than the metadata that ranks {_spans(newer)} saved with use_collectives=False; "
+            f"remove {path} to load theirs, or their __*.metadata to load it"
+        )
+
+
+def _refuse_mixed(directory: Path, rank: int) -> None:
+    """Rank-local metadata of different saves do not make a checkpoint."""
+    trailers = _trailers(directory)
+    own = trailers.get(rank)
+    if own is None:
+        return
+    missing = [r for r in range(own.world_size) if r not in trailers]
+    mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
+    if missing or mixed:
+        problem = f"ranks {_spans(missing)} have none" if missing else f"ranks {_spans(sorted(mixed))} differ"
+        raise CheckpointError(
+            f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
+            "a save with use_collectives=False was interrupted. Load an earlier checkpoint"
+        )
+
+
+def _save_of(trailer: Trailer) -> tuple[int, int]:
+    return trailer.world_size, trailer.generation
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """Numbers as "0-3, 7"."""
+    return ", ".join(_span(list(run)) for run in _runs(numbers))
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[list[int]]:
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        yield [number for _, number in run]
+
+
+def _span(run: list[int]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+

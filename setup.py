@@ -1,0 +1,86 @@
+"""Builds the extension dcpring._C; everything else is in pyproject.toml.
+
+liburing and libdeflate are linked statically where their archives are there (and usable in a shared object),
+else dynamically. None of their symbols are exported.
+
+DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror).
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
+LIBRARIES = {
+    "uring": ("#include <liburing.h>", "struct io_uring r; return io_uring_queue_init(1, &r, 0);", "liburing-dev"),
+    "deflate": ("#include <libdeflate.h>", 'return (int)libdeflate_crc32(0, "", 0);', "libdeflate-dev"),
+}
+
+
+def links(compiler: list[str], include: str, body: str, library: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text(f"{include}\nint probe(void);\nint probe(void) {{ {body} }}\n")
+        command = [*compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", f"{folder}/probe.so", str(source), *library]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def link_arguments(compiler: list[str]) -> list[str]:
+    """The linker's arguments for both libraries; exits with the packages to install when one is missing."""
+    arguments: list[str] = []
+    missing: list[str] = []
+    for name, (include, body, package) in LIBRARIES.items():
+        found = subprocess.run([*compiler, f"-print-file-name=lib{name}.a"], capture_output=True, text=True, check=False)
+        archive = found.stdout.strip()
+        if os.path.isabs(archive) and links(compiler, include, body, [archive]):
+            arguments.append(archive)
+        elif links(compiler, include, body, [f"-l{name}"]):
+            arguments.append(f"-l{name}")
+        else:
+            missing.append(package)
+    if missing:
+        sys.exit(
+            f"dcpring needs {' and '.join(missing)} to build. On Debian or Ubuntu: apt-get install {' '.join(missing)}"
+            " (elsewhere: the development packages of liburing and libdeflate)."
+        )
+    return arguments
+
+
+class BuildExtension(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        ext.extra_link_args = [*ext.extra_link_args, *link_arguments(self.compiler.compiler[:1])]
+        super().build_extension(ext)
+
+
+class LimitedApiWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        self.py_limited_api = "cp311"
+        super().finalize_options()
+
+
+extra = shlex.split(os.environ.get("DCPRING_CFLAGS", ""))
+setup(
+    ext_modules=[
+        Extension(
+            "dcpring._C",
+            sources=sorted(str(path) for folder in ("core", "py") for path in Path("csrc", folder).glob("*.c")),
+            depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
+            define_macros=[("_GNU_SOURCE", None)],
+            extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
+            extra_link_args=["-pthread", "-Wl,--exclude-libs,ALL", *extra],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension, "bdist_wheel": LimitedApiWheel},
+)

@@ -41,7 +41,9 @@ def link_arguments(compiler: list[str]) -> list[str]:
     arguments: list[str] = []
     missing: list[str] = []
     for name, (include, body, package) in LIBRARIES.items():
-        found = subprocess.run([*compiler, f"-print-file-name=lib{name}.a"], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [*compiler, f"-print-file-name=lib{name}.a"], capture_output=True, text=True, check=False
+        )
         archive = found.stdout.strip()
         if os.path.isabs(archive) and links(compiler, include, body, [archive]):
             arguments.append(archive)

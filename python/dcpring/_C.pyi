@@ -1,6 +1,6 @@
 """The C extension's interface to the Python layer. Not an interface for users."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,13 +27,15 @@ class FileWriter:
     def close(self) -> None: ...
     def stats(self) -> tuple[int, str, bool]: ...
 
-def bind_torch(libtorch_path: str, torch_version: str, alloc_handles: Callable[[list[Tensor]], list[object]]) -> None: ...
+def bind_torch(
+    libtorch_path: str, torch_version: str, alloc_handles: Callable[[list[Tensor]], Sequence[object]]
+) -> None: ...
 def tensor_kinds(tensors: list[Tensor]) -> bytes: ...
 def load(
     directory: str, files: list[str], items: list[_Read], tensors: list[Tensor], options: _Options
 ) -> _LoadStats: ...
 def load_bytes(
-    directory: str, files: list[str], items: list[tuple[int, int, int, bytes | None]], options: _Options
+    directory: str, files: list[str], items: Sequence[tuple[int, int, int, bytes | None]], options: _Options
 ) -> tuple[list[bytes], _LoadStats]: ...
 def locate(
     directory: str, files: list[str], items: list[tuple[int, int, int]]

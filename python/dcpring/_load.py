@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpring import _C
 from dcpring._metadata import TENSOR, ring_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.options import IOOptions, IOStats
+from dcpring.options import IOOptions, IOStats, overrides
 
 logger = logging.getLogger("dcpring")
 
@@ -91,7 +91,7 @@ class Loader:
         self._number_files(infos)
         objects, wholes, sources = self._classify(items, infos)
         values = self._read_objects(objects)
-        for chunk in _windows(sources, _item_bytes, None if _keeps_tensors(planner) else _WINDOW_BYTES):
+        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if _makes_tensors(planner) else None):
             self._load_tensors(chunk, planner)
         for batch in _windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
             self._load_wholes(batch, planner)
@@ -177,10 +177,9 @@ class Loader:
             offset, size, crc, dtype_name, sizes = located
             dtype: torch.dtype = getattr(torch, dtype_name)
             stored = self._stored_as(item)
-            if stored is not None and (tuple(stored[0]) != sizes or stored[1] != dtype):
+            if stored is not None and tuple(stored[0]) != sizes:
                 raise CorruptCheckpointError(
-                    f"{self._name(item)}: the record holds {dtype} of shape {list(sizes)}, the metadata says "
-                    f"{stored[1]} of shape {list(stored[0])}",
+                    f"{self._name(item)}: the record has shape {list(sizes)}, the metadata says {list(stored[0])}",
                     info.relative_path,
                     info.offset,
                 )
@@ -240,7 +239,7 @@ class Loader:
             self._check_target(item, target, tensor.dtype)
             target.copy_(part)
             planner.commit_tensor(item, target)
-            self._stats.tensor_bytes += part.nbytes
+            self._stats.tensor_bytes += part.numel() * part.dtype.itemsize
 
     # ---- plain tensors ----
 
@@ -376,15 +375,9 @@ def _bump_versions(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
-def _keeps_tensors(planner: LoadPlanner) -> bool:
-    """Whether ``resolve_tensor`` hands out views of the state dict, as the default one, rather than new tensors."""
-    cls = type(planner)
-    return (
-        isinstance(planner, DefaultLoadPlanner)
-        and cls.resolve_tensor is DefaultLoadPlanner.resolve_tensor
-        and cls.transform_tensor is DefaultLoadPlanner.transform_tensor
-        and cls.lookup_tensor is DefaultLoadPlanner.lookup_tensor
-    )
+def _makes_tensors(planner: LoadPlanner) -> bool:
+    """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
+    return overrides(planner, DefaultLoadPlanner, ("resolve_tensor", "transform_tensor", "lookup_tensor"))
 
 
 def _numel(lengths: tuple[int, ...]) -> int:

@@ -7,6 +7,7 @@ of pickle and JSON (two little-endian uint32), and eight bytes of magic. Files w
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import pickle
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -33,20 +34,22 @@ TENSOR, BYTES = 0, 1
 """Kinds of stored record: a plain tensor whose payload can be read in parts, or bytes to be read whole."""
 
 
-@dataclass(frozen=True)
-class RingInfo:
-    """Where a record's payload lies: the ``ring`` attribute of its ``_StorageInfo``, which stock DCP ignores.
+class RingInfo(NamedTuple):
+    """Where a record's payload lies: the ``ring`` attribute (as a plain tuple) of its ``_StorageInfo``.
+
+    Stock DCP ignores it.
 
     ``crcs`` holds a little-endian CRC-32 for every 1 MiB grid block of the file that the payload touches.
     """
 
+    version: int
     kind: int
     payload_offset: int
     payload_bytes: int
     crcs: bytes | None
 
-    def pack(self) -> tuple[int, int, int, int, bytes | None]:
-        return (1, self.kind, self.payload_offset, self.payload_bytes, self.crcs)
+
+RING_VERSION = 1
 
 
 def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
@@ -55,14 +58,20 @@ def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
     if packed is None:
         return None
     try:
-        version, kind, offset, size, crcs = packed
-        inside = info.offset <= offset and 0 <= size and offset + size <= info.offset + info.length
-        good = version == 1 and kind in (TENSOR, BYTES) and inside and isinstance(crcs, bytes | None)
-    except (TypeError, ValueError):
+        ring = RingInfo(*packed)
+        good = (
+            ring.version == RING_VERSION
+            and ring.kind in (TENSOR, BYTES)
+            and 0 <= info.offset <= ring.payload_offset
+            and ring.payload_bytes >= 0
+            and ring.payload_offset + ring.payload_bytes <= info.offset + info.length < 1 << 63
+            and (ring.crcs is None or type(ring.crcs) is bytes)
+        )
+    except TypeError:
         good = False
     if not good:
-        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", info.relative_path)
-    return RingInfo(kind, offset, size, crcs or None)
+        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", str(info.relative_path))
+    return ring
 
 
 @dataclass
@@ -84,8 +93,21 @@ class Trailer:
     superseded_save_id: str = ""
 
 
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def dump_metadata(metadata: Metadata, trailer: Trailer) -> bytes:
-    pickled = pickle.dumps(metadata)
+    with collection_paused():
+        pickled = pickle.dumps(metadata)
     note = json.dumps(asdict(trailer), separators=(",", ":")).encode()
     crc = zlib.crc32(note, zlib.crc32(pickled))
     return b"".join((pickled, note, _FOOTER.pack(len(note), crc, _MAGIC)))
@@ -201,7 +223,8 @@ def load_metadata(
     """
     pickled, trailer = split_metadata(path.read_bytes(), path)
     try:
-        metadata = pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
+        with collection_paused():
+            metadata = pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
     except UntrustedCheckpointError:
         raise
     except Exception as error:

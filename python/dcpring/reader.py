@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from dcpring import _layout
 from dcpring._load import Loader
-from dcpring._metadata import METADATA_NAME, Trailer, load_metadata, read_trailer
+from dcpring._metadata import METADATA_NAME, Trailer, collection_paused, load_metadata, read_trailer
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 
@@ -113,7 +113,8 @@ class RingReader(FileSystemReader):
             stats=self.stats,
             rank=self._rank(),
         )
-        loader.load(plan.items, planner)
+        with collection_paused():
+            loader.load(plan.items, planner)
         self.stats.seconds = time.perf_counter() - started
         future: Future[None] = Future()
         future.set_result(None)
@@ -180,5 +181,3 @@ def _runs(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 def _span(run: list[int]) -> str:
     return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
-
-

@@ -23,9 +23,18 @@ from torch.futures import Future
 
 from dcpring import _C, _layout
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
-from dcpring._metadata import BYTES, METADATA_NAME, TENSOR, RingInfo, Trailer, dump_metadata, read_trailer
+from dcpring._metadata import (
+    BYTES,
+    METADATA_NAME,
+    RING_VERSION,
+    TENSOR,
+    Trailer,
+    collection_paused,
+    dump_metadata,
+    read_trailer,
+)
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.options import Direct, Engine, IOOptions, IOStats
+from dcpring.options import Direct, Engine, IOOptions, IOStats, overrides
 
 __all__ = ["RingWriter"]
 
@@ -135,21 +144,26 @@ class RingWriter(FileSystemWriter):
         """Writes the plan's items to new files; nothing that exists is touched."""
         started = time.perf_counter()
         self.stats = IOStats(items=len(plan.items))
+        with collection_paused():
+            results = self._write_files(plan, planner, self.stats)
+        self.stats.seconds = time.perf_counter() - started
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> list[WriteResult]:
         rank, tag = self._plan_rank(plan), _layout.new_tag()
         results: list[WriteResult] = []
         names: list[str] = []
         try:
             for index, items in enumerate(self._buckets(plan.items)):
                 names.append(_layout.data_file_name(rank, index, tag))
-                results += _FileSave(self, names[-1], planner, self.stats).write(items)
+                results += _FileSave(self, names[-1], planner, stats).write(items)
         except BaseException:
             _C.remove_files(str(self.path), names)
             raise
-        self.stats.files = len(names)
-        self.stats.seconds = time.perf_counter() - started
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        stats.files = len(names)
+        return results
 
     def _buckets(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]:
         if self.single_file_per_rank:
@@ -258,12 +272,14 @@ class _FileSave:
         tensor = self._planner.resolve_data(item)
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"cannot save {item.index.fqn!r}: planned as a tensor, but it is a {type(tensor)}")
+        if tensor.is_meta:
+            raise CheckpointError(f"cannot save {item.index.fqn!r}: it is on the meta device and has no data")
         return tensor.detach() if tensor.requires_grad else tensor
 
     def _write_plain(self, file: _C.FileWriter, items: list[WriteItem], tensors: list[Tensor]) -> None:
         self._keys = [item.index.fqn for item in items]
-        for item, placed in zip(items, file.write_tensors(tensors), strict=True):
-            self._add(item, placed, TENSOR)
+        for item, tensor, placed in zip(items, tensors, file.write_tensors(tensors), strict=True):
+            self._add(item, placed, TENSOR if _as_planned(item, tensor) else None)
 
     def _write_from_device(
         self, file: _C.FileWriter, items: list[WriteItem], tensors: list[Tensor], device: torch.device
@@ -278,7 +294,7 @@ class _FileSave:
             self._keys = [chosen[0].index.fqn]
             placed = file.write_part(piece.tensors, tuple(tensor.shape), piece.part_offset)
             if piece.part_offset + piece.tensors[0].nbytes == tensor.nbytes:
-                self._add(chosen[0], placed, TENSOR)
+                self._add(chosen[0], placed, TENSOR if _as_planned(chosen[0], tensor) else None)
 
     # ---- what is pickled ----
 
@@ -328,12 +344,13 @@ class _FileSave:
         for (item, _, descriptors), where in zip(batch, placed, strict=True):
             self._add(item, where, BYTES, descriptors)
 
-    def _add(self, item: WriteItem, placed: Any, kind: int, descriptors: list[str] | None = None) -> None:
+    def _add(self, item: WriteItem, placed: Any, kind: int | None, descriptors: list[str] | None = None) -> None:
         offset, length, payload_offset, payload_bytes, crcs = placed
         info = _StorageInfo(self._name, offset, length)
         if descriptors:
             info.transform_descriptors = descriptors
-        info.__dict__["ring"] = RingInfo(kind, payload_offset, payload_bytes, crcs or None).pack()
+        if kind is not None:
+            info.__dict__["ring"] = (RING_VERSION, kind, payload_offset, payload_bytes, crcs or None)
         self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
         if item.type != WriteItemType.BYTE_IO:
             self._stats.tensor_bytes += payload_bytes
@@ -355,13 +372,7 @@ def _kinds(tensors: list[Tensor]) -> list[int]:
 
 def _makes_tensors(planner: SavePlanner) -> bool:
     """Whether ``resolve_data`` may make new tensors; the default one hands out what is in the state dict."""
-    cls = type(planner)
-    return not (
-        isinstance(planner, DefaultSavePlanner)
-        and cls.resolve_data is DefaultSavePlanner.resolve_data
-        and cls.transform_object is DefaultSavePlanner.transform_object
-        and cls.lookup_object is DefaultSavePlanner.lookup_object
-    )
+    return overrides(planner, DefaultSavePlanner, ("resolve_data", "transform_object", "lookup_object"))
 
 
 def _tensor_bytes(item: WriteItem) -> int:

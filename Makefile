@@ -1,0 +1,87 @@
+# `make demo` and `make test` do all their own set-up; the second time that costs seconds.
+#
+#   make demo    train, save, resume on fewer processes, compare with stock DCP
+#   make test    C tests, Python tests, linters
+#   make bench   benchmarks/save_load.py with everything in it
+#   make asan    the suite under AddressSanitizer and UBSan
+
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH := torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy
+SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
+TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
+SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
+PYTEST := $(PY) -m pytest -q
+
+.PHONY: setup demo test test-c test-python lint bench asan sdist clean
+
+setup: build/.installed
+
+# Installs those of $(1) that are missing, where there is dpkg; elsewhere the build says what it misses.
+define install_packages
+	mkdir -p build; command -v dpkg-query >/dev/null || exit 0; \
+	missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q "ok installed" || echo $$p; done); \
+	[ -n "$$missing" ] || exit 0; \
+	sudo=$$([ $$(id -u) -eq 0 ] || echo sudo); \
+	echo "== installing system packages:" $$missing; \
+	{ $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; } \
+	  >build/apt.log 2>&1 || { tail -5 build/apt.log; echo "Install these packages yourself, then run make again."; exit 1; }
+endef
+
+build/.system:
+	@$(call install_packages,$(SYSTEM_PACKAGES))
+	@touch $@
+
+build/.venv: build/.system
+	@echo "== Python environment in $(VENV), with $(TORCH) (CPU)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dcpring needs Python 3.11 or newer; make PYTHON=... names one")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --disable-pip-version-check $(TORCH) $(DEV_PACKAGES)
+	@touch $@
+
+build/.installed: build/.venv $(SOURCES)
+	@echo "== building dcpring"
+	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+build/.test-system: build/.system
+	@$(call install_packages,$(TEST_SYSTEM_PACKAGES))
+	@touch $@
+
+demo: setup
+	@$(PY) examples/demo.py
+
+test: lint test-c test-python
+
+test-c: setup
+	@$(MAKE) -s -C tests/c run
+
+test-python: setup build/.test-system
+	@$(PYTEST) tests
+
+lint: setup
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+bench: setup
+	@$(PY) benchmarks/save_load.py
+
+# libtorch is not built with sanitizers: preload theirs, and look only at our own memory.
+asan: setup build/.test-system
+	@$(MAKE) -s -C tests/c asan
+	@rm -rf build/asan && mkdir -p build/asan
+	@DCPRING_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \
+	  $(PY) setup.py -q build_ext --build-lib build/asan --build-temp build/asan/tmp
+	@cp -r python/dcpring/*.py build/asan/dcpring/
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan DCPRING_SANITIZED=1 $(PYTEST) tests
+
+sdist: setup
+	@$(PY) setup.py -q sdist bdist_wheel
+
+clean:
+	rm -rf build dist python/*.egg-info python/dcpring/*.so

@@ -375,6 +375,12 @@ def _makes_tensors(planner: SavePlanner) -> bool:
     return overrides(planner, DefaultSavePlanner, ("resolve_data", "transform_object", "lookup_object"))
 
 
+def _as_planned(item: WriteItem, tensor: Tensor) -> bool:
+    """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
+    data = item.tensor_data
+    return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
+
+
 def _tensor_bytes(item: WriteItem) -> int:
     data = item.tensor_data
     if data is None:

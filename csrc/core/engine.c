@@ -72,13 +72,17 @@ static int fail(const struct dr_request *request, int err, struct dr_error *erro
                        request->offset + request->done, request->size - request->done);
 }
 
+/* What is left of the request goes through the page cache. */
+static int leave_direct(struct dr_request *request, struct dr_error *error) {
+    request->direct = false;
+    int rc = dr_sys.set_direct(request->fd, 0);
+    return rc < 0 ? fail(request, -rc, error) : 0;
+}
+
 /* Takes one transfer's result into the request: 1 when it is complete, 0 when more must be submitted. */
 static int advance(struct dr_request *request, int result, struct dr_error *error) {
-    if (result == -EINVAL && request->direct) {
-        request->direct = false;
-        int rc = dr_sys.set_direct(request->fd, 0);
-        return rc < 0 ? fail(request, -rc, error) : 0;
-    }
+    if (result == -EINVAL && request->direct)
+        return leave_direct(request, error);
     if (result == -EINTR || result == -EAGAIN)
         return ++request->retries > MAX_RETRIES ? fail(request, -result, error) : 0;
     if (result < 0)
@@ -94,10 +98,14 @@ static int advance(struct dr_request *request, int result, struct dr_error *erro
                                 "the file ends here, %u bytes early", (unsigned)(request->needed - done));
     /* A short direct transfer goes on from an aligned offset, though that repeats some bytes. */
     uint32_t kept = request->direct ? (uint32_t)dr_align_down(done, DR_ALIGNMENT) : done;
-    if (kept == request->done && ++request->retries > MAX_RETRIES)
+    if (kept > request->done) {
+        request->done = kept;
+        return 0;
+    }
+    if (++request->retries > MAX_RETRIES)
         return fail(request, EIO, error);
-    request->done = kept;
-    return 0;
+    request->done = done;
+    return request->direct ? leave_direct(request, error) : 0;
 }
 
 int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **done, struct dr_error *error) {

@@ -65,6 +65,11 @@ int dr_error_cancelled(struct dr_error *error) {
     return -ECANCELED;
 }
 
+void dr_error_at(struct dr_error *error, const char *path) {
+    if (!*error->path)
+        snprintf(error->path, sizeof error->path, "%s", path);
+}
+
 const char *dr_error_cure(const struct dr_error *error) {
     if (error->kind != DR_ERROR_SYSTEM)
         return "";
@@ -79,6 +84,8 @@ const char *dr_error_cure(const struct dr_error *error) {
         return "the file system is mounted read-only";
     case EACCES:
         return "check the permissions of the file and of the directories above it";
+    case ENOMEM:
+        return "memory, or the limit on it, is used up; lower queue_depth, block_size_bytes or workers";
     case EXDEV:
     case ELOOP:
         return "the path leads out of the checkpoint directory, which is refused; copy the file into it";

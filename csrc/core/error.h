@@ -43,6 +43,9 @@ int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, .
     __attribute__((format(printf, 3, 4)));
 int dr_error_cancelled(struct dr_error *error);
 
+/* Names the file concerned, unless one is named already. */
+void dr_error_at(struct dr_error *error, const char *path);
+
 /* The cure for a failed system call, or "" where there is none to name. */
 const char *dr_error_cure(const struct dr_error *error);
 

@@ -165,7 +165,7 @@ int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
         dr_sys.close(fd);
         return 0;
     }
-    if (fd != -ENOENT)
+    if (fd != -ENOENT || *path == '\0')
         return dr_error_system(error, -fd, "open", path);
     char *partial = strdup(path);
     if (!partial)
@@ -213,9 +213,14 @@ static int write_file(int dirfd, const char *name, const char *path, const void 
 static int rename_durably(int dirfd, const char *dir, const char *tmp, const char *name, bool sync,
                           struct dr_error *error) {
     int rc = dr_sys.rename(dirfd, tmp, name);
-    if (rc < 0)
+    if (rc < 0) {
+        dr_sys.unlink(dirfd, tmp);
         return dr_error_system(error, -rc, "rename", dir);
-    return sync ? sync_directory(dirfd, dir, error) : 0;
+    }
+    rc = sync ? sync_directory(dirfd, dir, error) : 0;
+    if (rc < 0)
+        error->op = "fsync after the rename that committed the new checkpoint";
+    return rc;
 }
 
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,

@@ -224,6 +224,23 @@ static int run(struct load *load, const struct dr_control *control, struct dr_er
     return dr_crew_run(&load->crew, workers, work, load, control, error);
 }
 
+static bool is_about(const struct dr_load_plan *plan, const struct dr_read *read, const struct dr_error *error) {
+    if (read->file >= plan->file_count ||
+        strncmp(plan->files[read->file].path, error->path, sizeof error->path - 1) != 0)
+        return false;
+    int64_t length = error->length > 0 ? error->length : 1;
+    return error->offset < 0 || (error->offset < (int64_t)(read->payload_offset + read->payload_size) &&
+                                 error->offset + length > (int64_t)read->payload_offset);
+}
+
+/* A failed call knows its file and offset: says which of the reads that concerns. */
+static void find_item(const struct dr_load_plan *plan, const struct dr_read *reads, size_t count,
+                      struct dr_error *error) {
+    for (size_t i = 0; i < count && error->item == DR_NO_ITEM; i++)
+        if (is_about(plan, &reads[i], error))
+            error->item = (int64_t)i;
+}
+
 int dr_load(const char *dir, const char *const *names, size_t name_count, struct dr_read *reads, size_t read_count,
             const struct dr_options *options, const struct dr_control *control, struct dr_load_stats *stats,
             struct dr_error *error) {
@@ -237,6 +254,10 @@ int dr_load(const char *dir, const char *const *names, size_t name_count, struct
     }
     if (rc == 0)
         rc = dr_load_plan_check_sums(&load.plan, error);
+    if (rc < 0) {
+        find_item(&load.plan, reads, read_count, error);
+        dr_error_at(error, dir);
+    }
     *stats = (struct dr_load_stats){
         .bytes = load.bytes, .cached_bytes = load.cached_bytes, .direct = load.direct, .engine = load.engine};
     dr_load_plan_destroy(&load.plan);
@@ -276,6 +297,9 @@ int dr_locate(const char *dir, const char *const *names, size_t name_count, stru
               const struct dr_control *control, struct dr_error *error) {
     struct dr_load_plan plan = {0};
     int rc = dr_load_plan_open_files(&plan, dir, names, name_count, error);
+    for (size_t i = 0; rc < 0 && i < count && error->item == DR_NO_ITEM; i++)
+        if (lookups[i].file + 1 == plan.file_count)
+            error->item = (int64_t)i;
     /* Lookups come sorted by file, so each file's are one stretch. */
     for (size_t i = 0; i < count && rc == 0;) {
         size_t end = i;

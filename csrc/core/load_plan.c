@@ -8,6 +8,7 @@
 #include "sys.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,7 +31,8 @@ void dr_load_file_close(struct dr_load_file *file) {
 
 static int stat_file(struct dr_load_plan *plan, struct dr_load_file *file, struct dr_error *error) {
     struct stat st;
-    int fd = dr_sys.open_below(plan->dirfd, file->name, 0, 0);
+    /* O_NONBLOCK: a FIFO in the file's place is refused below, not waited for. */
+    int fd = dr_sys.open_below(plan->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0);
     if (fd < 0)
         return dr_error_system(error, -fd, "open", file->path);
     int rc = dr_sys.fstat(fd, &st);

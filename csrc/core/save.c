@@ -72,7 +72,8 @@ static int check_source(const struct dr_writer *w, const struct dr_source *s, si
     uint64_t bytes = s->total;
     if (s->shape.dtype && (s->shape.ndim > DR_MAX_DIMS || !dr_shape_bytes(&s->shape, &bytes)))
         return dr_error_invalid(error, (int64_t)index, "a tensor of %d dimensions is too large", s->shape.ndim);
-    if (bytes != s->total || s->size > s->total || s->part_offset > s->total - s->size)
+    if (bytes != s->total || s->size > s->total || s->part_offset > s->total - s->size ||
+        (s->size == 0 && s->total != 0))
         return dr_error_invalid(error, (int64_t)index, "the size of a tensor is not what its shape says");
     if (s->part_offset != w->open_done || (s->size != s->total && count != 1))
         return dr_error_invalid(error, (int64_t)index, "the parts of a tensor must come in order, one a call");
@@ -386,6 +387,11 @@ static int check_usable(const struct dr_writer *w, struct dr_error *error) {
     return 0;
 }
 
+static void fail(struct dr_writer *w, struct dr_error *error) {
+    w->failed = true;
+    dr_error_at(error, w->path);
+}
+
 int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error) {
     int rc = check_usable(w, error);
@@ -400,7 +406,7 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
     if (rc == 0)
         report(&window, placed);
     else
-        w->failed = true;
+        fail(w, error);
     if (window.carry_out)
         dr_sys.unmap(window.carry_out, w->options.block_size);
     free(window.pieces);
@@ -485,11 +491,15 @@ int dr_writer_finish(struct dr_writer *w, const struct dr_control *control, stru
     if (rc < 0)
         return rc;
     w->failed = true;
+    if (w->open_done)
+        return dr_error_invalid(error, DR_NO_ITEM, "the last part of a tensor in %s is missing", w->path);
     rc = write_rest(w, error);
     if (rc == 0)
         rc = make_durable(w, control, error);
-    if (rc < 0)
+    if (rc < 0) {
+        fail(w, error);
         return rc;
+    }
     int fd = w->fd;
     w->fd = -1;
     rc = dr_sys.close(fd);

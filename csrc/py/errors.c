@@ -22,9 +22,7 @@ static PyObject *make_exception(struct module_state *state, const struct dr_erro
     PyObject *exception = NULL;
     if (!path)
         return NULL;
-    if (error->kind == DR_ERROR_SYSTEM && error->err == ENOMEM)
-        exception = PyObject_CallFunction(PyExc_MemoryError, "s", message);
-    else if (error->kind == DR_ERROR_SYSTEM && !*error->path)
+    if (error->kind == DR_ERROR_SYSTEM && !*error->path)
         exception = PyObject_CallFunction(PyExc_OSError, "is", error->err, message);
     else if (error->kind == DR_ERROR_SYSTEM)
         exception = PyObject_CallFunction(PyExc_OSError, "isO", error->err, message, path);

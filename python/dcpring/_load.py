@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +184,8 @@ class Loader:
                     info.relative_path,
                     info.offset,
                 )
-            yield item, _Source(self._files[info.relative_path], offset, size, None, crc, sizes, dtype)
+            # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
+            yield item, _Source(self._files[info.relative_path], offset, size, None, crc or None, sizes, dtype)
 
     # ---- objects and whole records ----
 
@@ -221,7 +223,7 @@ class Loader:
             except pickle.UnpicklingError as error:
                 raise UntrustedCheckpointError(
                     f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
-                    f"{_first_line(error)} If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
+                    f"{_refused(error)}. If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
                     "class in safe_globals=[...]."
                 ) from error
             except (RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -235,7 +237,9 @@ class Loader:
             if not isinstance(tensor, Tensor):
                 raise CorruptCheckpointError(f"{self._name(item)} is stored as {type(tensor).__name__}", self._path)
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target = planner.resolve_tensor(item).detach()
+            target = planner.resolve_tensor(item)
+            if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
+                target = target.detach()
             self._check_target(item, target, tensor.dtype)
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -424,6 +428,16 @@ def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]
         used += size
     if window:
         yield window
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """What a ``weights_only`` load stumbled over, out of its long message."""
+    text = str(error)
+    found = re.search(r"GLOBAL (\S+)", text)
+    if found:
+        return f"it refers to {found[1]}"
+    detail = re.search(r"WeightsUnpickler error: (.*)", text)
+    return detail[1].rstrip(". ") if detail else _first_line(error).rstrip(". ")
 
 
 def _first_line(error: BaseException) -> str:

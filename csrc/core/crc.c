@@ -4,6 +4,10 @@
 #include <libdeflate.h>
 #include <stdbool.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "payloads and CRCs are stored as they are in memory: dcpring is for little-endian machines"
+#endif
+
 #define POLYNOMIAL 0xedb88320u
 
 uint32_t dr_crc32(uint32_t crc, const void *data, size_t size) { return libdeflate_crc32(crc, data, size); }

@@ -4,7 +4,7 @@
 #include <errno.h>
 #include <time.h>
 
-enum { POLL_MS = 20, STACK_BYTES = 256 * 1024 };
+enum { POLL_MS = 20, STACK_BYTES = 1024 * 1024 };
 
 struct member {
     struct dr_crew *crew;
@@ -47,20 +47,22 @@ static struct timespec after_ms(long ms) {
 
 /* Waits for the workers, in slices, asking in between whether to go on. */
 static void watch(struct dr_crew *crew, const struct dr_control *control) {
+    bool cancelled = false;
     pthread_mutex_lock(&crew->lock);
     while (crew->running > 0) {
         struct timespec until = after_ms(POLL_MS);
         int rc = 0;
         while (crew->running > 0 && rc == 0)
             rc = pthread_cond_timedwait(&crew->changed, &crew->lock, &until);
-        if (crew->running == 0 || !control->poll)
+        if (crew->running == 0 || cancelled || !control->poll)
             continue;
         pthread_mutex_unlock(&crew->lock);
-        if (control->poll(control->context)) {
-            struct dr_error cancelled;
-            dr_error_clear(&cancelled);
-            dr_error_cancelled(&cancelled);
-            record_failure(crew, &cancelled);
+        cancelled = control->poll(control->context) != 0;
+        if (cancelled) {
+            struct dr_error error;
+            dr_error_clear(&error);
+            dr_error_cancelled(&error);
+            record_failure(crew, &error);
         }
         pthread_mutex_lock(&crew->lock);
     }

@@ -6,8 +6,13 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { MAX_RETRIES = 10000 };
+enum {
+    MAX_RETRIES = 1000,      /* of one request; with the pauses in between about a second */
+    MAX_DRAIN_ERRORS = 1000, /* in a row, with the same pauses */
+    PAUSE_US = 1000,
+};
 
 static int open_method(struct dr_engine *engine, const struct dr_engine_ops *ops, struct dr_error *error) {
     engine->ops = ops;
@@ -83,8 +88,13 @@ static int leave_direct(struct dr_request *request, struct dr_error *error) {
 static int advance(struct dr_request *request, int result, struct dr_error *error) {
     if (result == -EINVAL && request->direct)
         return leave_direct(request, error);
-    if (result == -EINTR || result == -EAGAIN)
-        return ++request->retries > MAX_RETRIES ? fail(request, -result, error) : 0;
+    if (result == -EINTR || result == -EAGAIN) {
+        if (++request->retries > MAX_RETRIES)
+            return fail(request, -result, error);
+        if (result == -EAGAIN)
+            usleep(PAUSE_US);
+        return 0;
+    }
     if (result < 0)
         return fail(request, -result, error);
 
@@ -130,24 +140,33 @@ void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {
     dr_pool_give(&engine->pool, request->buffer);
 }
 
-/* The kernel may still write into the buffers of what is in flight, so this never gives up. */
-void dr_engine_drain(struct dr_engine *engine) {
-    while (engine->in_flight > 0) {
+/*
+ * The kernel may still write into the buffers of what is in flight, so they must come back before anything is freed.
+ * Where waiting itself goes on failing, the engine is given up instead: false, and its memory stays allocated.
+ */
+bool dr_engine_drain(struct dr_engine *engine) {
+    for (unsigned errors = 0; engine->in_flight > 0 && errors < MAX_DRAIN_ERRORS;) {
         struct dr_error ignored;
         dr_error_clear(&ignored);
         struct dr_request *request = NULL;
         int result;
-        if (engine->ops->wait(engine, 100, &request, &result, &ignored) == 0 && request) {
+        if (engine->ops->wait(engine, 100, &request, &result, &ignored) < 0) {
+            errors++;
+            usleep(PAUSE_US);
+            continue;
+        }
+        errors = 0;
+        if (request) {
             engine->in_flight--;
             dr_engine_release(engine, request);
         }
     }
+    return engine->in_flight == 0;
 }
 
 void dr_engine_close(struct dr_engine *engine) {
-    if (!engine)
+    if (!engine || !dr_engine_drain(engine))
         return;
-    dr_engine_drain(engine);
     engine->ops->close(engine);
     dr_pool_destroy(&engine->pool);
     free(engine->requests);

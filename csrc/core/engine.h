@@ -79,10 +79,10 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
 
 void dr_engine_release(struct dr_engine *engine, struct dr_request *request);
 
-/* Waits until nothing is in flight; results are dropped. */
-void dr_engine_drain(struct dr_engine *engine);
+/* Waits until nothing is in flight; results are dropped. False when that cannot be had: the engine is lost then. */
+bool dr_engine_drain(struct dr_engine *engine);
 
-/* Drains and frees. NULL is allowed. */
+/* Drains and frees; what cannot be drained is leaked rather than freed under the kernel. NULL is allowed. */
 void dr_engine_close(struct dr_engine *engine);
 
 #endif

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { MAX_THREADS = 8, STACK_BYTES = 128 * 1024 };
+enum { MAX_THREADS = 8, STACK_BYTES = 1024 * 1024 };
 
 struct queue {
     struct dr_request **slots; /* a ring as long as the pool: it cannot overflow */

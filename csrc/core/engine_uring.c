@@ -10,6 +10,9 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <unistd.h>
+
+enum { MAX_SUBMITS = 1000, PAUSE_US = 1000 };
 
 struct uring {
     struct io_uring ring;
@@ -38,6 +41,12 @@ static int uring_open(struct dr_engine *engine, struct dr_error *error) {
         free(uring);
         return dr_error_system(error, -rc, "io_uring_setup", NULL);
     }
+    /* Rings are older than these operations (Linux 5.1 and 5.6). */
+    if (!dr_sys.uring_supports(&uring->ring, IORING_OP_READ) || !dr_sys.uring_supports(&uring->ring, IORING_OP_WRITE)) {
+        io_uring_queue_exit(&uring->ring);
+        free(uring);
+        return dr_error_system(error, ENOSYS, "io_uring_setup", NULL);
+    }
     uring->registered = register_buffers(&uring->ring, &engine->pool);
     engine->method = uring;
     return 0;
@@ -64,10 +73,11 @@ static int uring_submit(struct dr_engine *engine, struct dr_request *request, st
         return dr_error_system(error, EBUSY, "io_uring_get_sqe", request->path);
     prepare(sqe, request, request->buffer < uring->registered);
     io_uring_sqe_set_data(sqe, request);
-    int rc;
-    do
+    int rc = dr_sys.uring_submit(&uring->ring);
+    for (unsigned tries = 0; (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY) && tries < MAX_SUBMITS; tries++) {
+        usleep(PAUSE_US);
         rc = dr_sys.uring_submit(&uring->ring);
-    while (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY);
+    }
     if (rc < 0) {
         /* The entry stays queued; as a no-op it can do no harm if a later submit flushes it. */
         io_uring_prep_nop(sqe);
@@ -95,6 +105,9 @@ static int uring_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_r
 
 static void uring_close(struct dr_engine *engine) {
     struct uring *uring = engine->method;
+    /* The ring's own end comes later, in the kernel's time; pinned memory would count against the limit until then. */
+    if (uring->registered > 0)
+        io_uring_unregister_buffers(&uring->ring);
     io_uring_queue_exit(&uring->ring);
     free(uring);
 }

@@ -71,8 +71,12 @@ static struct sync *start_sync(int fd) {
     if (!sync)
         return NULL;
     pthread_mutex_init(&sync->lock, NULL);
-    pthread_cond_init(&sync->changed, NULL);
-    sync->fd = dup(fd);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&sync->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -86,13 +90,13 @@ static struct sync *start_sync(int fd) {
     return sync;
 }
 
-/* True when the sync has ended, false when the caller wants to go. */
-static bool await_sync(struct sync *sync, const struct dr_control *control) {
+/* Waits for the sync to end or the caller to cancel. Returns whether it was cancelled; *ended says whether it is over. */
+static bool await_sync(struct sync *sync, const struct dr_control *control, bool *ended) {
     bool cancelled = false;
     pthread_mutex_lock(&sync->lock);
     while (!sync->done && !cancelled) {
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += 20 * 1000000L;
         until.tv_sec += until.tv_nsec / 1000000000L;
         until.tv_nsec %= 1000000000L;
@@ -103,10 +107,10 @@ static bool await_sync(struct sync *sync, const struct dr_control *control) {
         cancelled = control->poll(control->context) != 0;
         pthread_mutex_lock(&sync->lock);
     }
-    bool done = sync->done;
-    sync->abandoned = !done;
+    *ended = sync->done;
+    sync->abandoned = !sync->done;
     pthread_mutex_unlock(&sync->lock);
-    return done;
+    return cancelled;
 }
 
 int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error) {
@@ -115,17 +119,23 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
         int rc = dr_sys.fdatasync(fd);
         return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
     }
-    if (!await_sync(sync, control))
+    bool ended;
+    bool cancelled = await_sync(sync, control, &ended);
+    int rc = ended ? sync->result : 0;
+    if (ended)
+        free_sync(sync);
+    if (cancelled)
         return dr_error_cancelled(error);
-    int rc = sync->result;
-    free_sync(sync);
     return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
 }
 
 /* ---- directories ---- */
 
 static int sync_directory(int fd, const char *path, struct dr_error *error) {
-    int rc = dr_sys.fsync(fd);
+    int rc;
+    do
+        rc = dr_sys.fsync(fd);
+    while (rc == -EINTR);
     /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
     if (rc < 0 && rc != -EINVAL && rc != -EROFS)
         return dr_error_system(error, -rc, "fsync", path);
@@ -198,7 +208,7 @@ static int write_all(int fd, const char *path, const uint8_t *data, size_t size,
 
 static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size, bool sync,
                       struct dr_error *error) {
-    int fd = dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    int fd = dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666);
     if (fd < 0)
         return dr_error_system(error, -fd, "open", path);
     int rc = write_all(fd, path, data, size, error);
@@ -207,6 +217,8 @@ static int write_file(int dirfd, const char *name, const char *path, const void 
     int closed = dr_sys.close(fd);
     if (rc == 0 && closed < 0)
         rc = dr_error_system(error, -closed, "close", path);
+    if (rc < 0)
+        dr_sys.unlink(dirfd, name);
     return rc;
 }
 
@@ -233,9 +245,16 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
                   : dr_error_system(error, ENOMEM, "malloc", dir);
     if (rc == 0)
         rc = rename_durably(dirfd, dir, tmp, name, sync, error);
-    else
-        dr_sys.unlink(dirfd, tmp);
     free(path);
+    dr_sys.close(dirfd);
+    return rc;
+}
+
+int dr_directory_sync(const char *dir, struct dr_error *error) {
+    int dirfd = dr_sys.open_dir(dir);
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = sync_directory(dirfd, dir, error);
     dr_sys.close(dirfd);
     return rc;
 }

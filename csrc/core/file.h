@@ -20,7 +20,10 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
 /* mkdir -p; with sync, each new directory's entry is durable. */
 int dr_directory_make(const char *path, bool sync, struct dr_error *error);
 
-/* Writes tmp, makes it durable, renames it over name, and makes that durable: name holds the old bytes or the new. */
+/* Makes the names in dir durable. */
+int dr_directory_sync(const char *dir, struct dr_error *error);
+
+/* Creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds the old bytes or the new. */
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error);
 

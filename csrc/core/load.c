@@ -102,20 +102,29 @@ static uint32_t stored_crc(const struct dr_read *read, size_t index) {
     return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
+/* The last CRC block that was checked: slices of one payload often share it. */
+struct checked {
+    uint64_t payload_offset;
+    size_t count; /* blocks of that payload before this index are done */
+};
+
 /* Checks, or notes for dr_load_plan's final check, every CRC block of the payload that touches [lo, hi) and is here. */
 static int check_crcs(const struct load *load, const struct dr_load_block *block, const uint8_t *data, uint64_t lo,
-                      uint64_t hi, size_t index, struct dr_error *error) {
+                      uint64_t hi, size_t index, struct checked *checked, struct dr_error *error) {
     const struct dr_read *read = &load->plan.reads[index];
     uint32_t *sums = load->plan.sums ? load->plan.sums[index] : NULL;
     if (!load->options->checksum || (!read->crcs && !sums))
         return 0;
     size_t first = (size_t)(lo / DR_CRC_BLOCK - read->payload_offset / DR_CRC_BLOCK);
     size_t count = dr_crc_count(lo, hi - lo);
-    for (size_t i = first; i < first + count; i++) {
+    if (checked->payload_offset != read->payload_offset || sums)
+        *checked = (struct checked){read->payload_offset, 0};
+    for (size_t i = first > checked->count ? first : checked->count; i < first + count; i++) {
         uint64_t from, to;
         dr_crc_range(read->payload_offset, read->payload_size, i, &from, &to);
         if (from < block->lo || to > block->hi)
             continue;
+        checked->count = i + 1;
         uint32_t crc = dr_crc32(0, data + (from - block->lo), to - from);
         if (sums)
             sums[i] = crc;
@@ -138,6 +147,7 @@ static void scatter(struct dr_read *read, const struct dr_load_block *block, con
 static int use_block(struct load *load, const struct dr_load_block *block, const uint8_t *data,
                      struct dr_error *error) {
     const struct dr_load_plan *plan = &load->plan;
+    struct checked checked = {UINT64_MAX, 0};
     for (size_t i = block->first_extent; i < plan->extent_count; i++) {
         const struct dr_load_extent *extent = &plan->extents[i];
         if (extent->file != block->file || extent->lo >= block->hi)
@@ -146,7 +156,7 @@ static int use_block(struct load *load, const struct dr_load_block *block, const
         uint64_t hi = extent->hi < block->hi ? extent->hi : block->hi;
         if (lo >= hi)
             continue;
-        int rc = check_crcs(load, block, data, lo, hi, extent->read, error);
+        int rc = check_crcs(load, block, data, lo, hi, extent->read, &checked, error);
         if (rc < 0)
             return rc;
         scatter(&plan->reads[extent->read], block, data, lo, hi);

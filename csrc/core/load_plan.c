@@ -109,6 +109,7 @@ struct adding {
     struct dr_load_plan *plan;
     const struct dr_read *read;
     size_t index;
+    bool checksum;
     struct dr_error *error;
 };
 
@@ -147,7 +148,7 @@ static int add_extent(void *context, uint64_t lo, uint64_t hi) {
     plan->extents = grown;
     lo += r->payload_offset;
     hi += r->payload_offset;
-    if (r->crcs)
+    if (r->crcs && adding->checksum)
         grow_to_crc_blocks(r, &lo, &hi);
     plan->extents[plan->extent_count++] = (struct dr_load_extent){r->file, lo, hi, adding->index};
     return 0;
@@ -160,7 +161,7 @@ static int add_read(struct dr_load_plan *plan, size_t index, bool checksum, stru
         return rc;
     struct dr_region region;
     dr_region_init(&region, &r->chunk, r->offsets, r->lengths, r->memory, r->strides);
-    struct adding adding = {plan, r, index, error};
+    struct adding adding = {plan, r, index, checksum, error};
     rc = dr_region_stretches(&region, SLICE_GAP, add_extent, &adding);
     if (rc < 0 || !checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;

@@ -131,23 +131,59 @@ static void copy_innermost(const struct walk *w, const struct dr_axis *axis, uin
         copy_run(w, at + i * axis->payload_stride, memory + (int64_t)i * axis->memory_stride);
 }
 
-enum { TILE = 16 };
+enum { TILE_ROWS = 64, TILE_COLUMNS = 16, TILE_RUN_MAX = 16 };
+
+/* A tile of a transposed matrix, by way of a small one that stays in the nearest cache. */
+static inline void copy_tile(const struct walk *w, uint8_t *buffer, uint8_t *memory, uint64_t row_stride,
+                             int64_t column_stride, unsigned rows, unsigned columns, size_t run) {
+    uint8_t square[TILE_ROWS * TILE_COLUMNS * TILE_RUN_MAX];
+    if (w->to_memory)
+        for (unsigned r = 0; r < rows; r++)
+            memcpy(square + r * TILE_COLUMNS * run, buffer + r * row_stride, columns * run);
+    for (unsigned c = 0; c < columns; c++, memory += column_stride)
+        for (unsigned r = 0; r < rows; r++)
+            move(w, square + (r * TILE_COLUMNS + c) * run, memory + r * run, run);
+    if (!w->to_memory)
+        for (unsigned r = 0; r < rows; r++)
+            memcpy(buffer + r * row_stride, square + r * TILE_COLUMNS * run, columns * run);
+}
 
 /*
- * A transposed matrix: elements that are neighbours in memory are rows apart
- * in the payload. Whole rows are done a few at a time, column by column, so
- * that a cache line is used up while it is near.
+ * A transposed matrix: neighbours in memory are a row apart in the payload. Done row by row, each element would
+ * cost a cache line; done in tiles, each line is used up at once. Rows [first, last) lie wholly in the buffer.
  */
 static bool copy_tiles(const struct walk *w, const struct dr_axis *rows, const struct dr_axis *columns, uint64_t at,
                        uint8_t *memory, uint64_t first, uint64_t last) {
-    uint64_t run = w->region->run;
-    if (rows->memory_stride != (int64_t)run || columns->memory_stride == (int64_t)run || run > 16)
+    size_t run = w->region->run;
+    if (rows->memory_stride != (int64_t)run || columns->payload_stride != run || run > TILE_RUN_MAX)
         return false;
-    for (uint64_t r = first; r < last; r += TILE) {
-        uint64_t count = last - r < TILE ? last - r : TILE;
-        for (uint64_t c = 0; c < columns->count; c++)
-            copy_runs(w, at + r * rows->payload_stride + c * columns->payload_stride,
-                      memory + (int64_t)r * rows->memory_stride + (int64_t)c * columns->memory_stride, count, rows);
+    for (uint64_t r = first; r < last; r += TILE_ROWS) {
+        unsigned row_count = last - r < TILE_ROWS ? (unsigned)(last - r) : TILE_ROWS;
+        uint8_t *from = memory + r * run;
+        uint8_t *to = w->buffer + (at + r * rows->payload_stride - w->lo);
+        for (uint64_t c = 0; c < columns->count; c += TILE_COLUMNS) {
+            unsigned column_count = columns->count - c < TILE_COLUMNS ? (unsigned)(columns->count - c) : TILE_COLUMNS;
+#define COPY_TILE(size) \
+    copy_tile(w, to + c * run, from + (int64_t)c * columns->memory_stride, rows->payload_stride, \
+              columns->memory_stride, row_count, column_count, size)
+            switch (run) {
+            case 1:
+                COPY_TILE(1);
+                break;
+            case 2:
+                COPY_TILE(2);
+                break;
+            case 4:
+                COPY_TILE(4);
+                break;
+            case 8:
+                COPY_TILE(8);
+                break;
+            default:
+                COPY_TILE(run);
+            }
+#undef COPY_TILE
+        }
     }
     return true;
 }

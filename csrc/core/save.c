@@ -183,6 +183,10 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
     struct dr_region region;
     if (s->strides)
         dr_region_init(&region, &s->shape, NULL, s->shape.sizes, (void *)(uintptr_t)s->data, s->strides);
+    /* A transposed matrix is gathered many rows at a time, or each of its elements costs a cache line. */
+    bool at_once = s->strides && region.ndim > 1;
+    if (at_once)
+        gather(p, &region, from, to, block + (from - lo));
     bool checksum = window->writer->options.checksum;
     uint64_t first_block = p->payload / DR_CRC_BLOCK;
     for (uint64_t at = from, next; at < to; at = next) {
@@ -190,7 +194,8 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
         if (next > to)
             next = to;
         uint8_t *out = block + (at - lo);
-        gather(p, s->strides ? &region : NULL, at, next, out);
+        if (!at_once)
+            gather(p, s->strides ? &region : NULL, at, next, out);
         if (checksum) {
             uint32_t *crc = &p->crcs[at / DR_CRC_BLOCK - first_block];
             *crc = dr_crc32(*crc, out, next - at);
@@ -479,11 +484,7 @@ static int make_durable(struct dr_writer *w, const struct dr_control *control, s
         return dr_error_system(error, -rc, "ftruncate", w->path);
     if (!w->options.sync)
         return 0;
-    rc = dr_file_sync(w->fd, w->path, control, error);
-    if (rc < 0)
-        return rc;
-    rc = dr_sys.fsync(w->dirfd);
-    return rc < 0 && rc != -EINVAL ? dr_error_system(error, -rc, "fsync", w->dir) : 0;
+    return dr_file_sync(w->fd, w->path, control, error);
 }
 
 int dr_writer_finish(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {

@@ -49,7 +49,8 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
 int dr_writer_write(struct dr_writer *writer, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error);
 
-/* Writes what is left, cuts the file to its length, and with options.sync makes it and its name durable. */
+/* Writes what is left, cuts the file to its length, and with options.sync makes it durable (not its name: see
+ * dr_directory_sync). */
 int dr_writer_finish(struct dr_writer *writer, const struct dr_control *control, struct dr_error *error);
 
 struct dr_writer_stats {

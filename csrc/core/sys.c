@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/openat2.h>
 #include <linux/stat.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,6 +11,15 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#if __has_include(<linux/openat2.h>)
+#include <linux/openat2.h>
+#else
+struct open_how {
+    uint64_t flags, mode, resolve;
+};
+#define RESOLVE_NO_MAGICLINKS 0x02
+#define RESOLVE_BENEATH 0x08
+#endif
 #ifndef SYS_openat2
 #define SYS_openat2 437
 #endif
@@ -45,6 +53,11 @@ static int open_without_openat2(int dirfd, const char *name, int flags, mode_t m
             return -ENAMETOOLONG;
         memcpy(part, name, length);
         part[length] = '\0';
+        if (strcmp(part, "..") == 0) {
+            if (at != dirfd)
+                close(at);
+            return -EXDEV;
+        }
         int fd = slash ? openat(at, part, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)
                        : openat(at, part, flags | O_NOFOLLOW | O_CLOEXEC, mode);
         int err = errno;
@@ -156,6 +169,14 @@ static int real_unmap(void *data, size_t size) { return result(munmap(data, size
 
 static int real_uring_init(unsigned entries, struct io_uring *ring) { return io_uring_queue_init(entries, ring, 0); }
 
+static int real_uring_supports(struct io_uring *ring, int operation) {
+    struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
+    int supported = probe && io_uring_opcode_supported(probe, operation);
+    if (probe)
+        io_uring_free_probe(probe);
+    return supported;
+}
+
 static int real_uring_register(struct io_uring *ring, const struct iovec *buffers, unsigned count) {
     return io_uring_register_buffers(ring, buffers, count);
 }
@@ -190,6 +211,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .map = real_map, \
         .unmap = real_unmap, \
         .uring_init = real_uring_init, \
+        .uring_supports = real_uring_supports, \
         .uring_register = real_uring_register, \
         .uring_submit = real_uring_submit, \
         .uring_wait = real_uring_wait, \

@@ -39,6 +39,8 @@ struct dr_sys {
     void *(*map)(size_t size);
     int (*unmap)(void *data, size_t size);
     int (*uring_init)(unsigned entries, struct io_uring *ring);
+    /* Whether the ring's kernel can do an operation (IORING_OP_*). */
+    int (*uring_supports)(struct io_uring *ring, int operation);
     int (*uring_register)(struct io_uring *ring, const struct iovec *buffers, unsigned count);
     int (*uring_submit)(struct io_uring *ring);
     int (*uring_wait)(struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms);

@@ -94,6 +94,10 @@ static int fault_uring_init(unsigned entries, struct io_uring *ring) {
     return fails("uring_init") ? -armed.err : dr_sys_real.uring_init(entries, ring);
 }
 
+static int fault_uring_supports(struct io_uring *ring, int operation) {
+    return fails("uring_supports") ? 0 : dr_sys_real.uring_supports(ring, operation);
+}
+
 static int fault_uring_register(struct io_uring *ring, const struct iovec *buffers, unsigned count) {
     return fails("uring_register") ? -armed.err : dr_sys_real.uring_register(ring, buffers, count);
 }
@@ -139,6 +143,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .map = fault_map,
         .unmap = dr_sys_real.unmap,
         .uring_init = fault_uring_init,
+        .uring_supports = fault_uring_supports,
         .uring_register = fault_uring_register,
         .uring_submit = fault_uring_submit,
         .uring_wait = fault_uring_wait,

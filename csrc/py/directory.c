@@ -22,6 +22,19 @@ static PyObject *make_directory(PyObject *module, PyObject *args) {
     return finish_call(module, rc, &error);
 }
 
+static PyObject *sync_directory(PyObject *module, PyObject *args) {
+    const char *path;
+    int rc;
+    if (!PyArg_ParseTuple(args, "s", &path))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_directory_sync(path, &error);
+    Py_END_ALLOW_THREADS
+    return finish_call(module, rc, &error);
+}
+
 static PyObject *commit(PyObject *module, PyObject *args) {
     const char *directory, *tmp, *name;
     Py_buffer data;
@@ -58,6 +71,7 @@ static PyObject *remove_files(PyObject *module, PyObject *args) {
 
 PyMethodDef directory_methods[] = {
     {"make_directory", make_directory, METH_VARARGS, "make_directory(path, sync): mkdir -p"},
+    {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},
     {"remove_files", remove_files, METH_VARARGS, "remove_files(directory, names): missing ones are no error"},
     {NULL, NULL, 0, NULL},

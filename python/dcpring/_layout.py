@@ -21,6 +21,7 @@ logger = logging.getLogger("dcpring")
 _TAGGED = re.compile(r"__(\d+)_\d+\.[0-9a-f]{16}\.distcp")
 _STOCK = re.compile(r"__(\d+)_\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_UNFINISHED = re.compile(r"(?:__(\d+))?\.metadata(?:\.[0-9a-f]{16})?\.tmp")
 
 
 def new_tag() -> str:
@@ -29,6 +30,11 @@ def new_tag() -> str:
 
 def data_file_name(rank: int, index: int, tag: str) -> str:
     return f"__{rank}_{index}.{tag}.distcp"
+
+
+def unfinished_name(metadata_name: str) -> str:
+    """Where metadata is written before it is renamed."""
+    return f"{metadata_name}.{new_tag()}.tmp"
 
 
 def rank_metadata_name(rank: int) -> str:
@@ -61,7 +67,7 @@ def _all_referenced(directory: Path) -> set[str] | None:
 
 def _ours(names: list[str], pattern: re.Pattern[str], rank: int | None) -> set[str]:
     matches = ((name, pattern.fullmatch(name)) for name in names)
-    return {name for name, match in matches if match and rank in (None, int(match[1]))}
+    return {name for name, match in matches if match and (rank is None or match[1] == str(rank))}
 
 
 def remove_leftovers(directory: Path, rank: int | None = None) -> None:
@@ -71,9 +77,12 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> None:
         directory: the checkpoint.
         rank: only those that this rank wrote (``use_collectives=False``); None for all.
     """
-    tagged = _ours(_names(directory), _TAGGED, rank)
+    names = _names(directory)
+    doomed = _ours(names, _UNFINISHED, rank)
+    tagged = _ours(names, _TAGGED, rank)
     if tagged and (referenced := _all_referenced(directory)) is not None:
-        _C.remove_files(str(directory), sorted(tagged - referenced))
+        doomed |= tagged - referenced
+    _C.remove_files(str(directory), sorted(doomed))
 
 
 def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
@@ -86,7 +95,34 @@ def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
     stock = _ours(names, _STOCK, rank)
     if stock:
         found |= stock & (_all_referenced(directory) or set())
-    return found | (_ours(names, _RANK_METADATA, None) if rank is None else set())
+    if rank is None:
+        return found | _ours(names, _RANK_METADATA, None)
+    # Other ranks may still fail: until they have all committed, a global checkpoint that is here stays whole.
+    try:
+        return found - referenced_files(directory / METADATA_NAME)
+    except FileNotFoundError:
+        return found
+    except (OSError, CheckpointError):
+        return set()
+
+
+def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None:
+    """Before a commit: this rank's data files are there, and long enough; another save may have removed them.
+
+    Args:
+        directory: the checkpoint.
+        needed: the size in bytes that each file has at least.
+        rank: other ranks' files may be on other machines' disks, and are not looked at.
+    """
+    for name in _ours(list(needed), _TAGGED, rank):
+        path = directory / name
+        size = path.stat().st_size if path.exists() else -1
+        if size < needed[name]:
+            state = "was removed" if size < 0 else f"has {size} of {needed[name]} bytes"
+            raise CheckpointError(
+                f"{path} {state} before the save could be committed: another save to the same directory is under way; "
+                "wait for one save before the next begins"
+            )
 
 
 def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import pickle
+import zipfile
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedChe
 from dcpring.options import IOOptions, IOStats, overrides
 
 logger = logging.getLogger("dcpring")
+
+_CORE_ERRORS = (OSError, ValueError, TypeError, OverflowError, MemoryError, CorruptCheckpointError)
 
 _WINDOW_BYTES = 32 << 20
 """Host copies, whole records and a custom planner's tensors are handled this many bytes at a time."""
@@ -81,6 +84,7 @@ class Loader:
         self._storage_data = storage_data
         self._transforms = transforms
         self._options = options.for_core(sync=False)
+        self._checksum = options.checksum
         self._trusted = trusted
         self._safe_globals = list(safe_globals)
         self._stats = stats
@@ -91,6 +95,9 @@ class Loader:
         infos = [self._info(item) for item in items]
         self._number_files(infos)
         objects, wholes, sources = self._classify(items, infos)
+        self._check_wholes(wholes, planner)
+        if _makes_tensors(planner):
+            self._check_sources(sources)
         values = self._read_objects(objects)
         for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if _makes_tensors(planner) else None):
             self._load_tensors(chunk, planner)
@@ -103,14 +110,18 @@ class Loader:
     # ---- what each item is ----
 
     def _info(self, item: ReadItem) -> _StorageInfo:
-        try:
-            return self._storage_data[item.storage_index]
-        except KeyError:
+        info = self._storage_data.get(item.storage_index)
+        if info is None:
             raise CorruptCheckpointError(
                 f"the metadata lists {item.storage_index.fqn!r} at offset {item.storage_index.offset}, but not where "
                 "it is stored",
                 self._path,
-            ) from None
+            )
+        fields = info.__dict__  # a None is left out when it is pickled
+        good = [type(fields.get(name)) for name in ("relative_path", "offset", "length")] == [str, int, int]
+        if not good or info.offset < 0 or info.length < 0 or info.offset + info.length >= 1 << 63:
+            raise CorruptCheckpointError(f"the metadata of {item.storage_index.fqn!r} contradicts itself", self._path)
+        return info
 
     def _number_files(self, infos: list[_StorageInfo]) -> None:
         """File indices rise with the names, so that reads sorted by index go through the files in order."""
@@ -169,7 +180,7 @@ class Loader:
         wanted = [(self._files[info.relative_path], info.offset, info.length) for _, info in unknown]
         try:
             found = _C.locate(self._path, list(self._files), wanted)
-        except (OSError, CorruptCheckpointError) as error:
+        except _CORE_ERRORS as error:
             raise self._explained(error, [item for item, _ in unknown]) from error
         for (item, info), located in zip(unknown, found, strict=True):
             if located is None:
@@ -189,14 +200,53 @@ class Loader:
 
     # ---- objects and whole records ----
 
+    def _check_ends(self, items: list[ReadItem], ends: list[tuple[int, int]]) -> None:
+        """Whether files are there and reach to where what is wanted ends."""
+        try:
+            if ends:
+                _C.load_bytes(self._path, list(self._files), [(*end, 0, None) for end in ends], self._options)
+        except _CORE_ERRORS as error:
+            raise self._explained(error, items) from error
+
+    def _check_sources(self, sources: list[tuple[ReadItem, _Source]]) -> None:
+        """The checks that the core makes before it reads, for what it will only see window by window."""
+        ends = [(source.file, source.payload_offset + source.payload_bytes) for _, source in sources]
+        self._check_ends([item for item, _ in sources], ends)
+
+    def _check_wholes(self, wholes: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
+        self._check_ends([item for item, _ in wholes], [(whole.file, whole.offset + whole.size) for _, whole in wholes])
+        for item, _ in wholes:
+            stored = self._stored_as(item)
+            if stored is not None and not _makes_tensors(planner):
+                self._check_target(item, planner.resolve_tensor(item), stored[1])
+
     def _read_whole(self, batch: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
         wanted = [(whole.file, whole.offset, whole.size, whole.crcs) for _, whole in batch]
+        self._check_ends([item for item, _ in batch], [(whole.file, whole.offset + whole.size) for _, whole in batch])
         try:
             data, stats = _C.load_bytes(self._path, list(self._files), wanted, self._options)
-        except (OSError, ValueError, MemoryError, CorruptCheckpointError) as error:
+        except _CORE_ERRORS as error:
             raise self._explained(error, [item for item, _ in batch]) from error
         self._count(stats)
-        return [self._untransformed(item, whole, raw) for (item, whole), raw in zip(batch, data, strict=True)]
+        values = [self._untransformed(item, whole, raw) for (item, whole), raw in zip(batch, data, strict=True)]
+        for (item, whole), value in zip(batch, values, strict=True):
+            if self._checksum and not whole.crcs:
+                self._check_archive(item, whole, value)
+        return values
+
+    def _check_archive(self, item: ReadItem, whole: _Whole, data: io.BytesIO) -> None:
+        """Checks the CRCs that torch.save has put into its archive, and torch.load does not look at."""
+        if data.getbuffer()[:2] != b"PK":
+            return
+        try:
+            with zipfile.ZipFile(data) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+            damaged = str(error)
+        if damaged is not None:
+            path = f"{self._path}/{whole.info.relative_path}"
+            raise CorruptCheckpointError(f"{self._name(item)} is damaged ({damaged})", path, whole.offset)
+        data.seek(0)
 
     def _untransformed(self, item: ReadItem, whole: _Whole, data: bytes) -> io.BytesIO:
         if not whole.info.transform_descriptors:
@@ -226,7 +276,9 @@ class Loader:
                     f"{_refused(error)}. If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
                     "class in safe_globals=[...]."
                 ) from error
-            except (RuntimeError, EOFError, ValueError, KeyError) as error:
+            except MemoryError:
+                raise
+            except Exception as error:  # damaged bytes end in errors of any kind
                 raise CorruptCheckpointError(
                     f"{self._name(item)} cannot be read: {_first_line(error)}", self._path
                 ) from error
@@ -236,6 +288,13 @@ class Loader:
             tensor = self._unpickle(item, data)
             if not isinstance(tensor, Tensor):
                 raise CorruptCheckpointError(f"{self._name(item)} is stored as {type(tensor).__name__}", self._path)
+            stored = self._stored_as(item)
+            if stored is not None and tensor.size() != stored[0]:
+                raise CorruptCheckpointError(
+                    f"{self._name(item)}: the record's shape is {list(tensor.size())}, the metadata says "
+                    f"{list(stored[0])}",
+                    self._path,
+                )
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item)
             if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
@@ -291,15 +350,6 @@ class Loader:
             item.lengths,
         )
 
-    def _check_sources(self, chunk: list[tuple[ReadItem, _Source]]) -> None:
-        """The checks that the core makes before it reads, for what it will only see window by window."""
-        wanted = [(source.file, source.payload_offset + source.payload_bytes, 0, None) for _, source in chunk]
-        if wanted:
-            try:
-                _C.load_bytes(self._path, list(self._files), wanted, self._options)
-            except (OSError, CorruptCheckpointError) as error:
-                raise self._explained(error, [item for item, _ in chunk]) from error
-
     def _read(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
         self._read_boxes([item for item, _ in chunk], [self._read_item(*pair) for pair in chunk], targets)
 
@@ -308,7 +358,7 @@ class Loader:
             return
         try:
             stats = _C.load(self._path, list(self._files), boxes, targets, self._options)
-        except (OSError, ValueError, CorruptCheckpointError) as error:
+        except _CORE_ERRORS as error:
             raise self._explained(error, items) from error
         self._count(stats)
 
@@ -351,7 +401,9 @@ class Loader:
             return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)
         if isinstance(error, OSError):
             return OSError(error.errno, f"{where}: {error.strerror}{note}", error.filename)
-        return CheckpointError(f"{where}: {error}{note}")
+        if isinstance(error, MemoryError):
+            return CheckpointError(f"{where}: there is not enough memory for it{note}")
+        return CorruptCheckpointError(f"{where}: {error}{note}", self._path)
 
 
 _NOT_PLAIN = torch.empty(0)

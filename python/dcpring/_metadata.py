@@ -14,7 +14,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
 _FOOTER = struct.Struct("<II8s")
+MAX_WORLD_SIZE = 1 << 20
 
 TENSOR, BYTES = 0, 1
 """Kinds of stored record: a plain tensor whose payload can be read in parts, or bytes to be read whole."""
@@ -62,6 +63,7 @@ def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
         good = (
             ring.version == RING_VERSION
             and ring.kind in (TENSOR, BYTES)
+            and {type(n) for n in (info.offset, info.length, ring.payload_offset, ring.payload_bytes)} == {int}
             and 0 <= info.offset <= ring.payload_offset
             and ring.payload_bytes >= 0
             and ring.payload_offset + ring.payload_bytes <= info.offset + info.length < 1 << 63
@@ -81,16 +83,23 @@ class Trailer:
     Attributes:
         files: the data files that this metadata refers to.
         save_id: DCP's id of the save.
-        generation: with ``use_collectives=False``, how many saves this rank's file has seen; else 0.
+        group_id: with ``use_collectives=False``, what all ranks call this save, "" when they could not agree.
         world_size: with ``use_collectives=False``, the number of ranks that saved; else 0.
-        superseded_save_id: with ``use_collectives=False``, the save_id of the global metadata found then, or "".
+        superseded_id: with ``use_collectives=False``, the ``metadata_id`` of the global metadata found then, or "".
     """
 
     files: list[str] = field(default_factory=list)
     save_id: str = ""
-    generation: int = 0
+    group_id: str = ""
     world_size: int = 0
-    superseded_save_id: str = ""
+    superseded_id: str = ""
+
+    def __post_init__(self) -> None:
+        strings = [self.save_id, self.group_id, self.superseded_id, *self.files]
+        if not isinstance(self.files, list) or not all(isinstance(text, str) for text in strings):
+            raise TypeError("a field of the trailer has the wrong type")
+        if not isinstance(self.world_size, int) or not 0 <= self.world_size < MAX_WORLD_SIZE:
+            raise ValueError(f"a world size of {self.world_size}")
 
 
 @contextlib.contextmanager
@@ -122,9 +131,12 @@ def split_metadata(data: bytes, path: Path) -> tuple[memoryview, Trailer | None]
     body = view[: -_FOOTER.size]
     if note_bytes > len(body) or zlib.crc32(body) != crc:
         raise CorruptCheckpointError("the checkpoint's metadata is damaged (its CRC-32 does not match)", str(path))
-    note = json.loads(bytes(body[len(body) - note_bytes :]))
-    known = {name: note[name] for name in Trailer.__dataclass_fields__ if name in note}
-    return body[: len(body) - note_bytes], Trailer(**known)
+    try:
+        note = json.loads(bytes(body[len(body) - note_bytes :]))
+        trailer = Trailer(**{name: note[name] for name in Trailer.__dataclass_fields__ if name in note})
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
+    return body[: len(body) - note_bytes], trailer
 
 
 # ---- the restricted unpickler ----
@@ -152,11 +164,16 @@ _ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in _ALLOWED_CLASSES}
 _ALLOWED |= {("pathlib", cls.__name__): cls for cls in (PosixPath, PurePosixPath, Path)}
 
 
-def _layout(name: str) -> torch.layout:
-    value = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(value, torch.layout):
-        raise pickle.UnpicklingError(f"{name!r} is no torch.layout")
-    return value
+def _layout_getter() -> Callable[[str], torch.layout]:
+    """Stands in for ``torch.serialization._get_layout``; made afresh, as a pickle can set attributes on a function."""
+
+    def get_layout(name: str) -> torch.layout:
+        value = getattr(torch, name.removeprefix("torch."), None)
+        if not isinstance(value, torch.layout):
+            raise pickle.UnpicklingError(f"{name!r} is no torch.layout")
+        return value
+
+    return get_layout
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -172,7 +189,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
+            return _layout_getter()
         raise UntrustedCheckpointError(
             f"{self._path} refers to {module}.{name}, which a checkpoint's metadata has no need of: loading it could "
             "run code. If you trust the checkpoint, pass RingReader(..., trusted=True), or "
@@ -183,22 +200,45 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise UntrustedCheckpointError(f"{self._path} holds persistent ids, which a checkpoint's metadata never does")
 
 
+_NAMES = ("__name__", "__qualname__", "__bases__")
+"""What can be set on a class but is not in its ``vars``."""
+
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+_CHANGEABLE = _HEAP_TYPE | _IMMUTABLE_TYPE
+"""Flags of a class (CPython's Py_TPFLAGS_HEAPTYPE and _IMMUTABLETYPE): those written in C cannot be changed."""
+
+
+_CHANGEABLE_CLASSES = [cls for cls in _ALLOWED_CLASSES if cls.__flags__ & _CHANGEABLE == _HEAP_TYPE]
+_SHARED = [*_CHANGEABLE_CLASSES, *dcp_metadata._MEM_FORMAT_ENCODING]
+"""What a pickle can get hold of that outlives it: classes, and the members of an enumeration."""
+
+
+def _attributes(shared: Any) -> dict[str, Any]:
+    return {**vars(shared), **{name: getattr(shared, name) for name in _NAMES if isinstance(shared, type)}}
+
+
+def _restore(shared: Any, before: dict[str, Any]) -> bool:
+    """Puts attributes back; True when any was another object. Compares nothing that a pickle could define."""
+    now = _attributes(shared)
+    for name in now.keys() - before.keys():
+        delattr(shared, name)
+    changed = [name for name, value in before.items() if now.get(name) is not value]
+    for name in changed:
+        setattr(shared, name, before[name])
+    return bool(changed) or now.keys() != before.keys()
+
+
 @contextlib.contextmanager
 def _classes_unchanged(path: Path) -> Iterator[None]:
     """A pickle can set attributes on the classes that it may name: put them back, and refuse it."""
-    before = {cls: dict(vars(cls)) for cls in _ALLOWED_CLASSES}
+    before = [(shared, _attributes(shared)) for shared in _SHARED]
     try:
         yield
     finally:
-        changed = [cls for cls, attributes in before.items() if dict(vars(cls)) != attributes]
-        for cls in changed:
-            for name in vars(cls).keys() - before[cls].keys():
-                delattr(cls, name)
-            for name, value in before[cls].items():
-                if vars(cls).get(name) is not value:
-                    setattr(cls, name, value)
+        changed = [shared for shared, attributes in before if _restore(shared, attributes)]
         if changed:
-            raise UntrustedCheckpointError(f"{path} tried to change the class {changed[0].__qualname__}")
+            raise UntrustedCheckpointError(f"{path} tried to change {changed[0]!r}, which all checkpoints share")
 
 
 def _unpickle(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
@@ -239,6 +279,15 @@ def load_metadata(
 def read_trailer(path: Path) -> Trailer | None:
     """The trailer alone; None for a stock file."""
     return split_metadata(path.read_bytes(), path)[1]
+
+
+def metadata_id(path: Path) -> str:
+    """Tells metadata files from each other; "" where there is none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    return f"{zlib.crc32(data):08x}-{len(data)}"
 
 
 def referenced_files(path: Path) -> set[str]:

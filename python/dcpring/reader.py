@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from dcpring import _layout
 from dcpring._load import Loader
-from dcpring._metadata import METADATA_NAME, Trailer, collection_paused, load_metadata, read_trailer
+from dcpring._metadata import METADATA_NAME, Trailer, collection_paused, load_metadata, metadata_id, read_trailer
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 
@@ -83,6 +83,7 @@ class RingReader(FileSystemReader):
             _refuse_stale(directory)
             path = directory / METADATA_NAME
         else:
+            _refuse_superseded(directory, rank)
             _refuse_mixed(directory, rank)
             path = directory / _layout.rank_metadata_name(rank)
         metadata, _ = load_metadata(path, trusted=self.trusted, safe_globals=self.safe_globals)
@@ -140,12 +141,25 @@ def _refuse_stale(directory: Path) -> None:
     trailers = _trailers(directory)
     if not trailers:
         return
-    save_id = getattr(read_trailer(path), "save_id", "")
-    newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_save_id == save_id)
+    own_id = metadata_id(path)
+    newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
     if newer:
         raise CheckpointError(
             f"{path} is older than the metadata that ranks {_spans(newer)} saved with use_collectives=False; "
             f"remove {path} to load theirs, or their __*.metadata to load it"
+        )
+
+
+def _refuse_superseded(directory: Path, rank: int) -> None:
+    """DCP turns to rank-local metadata whenever the global one fails to load: it may be that of an older save."""
+    path = directory / METADATA_NAME
+    if not path.exists():
+        return
+    own = _trailers(directory).get(rank)
+    if own is not None and own.superseded_id != metadata_id(path):
+        raise CheckpointError(
+            f"the metadata of rank {rank} in {directory} is older than {path}, which cannot be loaded; "
+            f"remove {path} to load what is older"
         )
 
 
@@ -165,8 +179,8 @@ def _refuse_mixed(directory: Path, rank: int) -> None:
         )
 
 
-def _save_of(trailer: Trailer) -> tuple[int, int]:
-    return trailer.world_size, trailer.generation
+def _save_of(trailer: Trailer) -> tuple[int, str]:
+    return trailer.world_size, trailer.group_id
 
 
 def _spans(numbers: Iterable[int]) -> str:

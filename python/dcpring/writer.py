@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,9 @@ from dcpring._metadata import (
     Trailer,
     collection_paused,
     dump_metadata,
-    read_trailer,
+    metadata_id,
 )
-from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, overrides
 
 __all__ = ["RingWriter"]
@@ -117,6 +119,7 @@ class RingWriter(FileSystemWriter):
             checksum=checksum,
         )
         self.keep_superseded = keep_superseded
+        self._group_id = ""
         self.stats: IOStats | None = None
 
     @property
@@ -160,8 +163,11 @@ class RingWriter(FileSystemWriter):
                 names.append(_layout.data_file_name(rank, index, tag))
                 results += _FileSave(self, names[-1], planner, stats).write(items)
         except BaseException:
-            _C.remove_files(str(self.path), names)
+            with contextlib.suppress(OSError):  # the next save removes them
+                _C.remove_files(str(self.path), names)
             raise
+        if names and self.sync_files:
+            _C.sync_directory(str(self.path))
         stats.files = len(names)
         return results
 
@@ -182,31 +188,48 @@ class RingWriter(FileSystemWriter):
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
-        files = {info.relative_path for info in storage_data.values()}
-        data = dump_metadata(metadata, self._trailer(files))
+        sizes: dict[str, int] = {}
+        for info in storage_data.values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        data = dump_metadata(metadata, self._trailer(sorted(sizes)))
         superseded = set() if self.keep_superseded else _layout.superseded_files(self._directory, self._own_rank_only)
+        _layout.check_data_files(self._directory, sizes, self.rank or 0)
         name = METADATA_NAME if self.use_collectives else _layout.rank_metadata_name(self.rank or 0)
-        _C.commit(str(self.path), f"{name}.tmp", name, data, self.sync_files)
-        _layout.remove_superseded(self._directory, superseded, files)
+        _C.commit(str(self.path), _layout.unfinished_name(name), name, data, self.sync_files)
+        _layout.remove_superseded(self._directory, superseded, set(sizes))
 
-    def _trailer(self, files: set[str]) -> Trailer:
-        trailer = Trailer(files=sorted(files), save_id=self.save_id)
-        if self.use_collectives:
-            return trailer
-        trailer.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        before = _trailer_of(self._directory / _layout.rank_metadata_name(self.rank or 0))
-        continued = before is not None and before.world_size == trailer.world_size
-        trailer.generation = before.generation + 1 if before is not None and continued else 1
-        replaced = _trailer_of(self._directory / METADATA_NAME)
-        trailer.superseded_save_id = replaced.save_id if replaced is not None else ""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._group_id = "" if self.use_collectives else agree_on_id(str(self.path))
+
+    def _trailer(self, files: list[str]) -> Trailer:
+        trailer = Trailer(files=files, save_id=self.save_id)
+        if not self.use_collectives:
+            trailer.group_id = self._group_id
+            trailer.world_size = dist.get_world_size() if _has_group() else 1
+            trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 
 
-def _trailer_of(path: Path) -> Trailer | None:
-    try:
-        return read_trailer(path)
-    except (FileNotFoundError, CorruptCheckpointError):
-        return None
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+_attempts: Counter[str] = Counter()
+"""How often this process has begun a save with ``use_collectives=False`` to each path."""
+
+
+def agree_on_id(path: str) -> str:
+    """The same random id on all ranks for their n-th save to a path, without a collective: the first to ask draws it.
+
+    Returns "" where there is no process group's store to ask.
+    """
+    if not _has_group():
+        return ""
+    _attempts[path] += 1
+    store = dist.distributed_c10d._get_default_store()
+    key = f"dcpring/{path}/{_attempts[path]}"
+    return bytes(store.compare_set(key, "", _layout.new_tag())).decode()
 
 
 class _FileSave:
@@ -233,7 +256,10 @@ class _FileSave:
             file.finish()
             self._note_stats(file)
         except (OSError, ValueError) as error:
-            raise self._with_key(error) from error
+            key = self._key_of(error)
+            if key is None:
+                raise
+            raise CheckpointError(f"cannot save {key!r}: {error}") from error
         finally:
             file.close()
         return self._results
@@ -244,12 +270,10 @@ class _FileSave:
         self._stats.engine = engine or self._stats.engine
         self._stats.direct |= direct
 
-    def _with_key(self, error: OSError | ValueError) -> Exception:
-        """The same error, with the key that the core's item index stands for."""
+    def _key_of(self, error: OSError | ValueError) -> str | None:
+        """The key that the core's item index stands for."""
         item = getattr(error, "item", None)
-        if item is None or item >= len(self._keys):
-            return error
-        return CheckpointError(f"cannot save {self._keys[item]!r}: {error}")
+        return self._keys[item] if item is not None and item < len(self._keys) else None
 
     # ---- tensors ----
 

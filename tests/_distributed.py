@@ -1,0 +1,150 @@
+"""Runs a function in N processes that form a gloo group, and collects what each returns.
+
+Starting a process with torch in it takes seconds, so the processes are kept from one call to the next; every call
+gets a process group of its own. A call that fails or takes too long ends the processes, and the next starts new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 120.0
+CACHES = (
+    *("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans"),
+    *("_cached_global_plan", "_cached_metadata"),
+)
+"""Of DCP's SavePlanner: the plans that outlive a save."""
+
+
+class RankFailure(AssertionError):
+    """Some ranks raised, died or did not answer.
+
+    Attributes:
+        tracebacks: by rank.
+    """
+
+    def __init__(self, tracebacks: dict[int, str]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(tracebacks.items())))
+        self.tracebacks = tracebacks
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        # Not a daemon: those may not have children, and dcp.async_save starts one.
+        self.process = context.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+_workers: list[_Worker] = []
+
+
+def close() -> None:
+    """Ends the processes."""
+    for worker in _workers:
+        worker.pipe.close()
+    while _workers:
+        _workers.pop().end()
+
+
+atexit.register(close)
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+    """Calls ``function(*args)`` in every rank of a gloo group; returns the results by rank.
+
+    The function must be one of a module's top level, and its results picklable.
+
+    Raises:
+        RankFailure: with the traceback of each rank that did not return.
+    """
+    while len(_workers) < world_size:
+        _workers.append(_Worker())
+    workers = _workers[:world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((function, args, rank, world_size, str(Path(folder, "store")), timeout))
+        results, failures = _collect(workers, time.monotonic() + timeout)
+    if failures:
+        close()
+        raise RankFailure(failures)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _collect(workers: list[_Worker], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting:
+        # Once a rank has failed the others may wait for it for ever.
+        ready = wait_for(list(waiting), min(3.0 if failures else 1e9, max(0.0, deadline - time.monotonic())))
+        if not ready:
+            failures |= {rank: "no answer\n" for rank in waiting.values()}
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                good, value = False, f"died, exit code {_exit_code(workers[rank])}\n"
+            (results if good else failures)[rank] = value
+    return results, failures
+
+
+def _exit_code(worker: _Worker) -> int | None:
+    worker.process.join(3)
+    return worker.process.exitcode
+
+
+def _serve(pipe: Connection) -> None:
+    faulthandler.enable()
+    while True:
+        try:
+            function, args, rank, world_size, store, timeout = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(0.9 * timeout)
+        try:
+            answer = (True, _call(function, args, rank, world_size, store, timeout))
+        except BaseException:  # CheckpointException is one
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)
+
+
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str, timeout: float
+) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+        for cache in CACHES:
+            getattr(SavePlanner, cache).clear()
+        gc.collect()

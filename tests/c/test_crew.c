@@ -1,0 +1,176 @@
+/* The crew: all of them work, the first failure stops all, a cancel gets through. */
+#include "check.h"
+#include "crew.h"
+
+struct job {
+    struct dr_crew crew;
+    atomic_uint ran, stopped;
+    unsigned failing; /* the worker that fails, or UINT32_MAX */
+    unsigned fail_after_ms;
+    bool forever; /* work until stopped */
+    atomic_uint polls, cancel_at;
+    atomic_bool ready;
+    double start, cancelled;
+    pthread_t caller;
+    bool polled_elsewhere;
+};
+
+static void sleep_ms(unsigned ms) { nanosleep(&(struct timespec){ms / 1000, (long)(ms % 1000) * 1000000}, NULL); }
+
+static int work(void *context, unsigned index, struct dr_error *error) {
+    struct job *job = context;
+    atomic_fetch_or(&job->ran, 1u << index);
+    if (index == job->failing) {
+        sleep_ms(job->fail_after_ms);
+        return dr_error_io(error, EIO, "read", "somewhere", index, 1);
+    }
+    while (job->forever && !dr_crew_stopped(&job->crew))
+        sleep_ms(1);
+    atomic_fetch_add(&job->stopped, dr_crew_stopped(&job->crew));
+    return 0;
+}
+
+static int poll_control(void *context) {
+    struct job *job = context;
+    if (!pthread_equal(pthread_self(), job->caller))
+        job->polled_elsewhere = true;
+    unsigned polls = atomic_fetch_add(&job->polls, 1) + 1;
+    if (job->cancel_at == 0 || polls < job->cancel_at)
+        return 0;
+    if (job->cancelled == 0)
+        job->cancelled = check_seconds();
+    return 1;
+}
+
+static int run(struct job *job, unsigned workers, struct dr_error *error) {
+    const struct dr_control control = {poll_control, job};
+    dr_error_clear(error);
+    job->caller = pthread_self();
+    job->start = check_seconds();
+    return dr_crew_run(&job->crew, workers, work, job, &control, error);
+}
+
+static void all_of_them_work(void) {
+    for (unsigned workers = 1; workers <= 20; workers++) {
+        struct job job = {.failing = UINT32_MAX};
+        struct dr_error error;
+        CHECK_OK(run(&job, workers, &error), &error);
+        CHECK_EQ(job.ran, (1u << workers) - 1);
+    }
+    const struct dr_control never = {0};
+    struct job job = {.failing = UINT32_MAX};
+    struct dr_error error;
+    dr_error_clear(&error);
+    CHECK_OK(dr_crew_run(&job.crew, 3, work, &job, &never, &error), &error);
+}
+
+static void a_failure_stops_all(void) {
+    for (unsigned failing = 0; failing < 4; failing++) {
+        struct job job = {.failing = failing, .fail_after_ms = 20, .forever = true};
+        struct dr_error error;
+        CHECK_FAILS(run(&job, 4, &error), &error, EIO);
+        CHECK_EQ(job.stopped, 3);
+        CHECK_EQ(error.offset, failing);
+        CHECK(strcmp(error.path, "somewhere") == 0);
+        CHECK(check_seconds() - job.start < 5);
+    }
+}
+
+static void cancel_gets_through(void) {
+    double seconds = 1;
+    for (int try = 0; try < CHECK_TRIES && seconds >= 0.2; try++) {
+        struct job job = {.failing = UINT32_MAX, .forever = true, .cancel_at = 3};
+        struct dr_error error;
+        CHECK_FAILS(run(&job, 4, &error), &error, ECANCELED);
+        seconds = check_seconds() - job.cancelled;
+        CHECK_EQ(error.kind, DR_ERROR_CANCELLED);
+        CHECK_EQ(job.stopped, 4);
+        CHECK_EQ(job.polls, 3); /* and is not asked again */
+        CHECK(!job.polled_elsewhere);
+    }
+    CHECK(seconds < 0.2);
+}
+
+/* Asked often enough that a Ctrl-C is answered within 0.2 s. */
+static void polls_often(void) {
+    unsigned polls = 0;
+    for (int try = 0; try < CHECK_TRIES && polls < 4; try++) {
+        struct job job = {.failing = 0, .fail_after_ms = 400};
+        struct dr_error error;
+        CHECK_FAILS(run(&job, 2, &error), &error, EIO);
+        polls = job.polls;
+        CHECK_INT(polls, <=, 100);
+    }
+    CHECK_INT(polls, >=, 4);
+}
+
+/* ---- dr_crew_wait ---- */
+
+static bool is_ready(const void *context) {
+    const struct job *job = context;
+    return atomic_load(&job->ready);
+}
+
+/* Worker 0 makes ready after a while, or fails, or does nothing; the others wait for that. */
+static int work_waiting(void *context, unsigned index, struct dr_error *error) {
+    struct job *job = context;
+    if (index != 0) {
+        bool ready = dr_crew_wait(&job->crew, is_ready, job);
+        atomic_fetch_add(ready ? &job->ran : &job->stopped, 1);
+        return 0;
+    }
+    sleep_ms(20);
+    if (job->failing == 0)
+        return dr_error_system(error, EIO, "read", "somewhere");
+    if (job->cancel_at == 0) {
+        atomic_store(&job->ready, true);
+        dr_crew_notify(&job->crew);
+    }
+    return 0;
+}
+
+static void waits_for_another(void) {
+    const struct dr_control never = {0};
+    for (int i = 0; i < 20; i++) {
+        struct job job = {.failing = UINT32_MAX};
+        struct dr_error error;
+        dr_error_clear(&error);
+        CHECK_OK(dr_crew_run(&job.crew, 4, work_waiting, &job, &never, &error), &error);
+        CHECK_EQ(job.ran, 3);
+    }
+}
+
+static void waiting_ends_with_a_failure(void) {
+    const struct dr_control never = {0};
+    struct job job = {.failing = 0};
+    struct dr_error error;
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_crew_run(&job.crew, 4, work_waiting, &job, &never, &error), &error, EIO);
+    CHECK_EQ(job.stopped, 3);
+}
+
+static void waiting_ends_with_a_cancel(void) {
+    struct job job = {.failing = UINT32_MAX, .cancel_at = 2};
+    const struct dr_control control = {poll_control, &job};
+    struct dr_error error;
+    dr_error_clear(&error);
+    job.caller = pthread_self();
+    CHECK_FAILS(dr_crew_run(&job.crew, 4, work_waiting, &job, &control, &error), &error, ECANCELED);
+    CHECK_EQ(job.stopped, 3);
+}
+
+static void an_earlier_error_is_kept(void) {
+    const struct dr_control never = {0};
+    struct job job = {.failing = 0};
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_error_system(&error, EPERM, "open", "before");
+    CHECK_EQ(dr_crew_run(&job.crew, 2, work, &job, &never, &error), -EPERM);
+    CHECK(strcmp(error.path, "before") == 0);
+}
+
+CHECK_MAIN({"all_of_them_work", all_of_them_work}, {"a_failure_stops_all", a_failure_stops_all},
+           {"cancel_gets_through", cancel_gets_through}, {"polls_often", polls_often},
+           {"waits_for_another", waits_for_another}, {"waiting_ends_with_a_failure", waiting_ends_with_a_failure},
+           {"waiting_ends_with_a_cancel", waiting_ends_with_a_cancel},
+           {"an_earlier_error_is_kept", an_earlier_error_is_kept})

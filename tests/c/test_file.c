@@ -1,0 +1,290 @@
+/* Directories and the commit: what they do, and what is left when any of their calls fails. */
+#include "check.h"
+#include "file.h"
+#include "sys.h"
+#include "sys_fault.h"
+
+#include <fcntl.h>
+
+static const struct dr_control never;
+
+static bool is_directory(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+static void check_content(const char *name, const char *expected) {
+    size_t size;
+    uint8_t *data = check_read_file(name, &size);
+    CHECK(data);
+    CHECK_EQ(size, strlen(expected));
+    CHECK_BYTES(data, expected, size);
+    free(data);
+}
+
+/* ---- making directories ---- */
+
+static void makes_directories(void) {
+    static const char *const names[] = {"a", "a", "b/c/d", "b/c/e/", "b//f", "./g", "b/./h", "b/../i"};
+    for (int sync = 0; sync < 2; sync++)
+        for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+            struct dr_error error;
+            dr_error_clear(&error);
+            const char *path = check_path(names[i]);
+            CHECK_OK(dr_directory_make(path, sync, &error), &error);
+            CHECK(is_directory(path));
+        }
+}
+
+static void makes_relative_directories(void) {
+    char before[512];
+    CHECK(getcwd(before, sizeof before));
+    CHECK_EQ(chdir(check_dir), 0);
+    static const char *const names[] = {"relative", "r/s/t", "./u/v", "."};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        struct dr_error error;
+        dr_error_clear(&error);
+        CHECK_OK(dr_directory_make(names[i], true, &error), &error);
+        CHECK(is_directory(names[i]));
+    }
+    CHECK_EQ(chdir(before), 0);
+}
+
+static void refuses_what_cannot_be_made(void) {
+    struct dr_error error;
+    check_write_file("plain", "x", 1);
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_make(check_path("plain"), true, &error), &error, ENOTDIR);
+    CHECK(strcmp(error.path, check_path("plain")) == 0);
+    CHECK(dr_error_cure(&error)[0]);
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_make(check_path("plain/below"), true, &error), &error, ENOTDIR);
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_make("", true, &error), &error, ENOENT);
+    CHECK_EQ(symlink("nowhere", check_path("dangling")), 0);
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_make(check_path("dangling"), true, &error), &error, ENOENT);
+}
+
+/* Another process may make the same directory at the same time. */
+static int mkdir_raced(const char *path, mode_t mode) {
+    dr_sys_real.mkdir(path, mode);
+    return dr_sys_real.mkdir(path, mode);
+}
+
+static void another_made_it_first(void) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_sys.mkdir = mkdir_raced;
+    CHECK_OK(dr_directory_make(check_path("race/d"), true, &error), &error);
+    dr_sys = dr_sys_real;
+    CHECK(is_directory(check_path("race/d")));
+}
+
+static void making_fails_at_each_call(void) {
+    uint64_t calls = 1;
+    for (uint64_t n = 0; n <= calls; n++) {
+        char name[32];
+        struct dr_error error;
+        dr_error_clear(&error);
+        snprintf(name, sizeof name, "each%d/deep/er", (int)n);
+        int before = check_open_descriptors();
+        dr_fault_arm(&(struct dr_fault){.nth = n, .err = EIO});
+        int rc = dr_directory_make(check_path(name), true, &error);
+        calls = n == 0 ? dr_fault_disarm() : (dr_fault_disarm(), calls);
+        CHECK_EQ(check_open_descriptors(), before);
+        CHECK_EQ(rc, error.kind == DR_ERROR_NONE ? 0 : -EIO);
+        CHECK(rc < 0 || is_directory(check_path(name)));
+    }
+    CHECK_INT(calls, >=, 9);
+}
+
+/* ---- commit ---- */
+
+static int commit(const char *text, bool sync, struct dr_error *error) {
+    dr_error_clear(error);
+    return dr_directory_commit(check_path("c"), ".metadata.tmp", ".metadata", text, strlen(text), sync, error);
+}
+
+static void commits(void) {
+    struct dr_error error;
+    CHECK_EQ(mkdir(check_path("c"), 0777), 0);
+    for (int sync = 0; sync < 2; sync++) {
+        CHECK_OK(commit("first, the longer one", sync, &error), &error);
+        check_content("c/.metadata", "first, the longer one");
+        CHECK_OK(commit("second", sync, &error), &error);
+        check_content("c/.metadata", "second");
+        CHECK(!check_exists("c/.metadata.tmp"));
+    }
+    CHECK_OK(commit("", true, &error), &error);
+    check_content("c/.metadata", "");
+    /* Another's temporary file is not touched. */
+    check_write_file("c/.metadata.tmp", "another's", 9);
+    CHECK_FAILS(commit("third", true, &error), &error, EEXIST);
+    check_content("c/.metadata.tmp", "another's");
+    check_content("c/.metadata", "");
+    CHECK_EQ(unlink(check_path("c/.metadata.tmp")), 0);
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_commit(check_path("none"), "t", "n", "x", 1, true, &error), &error, ENOENT);
+}
+
+static void commit_fails_at_each_call(void) {
+    const int errors[] = {EIO, ENOSPC, EINTR, 0};
+    for (int e = 0; e < 4; e++) {
+        uint64_t calls = 1;
+        for (uint64_t n = 0; n <= calls; n++) {
+            struct dr_error error;
+            CHECK_OK(commit("old", true, &error), &error);
+            int before = check_open_descriptors();
+            dr_fault_arm(&(struct dr_fault){.nth = n, .err = errors[e]});
+            int rc = commit("the new one", true, &error);
+            uint64_t counted = dr_fault_disarm();
+            if (n == 0)
+                calls = counted;
+            CHECK_EQ(check_open_descriptors(), before);
+            CHECK(!check_exists("c/.metadata.tmp"));
+            size_t size;
+            uint8_t *data = check_read_file("c/.metadata", &size);
+            CHECK(data);
+            bool is_new = size == 11 && memcmp(data, "the new one", 11) == 0;
+            bool is_old = size == 3 && memcmp(data, "old", 3) == 0;
+            free(data);
+            CHECK(is_new || is_old);
+            CHECK(rc < 0 || is_new);
+            CHECK_EQ(rc, -error.err);
+            CHECK(errors[e] != 0 || rc == 0);
+        }
+        CHECK_INT(calls, >=, 7);
+    }
+}
+
+/* ---- removing ---- */
+
+static void removes_files(void) {
+    struct dr_error error;
+    CHECK_EQ(mkdir(check_path("r1"), 0777), 0);
+    CHECK_EQ(mkdir(check_path("r1/sub"), 0777), 0);
+    check_write_file("r1/x", "x", 1);
+    check_write_file("r1/y", "y", 1);
+    check_write_file("r1/sub/z", "z", 1);
+    check_write_file("outside", "o", 1);
+    CHECK_EQ(symlink("../outside", check_path("r1/link")), 0);
+    dr_error_clear(&error);
+    CHECK_OK(dr_directory_remove(check_path("r1"), (const char *const[]){"x", "missing", "link"}, 3, &error), &error);
+    CHECK(!check_exists("r1/x") && check_exists("r1/y") && !check_exists("r1/link") && check_exists("outside"));
+    static const char *const refused[] = {"sub/z", "../outside", "/etc/hostname"};
+    for (int i = 0; i < 3; i++) {
+        dr_error_clear(&error);
+        CHECK_FAILS(dr_directory_remove(check_path("r1"), &refused[i], 1, &error), &error, EINVAL);
+    }
+    CHECK(check_exists("r1/sub/z") && check_exists("outside"));
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_directory_remove(check_path("none"), refused, 0, &error), &error, ENOENT);
+}
+
+/* ---- direct and sync ---- */
+
+static void direct_modes(void) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    int fd = open(check_path("direct"), O_RDWR | O_CREAT, 0666);
+    CHECK_EQ(dr_file_use_direct(fd, "direct", DR_DIRECT_OFF, &error), 0);
+    dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .sticky = true, .err = EINVAL});
+    CHECK_EQ(dr_file_use_direct(fd, "direct", DR_DIRECT_AUTO, &error), 0);
+    CHECK_FAILS(dr_file_use_direct(fd, "direct", DR_DIRECT_ON, &error), &error, EINVAL);
+    CHECK(strcmp(error.op, "O_DIRECT") == 0);
+    dr_fault_disarm();
+    dr_error_clear(&error);
+    int on = dr_file_use_direct(fd, "direct", DR_DIRECT_AUTO, &error);
+    CHECK_EQ((fcntl(fd, F_GETFL) & O_DIRECT) != 0, on);
+    close(fd);
+}
+
+static int slow_fdatasync(int fd) {
+    nanosleep(&(struct timespec){0, 500000000}, NULL);
+    return dr_sys_real.fdatasync(fd);
+}
+
+static atomic_bool closed;
+
+static int noted_close(int fd) {
+    int rc = dr_sys_real.close(fd);
+    atomic_store(&closed, true);
+    return rc;
+}
+
+static int cancel_at_second_poll(void *context) {
+    unsigned *polls = context;
+    return ++*polls >= 2;
+}
+
+static void sync_can_be_left(void) {
+    struct dr_error error;
+    unsigned polls = 0;
+    int before = check_open_descriptors();
+    int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
+    dr_error_clear(&error);
+    CHECK_OK(dr_file_sync(fd, "synced", &never, &error), &error);
+    dr_sys.fdatasync = slow_fdatasync;
+    dr_sys.close = noted_close;
+    double start = check_seconds();
+    const struct dr_control control = {cancel_at_second_poll, &polls};
+    CHECK_FAILS(dr_file_sync(fd, "synced", &control, &error), &error, ECANCELED);
+    CHECK(check_seconds() - start < 0.45); /* the sync takes 0.5 */
+    close(fd);
+    while (!atomic_load(&closed)) /* the sync ends by itself */
+        nanosleep(&(struct timespec){0, 10000000}, NULL);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(check_open_descriptors(), before);
+}
+
+static void sync_fails(void) {
+    struct dr_error error;
+    int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
+    dr_error_clear(&error);
+    dr_fault_arm(&(struct dr_fault){.call = "fdatasync", .nth = 1, .err = EIO});
+    CHECK_FAILS(dr_file_sync(fd, "synced", &never, &error), &error, EIO);
+    CHECK(strcmp(error.op, "fdatasync") == 0);
+    dr_error_clear(&error);
+    dr_fault_arm(&(struct dr_fault){.call = "fdatasync", .nth = 1, .err = EINTR});
+    CHECK_OK(dr_file_sync(fd, "synced", &never, &error), &error);
+    CHECK_EQ(dr_fault_disarm(), 2);
+    close(fd);
+}
+
+/* ---- names ---- */
+
+struct escape {
+    const char *name;
+    bool refused;
+};
+
+static void opens_only_below(void) {
+    CHECK_EQ(mkdir(check_path("base"), 0777), 0);
+    CHECK_EQ(mkdir(check_path("base/sub"), 0777), 0);
+    check_write_file("secret", "s", 1);
+    check_write_file("base/sub/file", "f", 1);
+    CHECK_EQ(symlink("../secret", check_path("base/out")), 0);
+    CHECK_EQ(symlink(check_path("secret"), check_path("base/absolute")), 0);
+    CHECK_EQ(symlink("..", check_path("base/up")), 0);
+    static const struct escape names[] = {
+        {"sub/file", false}, {"./sub/./file", false},      {"out", true},     {"absolute", true},
+        {"up/secret", true}, {"../secret", true},          {"/etc/hostname", true},
+    };
+    int dirfd = dr_sys.open_dir(check_path("base"));
+    CHECK_INT(dirfd, >=, 0);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        int fd = dr_sys.open_below(dirfd, names[i].name, O_RDONLY, 0);
+        CHECK_EQ(fd < 0, names[i].refused);
+        if (fd >= 0)
+            close(fd);
+    }
+    close(dirfd);
+}
+
+CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directories", makes_relative_directories},
+           {"refuses_what_cannot_be_made", refuses_what_cannot_be_made},
+           {"another_made_it_first", another_made_it_first}, {"making_fails_at_each_call", making_fails_at_each_call},
+           {"commits", commits}, {"commit_fails_at_each_call", commit_fails_at_each_call},
+           {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
+           {"sync_fails", sync_fails}, {"opens_only_below", opens_only_below})

@@ -1,0 +1,68 @@
+"""Options, directories and the worker processes that all tests share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPECTED_WARNINGS = (
+    "torch.distributed is (disabled|unavailable)",
+    "Detected an existing checkpoint",
+    "Sparse C",
+    "The PyTorch API of nested",
+    "ComplexHalf",
+    "torch.quantize_per_tensor",
+    "TypedStorage",
+    "`_get_pg_default_device`",
+)
+
+
+def file_system(path: Path) -> str:
+    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that need gigabytes of memory and disk too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: needs gigabytes of memory and disk; run with --slow")
+    for message in EXPECTED_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
+    if config.option.basetemp is None:
+        config.option.basetemp = str(ROOT / "build" / f"pytest-{os.getpid()}")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    base = Path(config.option.basetemp).parent
+    base.mkdir(parents=True, exist_ok=True)
+    if file_system(base) in ("tmpfs", "ramfs"):
+        raise pytest.UsageError(f"{base} is in memory, where O_DIRECT cannot be tested; choose another --basetemp")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """As pytest's, on a disk, and emptied as soon as the test is over."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers() -> Iterator[None]:
+    yield
+    import _distributed
+
+    _distributed.close()

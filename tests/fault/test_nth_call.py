@@ -1,0 +1,166 @@
+"""The Nth system call fails, for every N: a save or a load ends in a clear error or in the right data, never neither."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from dcpring import CheckpointError, RingReader, _C
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fault._support import (
+    MIB,
+    StateDict,
+    blank,
+    drop_cache,
+    equal,
+    failure,
+    leaks_descriptors,
+    load,
+    needed_files,
+    open_descriptors,
+    quiet,
+    save,
+    small_state,
+)
+
+SHORTEN = 0
+FAULTS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "EAGAIN": errno.EAGAIN, "short": SHORTEN}
+BOTH_ENGINES = ("uring", "threads")
+
+pytestmark = pytest.mark.usefixtures("_quiet")
+each_fault = pytest.mark.parametrize("err", FAULTS.values(), ids=FAULTS.keys())
+each_engine = pytest.mark.parametrize("engine", BOTH_ENGINES)
+each_direct = pytest.mark.parametrize("direct", (True, False), ids=("direct", "buffered"))
+
+
+def options_for(engine: str, direct: bool) -> dict[str, Any]:
+    return {"engine": engine, "direct": direct, "workers": 1, "queue_depth": 2, "block_size_bytes": MIB}
+
+
+def until_exhausted(attempt: Callable[[], None], err: int) -> Iterator[tuple[int, BaseException | None]]:
+    """Attempts with the first, second, ... call failing, until there are no more calls to fail."""
+    for nth in itertools.count(1):
+        caught: BaseException | None = None
+        _C.arm_fault(None, nth, err, False)
+        try:
+            attempt()
+        except CheckpointException as error:
+            caught = failure(error)
+        finally:
+            counted = _C.disarm_fault()
+        yield nth, caught
+        if counted < nth:
+            assert nth > 20, "so few calls are not a save or a load"
+            assert caught is None
+            return
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+class Overwriting:
+    """A checkpoint that is overwritten again and again, and what has to be in it."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self.path = path
+        self.options = options
+        self.states = [small_state(1), small_state(2)]
+        self.current = 0
+        save(self.states[0], path, **options)
+
+    def attempt(self) -> None:
+        try:
+            save(self.states[1 - self.current], self.path, **self.options)
+        except CheckpointException as error:
+            if "after the rename that committed" not in str(failure(error)):
+                raise
+            self.current = 1 - self.current
+            raise
+        self.current = 1 - self.current
+
+    def check(self, where: str) -> None:
+        assert equal(load(self.states[0], self.path), self.states[self.current]), where
+
+    def check_and_clean_up(self, where: str) -> None:
+        """What a failed save has left is removed by the next one."""
+        if {entry.name for entry in self.path.iterdir()} != needed_files(self.path):
+            self.attempt()
+            self.check(where)
+        assert {entry.name for entry in self.path.iterdir()} == needed_files(self.path), where
+
+
+@each_fault
+@each_engine
+@each_direct
+def test_every_call_of_a_save(tmp_path: Path, engine: str, direct: bool, err: int) -> None:
+    path = tmp_path / "checkpoint"
+    overwriting = Overwriting(path, options_for(engine, direct))
+    before = open_descriptors()
+    for nth, error in until_exhausted(overwriting.attempt, err):
+        where = f"call {nth} failed with {err}: {error!r}"
+        if error is not None:
+            assert isinstance(error, (OSError, CheckpointError)), where
+            assert str(path) in str(error), where
+        overwriting.check(where)
+        overwriting.check_and_clean_up(where)
+        assert not leaks_descriptors(before), where
+
+
+@each_engine
+def test_every_call_of_a_first_save(tmp_path: Path, engine: str) -> None:
+    """Where no directory is there yet: it is made, and a failure leaves no checkpoint behind."""
+    state = small_state(1)
+    folders = (tmp_path / str(n) / "checkpoint" for n in itertools.count())
+    made: list[Path] = []
+
+    def attempt() -> None:
+        made.append(next(folders))
+        save(state, made[-1], **options_for(engine, direct=True))
+
+    for nth, error in until_exhausted(attempt, errno.EIO):
+        where = f"call {nth} failed: {error!r}"
+        if error is None:
+            assert equal(load(state, made[-1]), state), where
+        else:
+            assert isinstance(error, (OSError, CheckpointError)), where
+            assert str(made[-1]) in str(error) or str(made[-1]).startswith(str(error.filename)), where
+            left = [entry.name for entry in made[-1].iterdir()] if made[-1].exists() else []
+            assert ".metadata" not in left or "after the rename that committed" in str(error), where
+
+
+@each_fault
+@each_engine
+@each_direct
+def test_every_call_of_a_load(tmp_path: Path, engine: str, direct: bool, err: int) -> None:
+    options = options_for(engine, direct)
+    state = small_state(1)
+    save(state, tmp_path)
+    before = open_descriptors()
+    loaded: StateDict = {}
+
+    def attempt() -> None:
+        loaded.clear()
+        loaded.update(blank(state))
+        if direct:  # else it would be read through the cache
+            drop_cache(tmp_path)
+        dcp.load(loaded, storage_reader=RingReader(tmp_path, **options), no_dist=True)
+
+    for nth, error in until_exhausted(attempt, err):
+        where = f"call {nth} failed with {err}: {error!r}"
+        if error is None:
+            assert equal(loaded, state), where
+        else:
+            assert isinstance(error, (OSError, CheckpointError)), where
+            about_all = isinstance(error, OSError) and error.filename == str(tmp_path)
+            assert about_all or any(f"'{key}" in str(error) for key in state), where
+            assert str(tmp_path) in str(error), where
+        assert not leaks_descriptors(before), where

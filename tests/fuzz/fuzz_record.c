@@ -1,0 +1,90 @@
+/*
+ * dr_record_locate over any bytes: the input is the file. Whatever it says is
+ * a plain tensor must lie in the file and fit its shape.
+ */
+#include "fuzz.h"
+#include "record.h"
+#include "sys.h"
+
+#include <string.h>
+
+static struct {
+    const uint8_t *data;
+    size_t size;
+} file;
+
+static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
+    (void)fd;
+    FUZZ_CHECK(offset >= 0);
+    if ((uint64_t)offset >= file.size)
+        return 0;
+    if (size > file.size - (size_t)offset)
+        size = file.size - (size_t)offset;
+    memcpy(data, file.data + offset, size);
+    return (ssize_t)size;
+}
+
+/* The record as it is in the file, then one that the file is too short for. */
+static void locate(uint64_t offset, uint64_t length) {
+    struct dr_window window;
+    struct dr_located located;
+    struct dr_error error;
+    uint64_t bytes;
+    dr_error_clear(&error);
+    memset(&located, 0xa5, sizeof located);
+    FUZZ_CHECK(dr_window_init(&window, -1, "memory", &error) == 0);
+    int rc = dr_record_locate(&window, offset, length, &located, &error);
+    dr_window_destroy(&window);
+    FUZZ_CHECK(rc == -error.err && (rc == 0 || !located.plain));
+    if (!located.plain)
+        return;
+    FUZZ_CHECK(located.ndim >= 0 && located.ndim <= DR_MAX_DIMS && located.dtype);
+    FUZZ_CHECK(located.payload_offset >= offset && located.payload_offset <= offset + length);
+    FUZZ_CHECK(located.payload_size <= offset + length - located.payload_offset);
+    FUZZ_CHECK(dr_shape_bytes(&(struct dr_shape){located.dtype, located.ndim, located.sizes}, &bytes));
+    FUZZ_CHECK(bytes == located.payload_size);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    file.data = data;
+    file.size = size;
+    dr_sys.pread = memory_pread;
+    locate(0, size);
+    locate(size / 2, size - size / 2);
+    locate(0, size + 1000);
+    dr_sys.pread = dr_sys_real.pread;
+    return 0;
+}
+
+struct seed {
+    const char *dtype;
+    int ndim;
+    int64_t sizes[6];
+    uint64_t offset;
+};
+
+/* The last two are zip64; of their payloads there is nothing, which makes them files that end too early. */
+static const struct seed seeds[] = {
+    {"float32", 2, {3, 5}, 0},         {"float32", 0, {0}, 64},           {"bfloat16", 1, {300}, 7},
+    {"int64", 3, {2, 1, 4}, 4096},     {"uint16", 2, {5, 5}, 0},          {"float8_e4m3fn", 1, {70000 % 9999}, 1},
+    {"bool", 6, {1, 2, 1, 2, 1, 2}, 0}, {"complex64", 2, {0, 7}, 11},     {"uint8", 1, {(int64_t)1 << 33}, 0},
+    {"int16", 2, {1 << 16, 1 << 16}, 0},
+};
+
+size_t fuzz_seed(unsigned index, uint8_t out[FUZZ_SEED_MAX]) {
+    if (index >= sizeof seeds / sizeof *seeds)
+        return 0;
+    const struct seed *seed = &seeds[index];
+    const struct dr_shape shape = {dr_dtype_by_name(seed->dtype), seed->ndim, seed->sizes};
+    uint64_t bytes;
+    uint8_t tail[DR_RECORD_TAIL_MAX];
+    FUZZ_CHECK(dr_shape_bytes(&shape, &bytes));
+    size_t size = dr_record_head(&shape, seed->offset, out);
+    size_t tail_size = dr_record_tail(&shape, seed->offset, size, 0x12345678, tail);
+    if (bytes > 9000)
+        bytes = 0;
+    FUZZ_CHECK(size + bytes + tail_size <= FUZZ_SEED_MAX);
+    memset(out + size, 'p', bytes);
+    memcpy(out + size + bytes, tail, tail_size);
+    return size + bytes + tail_size;
+}

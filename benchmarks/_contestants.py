@@ -17,11 +17,12 @@ import _disk
 import torch.distributed.checkpoint as dcp
 from _measure import LOAD_COLD, PHASES, SAVE, Meter, Reading
 from _shapes import difference, poison
-from dcpring import RingReader, RingWriter
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, StorageReader, StorageWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from dcpring import RingReader, RingWriter
 
 DISK, NULL, STOCK, OURS = "disk", "null", "stock", "dcpring"
 

@@ -40,7 +40,11 @@ class Reading:
 
 @dataclass
 class Sample:
-    """One operation of all ranks together. Memory is of the rank that needed most."""
+    """One operation of all ranks together.
+
+    Times run from the first rank's start to the last rank's end, so that ranks that get their plans late count too.
+    CPU time and bytes are sums; memory is of the rank that needed most.
+    """
 
     shape: str
     procs: int

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcpring import RingReader, RingWriter
 from gpt import Trainer
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+
+from dcpring import RingReader, RingWriter
 
 State = dict[str, Any]
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from dcpring import RingReader, RingWriter
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from dcpring import RingReader, RingWriter
 
 DTYPE_NAMES = (
     *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import CACHES, run
 from _kinds import PAIRS, READERS, WRITERS, failure, load, record, save, stored
-from dcpring import CheckpointError, RingReader, RingWriter
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -40,6 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dcpring import CheckpointError, RingReader, RingWriter
 
 
 def _state(seed: int = 0) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from _kinds import DTYPES, assert_same_bits, everything, load, of_all_views, poisoned, random, raw, save, stored
-from dcpring import _C, _load, writer
-from dcpring._device import Downloader, Piece
 from test_slices import _load_boxes
 from torch import Tensor
+
+from dcpring import _C, _load, writer
+from dcpring._device import Downloader, Piece
 
 CPU = torch.device("cpu")
 accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator in this machine")

@@ -30,8 +30,9 @@ from _kinds import (
     save,
     stored,
 )
-from dcpring import CheckpointError, RingReader, RingWriter
 from torch import Tensor
+
+from dcpring import CheckpointError, RingReader, RingWriter
 
 
 @pytest.mark.parametrize("options", IO, ids=lambda o: f"{o['engine']}-{'direct' if o['direct'] else 'buffered'}")

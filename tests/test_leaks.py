@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _kinds import everything, failure, load, poisoned, save
+
 from dcpring import RingReader, RingWriter
 
 MIB = 1 << 20

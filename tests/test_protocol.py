@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcpring import RingReader, RingWriter, _C, _layout
-from dcpring._metadata import load_metadata
 from fault._support import (
     MIB,
     StateDict,
@@ -32,6 +30,9 @@ from fault._support import (
 )
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring import _C, RingReader, RingWriter, _layout
+from dcpring._metadata import load_metadata
 
 OLD, NEW = small_state(1), small_state(2)
 
@@ -151,7 +152,15 @@ def test_keep_superseded(tmp_path: Path) -> None:
 
 
 def test_unrelated_files_are_left_alone(tmp_path: Path) -> None:
-    unrelated = {"README.md", "model.distcp", "__0_0.distcp", "__1_7.distcp", "__0_0.zz.distcp", ".metadata.bak", "__x_"}
+    unrelated = {
+        "README.md",
+        "model.distcp",
+        "__0_0.distcp",
+        "__1_7.distcp",
+        "__0_0.zz.distcp",
+        ".metadata.bak",
+        "__x_",
+    }
     for name in unrelated:
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "folder").mkdir()
@@ -314,7 +323,7 @@ def _rank_state(seed: int) -> StateDict:
 
 
 def _save_on_ranks(path: Path, seed: int, **options: Any) -> str:
-    """"" or the failure's text, which every rank must see."""
+    """ "" or the failure's text, which every rank must see."""
     try:
         dcp.save(_rank_state(seed), storage_writer=RingWriter(path, **options))
     except CheckpointException as error:

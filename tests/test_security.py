@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcpring import CheckpointError, RingReader, UntrustedCheckpointError
-from dcpring._metadata import load_metadata, ring_info
 from fault._support import (
     MIB,
     StateDict,
@@ -34,6 +32,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcpring import CheckpointError, RingReader, UntrustedCheckpointError
+from dcpring._metadata import load_metadata, ring_info
 
 STATE = small_state(1)
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import run
 from _kinds import PAIRS, READERS, WRITERS, load, random, raw, save, stored
-from dcpring import RingReader
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dcpring import RingReader
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "matrix": (64, 48),

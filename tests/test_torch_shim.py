@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dcpring import _C
 from torch.utils import cpp_extension
+
+from dcpring import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "csrc" / "py" / "torch_shim.h"

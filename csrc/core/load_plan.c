@@ -21,6 +21,14 @@
 
 /* ---- files ---- */
 
+int dr_load_file_open(const struct dr_load_plan *plan, const struct dr_load_file *file, int *fd, struct dr_error *error) {
+    int rc = dr_sys.open_below(plan->dirfd, file->name, 0, 0);
+    if (rc < 0)
+        return dr_error_system(error, -rc, "open", file->path);
+    *fd = rc;
+    return 0;
+}
+
 void dr_load_file_close(struct dr_load_file *file) {
     if (file->buffered_fd >= 0)
         dr_sys.close(file->buffered_fd);

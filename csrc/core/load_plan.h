@@ -50,6 +50,8 @@ int dr_load_plan_init(struct dr_load_plan *plan, const char *dir, const char *co
 /* After everything was read: payloads that have only a CRC of the whole. */
 int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *error);
 
+/* Another descriptor of the file, through the page cache. */
+int dr_load_file_open(const struct dr_load_plan *plan, const struct dr_load_file *file, int *fd, struct dr_error *error);
 void dr_load_file_close(struct dr_load_file *file);
 void dr_load_plan_destroy(struct dr_load_plan *plan);
 

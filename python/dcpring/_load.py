@@ -12,8 +12,8 @@ import contextlib
 import io
 import logging
 import pickle
-import zipfile
 import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,7 +9,7 @@
 
 #include <fcntl.h>
 
-enum { DEPTH = 8, BUFFER = 64 * 1024, BLOCKS = 40, FILE_BYTES = BLOCKS * BUFFER - 777 };
+enum { DEPTH = 8, BUFFER = 64 * 1024, BLOCKS = 20, FILE_BYTES = BLOCKS * BUFFER - 777 };
 
 static uint8_t content[BLOCKS * BUFFER];
 static const char *method; /* that the current case runs with */
@@ -258,7 +258,7 @@ static void leaves_with_requests_in_flight(void) {
 
 static void short_transfers(void) {
     for (int flags = 0; flags <= O_DIRECT; flags += O_DIRECT)
-        for (uint64_t n = 1; n <= BLOCKS + 5; n += 3) {
+        for (uint64_t n = 1; n <= BLOCKS + 5; n += 4) {
             struct dr_error error;
             dr_error_clear(&error);
             struct dr_engine *engine = open_engine(4);

@@ -41,9 +41,9 @@ static void make_samples(void) {
     if (samples[0].memory)
         return;
     sample_tensor(&samples[0], &rng, 1000, true);
-    sample_shape(&samples[1], &rng, "float32", 2, (int64_t[]){300, 1000});
+    sample_shape(&samples[1], &rng, "float32", 2, (int64_t[]){150, 1000});
     sample_bytes(&samples[2], &rng, 5000);
-    sample_shape(&samples[3], &rng, "int8", 1, (int64_t[]){MIB + 100000});
+    sample_shape(&samples[3], &rng, "int8", 1, (int64_t[]){MIB + 1000});
     samples[3].part_bytes = 700000;
     sample_tensor(&samples[4], &rng, 100, false);
     sample_shape(&samples[5], &rng, "bfloat16", 1, (int64_t[]){70000});
@@ -112,12 +112,17 @@ static void save_well(const struct dr_options *options) {
 /* The errors tried: a broken device, an interrupted call, and transfers that are only cut short. */
 static const int errors[] = {EIO, EINTR, 0};
 
+/* Ways 2 and 3 are direct, and cost the disk's time. */
+static bool is_tried(unsigned way, int err) { return way < 2 || err != EINTR; }
+
 static void nth_call_of_a_save(void) {
     make_samples();
     for (unsigned way = 0; way < 4; way++)
         for (size_t e = 0; e < sizeof errors / sizeof *errors; e++) {
             struct dr_options options = make_options(way);
-            options.sync = e == 0;
+            options.sync = e == 0 && way == 0;
+            if (!is_tried(way, errors[e]))
+                continue;
             uint64_t counted = 1, failed = 0;
             for (uint64_t n = 1; n <= counted; n++) {
                 int rc = save_under(&(struct dr_fault){.nth = n, .err = errors[e]}, &options, &counted);
@@ -134,6 +139,8 @@ static void nth_call_of_a_load(void) {
         for (size_t e = 0; e < sizeof errors / sizeof *errors; e++) {
             const struct dr_options options = make_options(way);
             uint64_t counted = 1, failed = 0;
+            if (!is_tried(way, errors[e]))
+                continue;
             save_well(&options);
             for (uint64_t n = 1; n <= counted; n++) {
                 int rc = load_under(&(struct dr_fault){.nth = n, .err = errors[e]}, &options, &counted);
@@ -160,7 +167,7 @@ static void each_call_for_good(void) {
     make_samples();
     for (unsigned way = 0; way < 4; way++)
         for (size_t c = 0; calls[c]; c++)
-            for (uint64_t n = 1; n <= 2; n++) {
+            for (uint64_t n = 1; n <= (way < 2 ? 2 : 1); n++) {
                 struct dr_options options = make_options(way);
                 options.sync = strstr(calls[c], "sync") != NULL;
                 struct dr_fault fault = {.call = calls[c], .nth = n, .sticky = true, .err = n == 1 ? ENOSPC : EIO};

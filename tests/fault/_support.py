@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import RingReader, RingWriter, _C
+from dcpring import _C, RingReader, RingWriter
 from dcpring._metadata import load_metadata
 
 StateDict = dict[str, Any]
@@ -165,6 +166,22 @@ def drop_cache(path: Path) -> None:
         with open(path / name, "rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# ---- other processes ----
+
+
+def run_python(script: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs a script that may import what tests may."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 # ---- mounted images ----

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from dcpring import CheckpointError, RingReader, _C
-from torch.distributed.checkpoint.api import CheckpointException
-
 from fault._support import (
     MIB,
     StateDict,
@@ -28,6 +25,9 @@ from fault._support import (
     save,
     small_state,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring import _C, CheckpointError, RingReader
 
 SHORTEN = 0
 FAULTS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "EAGAIN": errno.EAGAIN, "short": SHORTEN}

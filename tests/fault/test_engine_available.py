@@ -1,0 +1,95 @@
+"""Fails where io_uring should work and does not, so that tests of it cannot pass by running something else."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from pathlib import Path
+
+import pytest
+from fault._support import equal, failure, fault, load, needed_files, run_python, save, small_state
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring import CheckpointError
+
+STATE = small_state(1)
+_IO_URING_SETUP = 425
+
+
+def kernel_says_no() -> str:
+    """Why the kernel is told to refuse io_uring to this process; "" where it is not."""
+    switch = Path("/proc/sys/kernel/io_uring_disabled")
+    if switch.exists() and switch.read_text().strip() != "0":
+        return f"{switch} is {switch.read_text().strip()}"
+    status = Path("/proc/self/status").read_text()
+    seccomp = next((line.split()[1] for line in status.splitlines() if line.startswith("Seccomp:")), "0")
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Bad arguments: a kernel that has the call, and is allowed to run it, answers EFAULT or EINVAL.
+    libc.syscall(_IO_URING_SETUP, 1, None)
+    if seccomp != "0" and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+        return f"a seccomp filter answers io_uring_setup with {errno.errorcode[ctypes.get_errno()]}"
+    return ""
+
+
+@pytest.mark.skipif(bool(kernel_says_no()), reason=f"io_uring is switched off here: {kernel_says_no()}")
+def test_auto_is_uring(tmp_path: Path) -> None:
+    writer = save(STATE, tmp_path)
+    assert writer.stats is not None
+    assert writer.stats.engine == "uring"
+    assert equal(load(STATE, tmp_path, engine="uring"), STATE)
+
+
+def test_this_machine_lets_the_suite_use_uring() -> None:
+    """The suite's own condition: a machine that switches io_uring off does not test dcpring."""
+    assert kernel_says_no() == ""
+
+
+@pytest.mark.parametrize("err", (errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE))
+def test_refused_at_setup(tmp_path: Path, err: int) -> None:
+    with fault("uring_init", 1, err, True):
+        writer = save(STATE, tmp_path)
+        assert writer.stats is not None
+        assert writer.stats.engine == "threads"
+        assert equal(load(STATE, tmp_path), STATE)
+    assert equal(load(STATE, tmp_path), STATE)
+
+
+def test_refused_and_insisted_on(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    before = needed_files(tmp_path)
+    for attempt in (save, load):
+        with pytest.raises(CheckpointException) as caught, fault("uring_init", 1, errno.EPERM, True):
+            attempt(STATE, tmp_path, engine="uring")
+        error = failure(caught.value)
+        assert isinstance(error, (OSError, CheckpointError))
+        for part in ("io_uring", "kernel.io_uring_disabled", 'engine="threads"', str(tmp_path)):
+            assert part in str(error)
+    assert needed_files(tmp_path) == before == {entry.name for entry in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("err", (errno.ENOMEM, errno.EPERM, errno.EOPNOTSUPP))
+@pytest.mark.parametrize("sticky", (True, False))
+def test_buffers_cannot_be_registered(tmp_path: Path, err: int, sticky: bool) -> None:
+    with fault("uring_register", 1, err, sticky):
+        writer = save(STATE, tmp_path, engine="uring")
+        assert equal(load(STATE, tmp_path, engine="uring"), STATE)
+    assert writer.stats is not None
+    assert writer.stats.engine == "uring"
+
+
+def test_small_memlock_limit(tmp_path: Path) -> None:
+    """Root is exempt from the limit unless it gives CAP_IPC_LOCK up; this is done in a child."""
+    script = f"""
+import os, resource
+from fault._support import equal, load, save, small_state
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
+os.setuid(65534)
+state = small_state(1)
+writer = save(state, {str(tmp_path / "checkpoint")!r}, engine="uring")
+assert writer.stats.engine == "uring"
+assert equal(load(state, {str(tmp_path / "checkpoint")!r}, engine="uring"), state)
+print("worked")
+"""
+    tmp_path.chmod(0o777)
+    done = run_python(script)
+    assert done.stdout.strip() == "worked", done.stderr

@@ -6,6 +6,7 @@ Of the peers it shows the faster ways; the table has all.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from _contestants import DISK, NULL, OURS, STOCK
@@ -27,7 +28,10 @@ BARS = {
     Safetensors.name: ("#7fb685", "safetensors"),
     RunaiInPlace.name: ("#e0a458", "runai-model-streamer"),
 }
-LINES = {DISK: ("--", "the disk's own limit"), NULL: (":", "DCP's planning alone")}
+LINES: dict[str, tuple[Literal["--", ":"], str]] = {
+    DISK: ("--", "the disk's own limit"),
+    NULL: (":", "DCP's planning alone"),
+}
 
 
 def draw(path: Path, measured: Measured, shapes: ShapeSet, machine: dict[str, str | int]) -> None:
@@ -77,7 +81,7 @@ def _draw_bars(axes: Axes, name: str, offset: float, width: float, heights: list
     color, label = BARS[name]
     places = [place + offset * width for place in range(len(heights))]
     bars = axes.bar(places, heights, width * 0.94, color=color, label=label)
-    texts = [f"{height:.2g}" if height else "" for height in heights]
+    texts = [(f"{height:.0f}" if height >= 10 else f"{height:.2g}") if height else "" for height in heights]
     backing = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
     axes.bar_label(bars, texts, fontsize=6.5, padding=2, bbox=backing, zorder=4)
 
@@ -87,4 +91,5 @@ def _draw_lines(axes: Axes, name: str, heights: list[float]) -> None:
     there = [(place, height) for place, height in enumerate(heights) if height]
     if there:
         left, right = [place - 0.44 for place, _ in there], [place + 0.44 for place, _ in there]
-        axes.hlines([height for _, height in there], left, right, INK, style, label, linewidth=1.3, zorder=3)
+        limits = [height for _, height in there]
+        axes.hlines(limits, left, right, colors=INK, linestyles=style, label=label, linewidth=1.3, zorder=3)

@@ -99,5 +99,7 @@ const char *dr_error_cure(const struct dr_error *error) {
     if (error->op && strcmp(error->op, "io_uring_setup") == 0)
         return "io_uring is not available here (sysctl kernel.io_uring_disabled, or a container's seccomp profile); "
                "pass engine=\"threads\" or \"auto\"";
+    if (error->op && strcmp(error->op, "O_DIRECT") == 0)
+        return "this file system has no direct I/O; pass direct=\"auto\" or False";
     return "";
 }

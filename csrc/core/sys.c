@@ -157,12 +157,22 @@ static int real_direct_alignment(int fd) {
     return (int)out.known.dio_offset_align;
 }
 
+#define HUGE_PAGE ((size_t)2 << 20)
+
+/* On a huge page boundary: a block in few, large pieces of physical memory makes few, large requests to the device. */
 static void *real_map(size_t size) {
-    void *data = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    size_t room = size + HUGE_PAGE;
+    uint8_t *data = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED)
         return NULL;
-    madvise(data, size, MADV_DONTFORK);
-    return data;
+    uint8_t *start = (uint8_t *)(((uintptr_t)data + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    if (start > data)
+        munmap(data, (size_t)(start - data));
+    if (start + size < data + room)
+        munmap(start + size, (size_t)(data + room - (start + size)));
+    madvise(start, size, MADV_DONTFORK);
+    madvise(start, size, MADV_HUGEPAGE);
+    return start;
 }
 
 static int real_unmap(void *data, size_t size) { return result(munmap(data, size)); }

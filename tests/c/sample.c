@@ -45,7 +45,7 @@ static void contiguous_strides(int ndim, const int64_t *lengths, int64_t *stride
     }
 }
 
-/* Calls for each element of a box: its number in row-major order and its place in strided memory. */
+/* Goes on to the next element in row-major order; false behind the last one. */
 static bool next_index(int ndim, const int64_t *lengths, int64_t *index) {
     for (int d = ndim - 1; d >= 0; d--) {
         if (++index[d] < lengths[d])

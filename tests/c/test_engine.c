@@ -26,7 +26,9 @@ static bool has_uring(void) {
 
 static bool is_uring(void) { return strcmp(method, "uring") == 0; }
 
-static const char *transfer_call(enum dr_op op) { return is_uring() ? "uring_result" : op == DR_READ ? "pread" : "pwrite"; }
+static const char *transfer_call(enum dr_op op) {
+    return is_uring() ? "uring_result" : op == DR_READ ? "pread" : "pwrite";
+}
 
 static void for_each_method(void (*run)(void)) {
     static const char *const methods[] = {"threads", "uring"};
@@ -505,7 +507,8 @@ BOTH(out_of_memory)
 
 CHECK_MAIN({"reads_and_writes", reads_and_writes_both}, {"all_buffers_can_be_taken", all_buffers_can_be_taken_both},
            {"waiting_for_nothing_times_out", waiting_for_nothing_times_out_both}, {"end_of_file", end_of_file_both},
-           {"bad_descriptor", bad_descriptor_both}, {"leaves_with_requests_in_flight", leaves_with_requests_in_flight_both},
+           {"bad_descriptor", bad_descriptor_both},
+           {"leaves_with_requests_in_flight", leaves_with_requests_in_flight_both},
            {"short_transfers", short_transfers_both}, {"every_transfer_short", every_transfer_short_both},
            {"interrupted_transfers", interrupted_transfers_both}, {"interrupted_for_good", interrupted_for_good_both},
            {"direct_refused", direct_refused_both}, {"error_with_others_in_flight", error_with_others_in_flight_both},

@@ -243,7 +243,8 @@ static void stretches_cover_the_box(void) {
     for (int i = 0; i < ROUNDS; i++) {
         struct fixture f;
         set_up(&f, &rng);
-        struct covered c = {.bytes = check_alloc(f.payload_bytes), .max_gap = rng_below(&rng, 3) * rng_below(&rng, 200)};
+        struct covered c = {.bytes = check_alloc(f.payload_bytes),
+                            .max_gap = rng_below(&rng, 3) * rng_below(&rng, 200)};
         uint8_t *wanted = check_alloc(f.payload_bytes);
         for (size_t e = 0; e < f.count; e++)
             memset(wanted + (size_t)f.list[e].payload * f.item, 1, f.item);

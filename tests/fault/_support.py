@@ -171,17 +171,29 @@ def drop_cache(path: Path) -> None:
 # ---- other processes ----
 
 
-def run_python(script: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs a script that may import what tests may."""
-    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": path},
+def python_command(script: str, *arguments: str, without: tuple[str, ...] = ()) -> list[str]:
+    """How to run a script that may import what tests may.
+
+    Args:
+        without: capabilities that root gives up for it; an ordinary user has none.
+    """
+    drop = ["setpriv", "--bounding-set", ",".join(f"-{name}" for name in without)]
+    prefix = drop if without and os.geteuid() == 0 else []
+    return [*prefix, sys.executable, "-W", "ignore", "-c", script, *arguments]
+
+
+def python_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])}
+
+
+def run_python(script: str, *arguments: str, without: tuple[str, ...] = (), timeout: float = 120) -> str:
+    """What a script prints; it must succeed."""
+    command = python_command(script, *arguments, without=without)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=timeout, env=python_environment()
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # ---- mounted images ----

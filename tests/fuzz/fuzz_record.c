@@ -24,7 +24,6 @@ static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
     return (ssize_t)size;
 }
 
-/* The record as it is in the file, then one that the file is too short for. */
 static void locate(uint64_t offset, uint64_t length) {
     struct dr_window window;
     struct dr_located located;
@@ -51,7 +50,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     dr_sys.pread = memory_pread;
     locate(0, size);
     locate(size / 2, size - size / 2);
-    locate(0, size + 1000);
+    locate(0, size + 1000); /* the file is too short for it */
     dr_sys.pread = dr_sys_real.pread;
     return 0;
 }

@@ -1,0 +1,226 @@
+"""Ctrl-C and fork, in the middle of a save or a load."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fault._support import data_files, equal, load, python_command, python_environment, run_python, save, tensor_state
+
+ANSWER_SECONDS = 0.2
+"""What is promised."""
+
+SLACK_SECONDS = 0.8
+"""For a machine on which other tests run too."""
+
+# Direct writes of 1 GiB take a second or more on most disks; where not, they are slowed by many short transfers.
+STATE = """
+import os, signal, sys, threading, time
+from fault._support import Path, _C, data_files, dcp, equal, load, needed_files, save, tensor_state, torch
+
+path = Path(sys.argv[1])
+options = {"engine": sys.argv[2], "queue_depth": 2, "block_size_bytes": 1 << 20}
+small = tensor_state(1)
+big = {f"weight.{n}": torch.full((64 << 20,), n, dtype=torch.int32) for n in range(4)}
+
+
+def interrupted(action, begun):
+    # Interrupts once there are signs that it has begun; the seconds from the signal to the exception.
+    sent = []
+
+    def interrupt():
+        while not begun():
+            time.sleep(0.005)
+        time.sleep(0.1)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        action()
+    except BaseException as error:
+        answered = time.monotonic()
+        assert sent, f"failed before the signal: {error!r}"
+        causes = [pair[0] for pair in getattr(error, "failures", {0: (error, None)}).values()]
+        assert any(isinstance(cause, KeyboardInterrupt) for cause in causes), repr(error)
+        return answered - sent[0]
+    raise AssertionError("was over before the signal came; the test needs more data")
+"""
+
+SAVE = (
+    STATE
+    + """
+save(small, path, **options)
+before = data_files(path)
+seconds = interrupted(lambda: save(big, path, **options), lambda: data_files(path) != before)
+assert data_files(path) == before, "the partial file is left"
+assert equal(load(small, path), small), "the old checkpoint is gone"
+save(big, path, **options)
+assert {entry.name for entry in path.iterdir()} == needed_files(path)
+assert equal(load(big, path), big)
+print(seconds)
+"""
+)
+
+LOAD = (
+    STATE
+    + """
+save(big, path, **options)
+target = {key: torch.zeros_like(value) for key, value in big.items()}
+reader = lambda: dcp.load(target, storage_reader=RingReader(path, **options), no_dist=True)
+from dcpring import RingReader
+_C.arm_fault("cached", 1, 1, True)  # nothing is taken from the page cache
+descriptors = len(os.listdir("/proc/self/fd"))
+seconds = interrupted(reader, lambda: bool(target["weight.1"][0] == 1))
+_C.disarm_fault()
+assert len(os.listdir("/proc/self/fd")) == descriptors
+assert not equal(target, big), "was over before the signal came"
+reader()
+assert equal(target, big)
+print(seconds)
+"""
+)
+
+
+@pytest.mark.parametrize("engine", ("uring", "threads"))
+@pytest.mark.parametrize("script", (SAVE, LOAD), ids=("save", "load"))
+def test_interrupt(tmp_path: Path, engine: str, script: str, record_property: pytest.RecordProperty) -> None:
+    seconds = float(run_python(script, str(tmp_path / "checkpoint"), engine))
+    record_property("answered_after_seconds", seconds)
+    print(f"answered after {seconds:.3f} s; promised are {ANSWER_SECONDS} s")
+    assert seconds < ANSWER_SECONDS + SLACK_SECONDS
+
+
+LOOP = """
+import sys
+from fault._support import Path, load, save, tensor_state
+
+state, path = tensor_state(1, mib=8, count=4), Path(sys.argv[1])
+save(state, path)
+print("begun", flush=True)
+while True:
+    save(state, path) if sys.argv[2] == "save" else load(state, path)
+"""
+
+
+@contextmanager
+def looping(path: Path, what: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        python_command(LOOP, str(path), what), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=python_environment()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"begun\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("what", ("save", "load"))
+def test_interrupt_ends_the_program(tmp_path: Path, what: str) -> None:
+    """As a user's Ctrl-C does, from outside; the checkpoint is whole."""
+    path = tmp_path / "checkpoint"
+    with looping(path, what) as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) != 0
+        assert process.stderr is not None
+        assert b"KeyboardInterrupt" in process.stderr.read()
+    state = tensor_state(1, mib=8, count=4)
+    assert equal(load(state, path), state)
+    save(state, path)
+    assert len(data_files(path)) == 1
+
+
+FORK = """
+import os, sys, threading, time
+from fault._support import Path, data_files, equal, load, needed_files, save, tensor_state, torch
+
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+old, big = tensor_state(1), tensor_state(2, mib=64, count=4)
+save(old, path)
+before = data_files(path)
+saving = threading.Thread(target=save, args=(big, path))
+saving.start()
+while data_files(path) == before:
+    time.sleep(0.001)
+children = 0
+while saving.is_alive() and children < 10:
+    child = os.fork()
+    if child == 0:
+        # Has a half-written file, rings and threads of its parent's in memory, none of which are its own.
+        import gc
+        del saving
+        gc.collect()
+        mine = path.with_name(f"child{children}")
+        save(old, mine)
+        assert equal(load(old, mine), old)
+        sys.exit(0)  # with all destructors
+    children += 1
+    pid, status = os.waitpid(child, 0)
+    assert status == 0, status
+saving.join()
+assert children > 0
+assert equal(load(big, path), big)
+assert {entry.name for entry in path.iterdir()} == needed_files(path)
+print(children)
+"""
+
+
+def test_fork_during_a_save(tmp_path: Path) -> None:
+    """The child can save and load, and takes nothing from its parent."""
+    assert int(run_python(FORK, str(tmp_path / "checkpoint"))) > 0
+
+
+FORK_AFTER = """
+import os, sys
+from fault._support import Path, equal, load, save, tensor_state, torch
+
+torch.set_num_threads(1)
+path, state = Path(sys.argv[1]), tensor_state(1)
+for engine in ("uring", "threads"):
+    writer = save(state, path, engine=engine)
+    assert equal(load(state, path, engine=engine), state)
+    child = os.fork()
+    if child == 0:
+        save(state, path.with_name("child"), engine=engine)
+        assert equal(load(state, path, engine=engine), state)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert equal(load(state, path.with_name("child"), engine=engine), state)
+print("worked")
+"""
+
+
+def test_fork_after_use(tmp_path: Path) -> None:
+    assert run_python(FORK_AFTER, str(tmp_path / "checkpoint")) == "worked\n"
+
+
+def test_a_pending_signal_does_not_get_lost(tmp_path: Path) -> None:
+    """A handler that raises an exception of its own has that exception come out of the save."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    state = tensor_state(1, mib=64, count=4)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(BaseException) as caught:
+            while True:
+                save(state, tmp_path / "checkpoint")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    failures = getattr(caught.value, "failures", {0: (caught.value, None)})
+    assert isinstance(failures[0][0], Stop)

@@ -1,0 +1,434 @@
+"""Damaged, missing and unfitting input: one clear error with path, key and rank, and nothing changed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcpring import CheckpointError, CorruptCheckpointError, RingReader, RingWriter
+from dcpring._metadata import ring_info
+from fault._support import (
+    MIB,
+    StateDict,
+    blank,
+    data_files,
+    equal,
+    failure,
+    flip_bit,
+    load,
+    needed_files,
+    run_python,
+    save,
+    small_state,
+    stock_load,
+    storage_of,
+    tensor_state,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+STATE = small_state(1)
+
+
+def error_of_load(path: Path, like: StateDict = STATE, **options: Any) -> BaseException:
+    """The error that loading must give, the state dict unchanged."""
+    state = blank(like)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=RingReader(path, **options), no_dist=True)
+    assert equal(state, blank(like)), "the caller's tensors have changed"
+    return failure(caught.value)
+
+
+def the_file(path: Path) -> Path:
+    (name,) = data_files(path)
+    return path / name
+
+
+# ---- missing, truncated, garbage ----
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    message = str(error_of_load(tmp_path / "nowhere"))
+    assert str(tmp_path / "nowhere" / ".metadata") in message
+    assert "No such file or directory" in message
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_missing_metadata(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    message = str(error_of_load(tmp_path))
+    assert str(tmp_path / ".metadata") in message
+    assert "No such file or directory" in message
+
+
+@pytest.mark.parametrize("stock", (False, True), ids=("ours", "stock"))
+def test_damaged_metadata(tmp_path: Path, stock: bool) -> None:
+    if stock:
+        dcp.save(STATE, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    else:
+        save(STATE, tmp_path)
+    file = tmp_path / ".metadata"
+    whole = file.read_bytes()
+    damaged = [b"", b"\0", b"garbage", os.urandom(1000), b"PK\3\4" + bytes(100), b"\x80\x04N.", b"dcpring\x01"]
+    damaged += [whole[:size] for size in (1, 10, len(whole) // 2)] + [whole[10:]]
+    for data in damaged:
+        file.write_bytes(data)
+        message = str(error_of_load(tmp_path))
+        assert str(file) in message, data[:20]
+        assert "damaged" in message or "not DCP metadata" in message or "has no need of" in message, message
+
+
+def test_every_bit_of_metadata(tmp_path: Path) -> None:
+    """A flipped bit is found, or changes nothing: that of the magic at the end, which makes it a stock file."""
+    state = {"weight": torch.arange(4.0), "name": "x"}
+    save(state, tmp_path)
+    file = tmp_path / ".metadata"
+    size = file.stat().st_size
+    for offset in [*range(0, size - 60, 5), *range(size - 60, size)]:
+        flip_bit(file, offset, offset % 8)
+        try:
+            assert equal(load(state, tmp_path), state), f"byte {offset}"
+            assert offset >= size - 8, f"byte {offset} is not covered"
+        except CheckpointException as caught:
+            assert str(file) in str(failure(caught)), f"byte {offset}: {failure(caught)!r}"
+            assert "damaged" in str(failure(caught)), f"byte {offset}: {failure(caught)!r}"
+        flip_bit(file, offset, offset % 8)
+    assert equal(load(state, tmp_path), state)
+
+
+def test_missing_data_file(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    file = the_file(tmp_path)
+    file.unlink()
+    error = error_of_load(tmp_path)
+    assert isinstance(error, FileNotFoundError)
+    assert error.filename == str(file)
+    assert "(rank 0)" in str(error)
+    assert any(f"'{key}" in str(error) for key in STATE)
+
+
+@pytest.mark.parametrize("stock", (False, True), ids=("ours", "stock"))
+@pytest.mark.parametrize("left", (0.0, 0.5, 0.99))
+def test_truncated_data_file(tmp_path: Path, stock: bool, left: float) -> None:
+    if stock:
+        dcp.save(STATE, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    else:
+        save(STATE, tmp_path)
+    file = the_file(tmp_path)
+    os.truncate(file, int(file.stat().st_size * left))
+    error = error_of_load(tmp_path)
+    assert isinstance(error, CorruptCheckpointError)
+    assert error.path == str(file)
+    assert str(file) in str(error)
+    assert "(rank 0)" in str(error)
+    assert any(f"'{key}" in str(error) for key in STATE)
+
+
+def test_truncated_where_only_torch_can_look(tmp_path: Path) -> None:
+    """A sparse tensor at the end of a file is checked to be there before the dense ones are read."""
+    state = {"dense": torch.arange(1000.0), "sparse": torch.eye(300).to_sparse()}
+    save(state, tmp_path)
+    info = storage_of(tmp_path, "sparse")
+    os.truncate(tmp_path / info.relative_path, info.offset + info.length - 100)
+    target = {"dense": torch.zeros(1000), "sparse": torch.zeros(300, 300).to_sparse()}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=RingReader(tmp_path), no_dist=True)
+    assert "'sparse' (rank 0)" in str(failure(caught.value))
+    assert torch.equal(target["dense"], torch.zeros(1000))
+
+
+def test_data_file_of_another_checkpoint(tmp_path: Path) -> None:
+    """Of the same size and place, with other bytes."""
+    save(STATE, tmp_path / "a")
+    save(small_state(2), tmp_path / "b")
+    shutil.copy(the_file(tmp_path / "b"), the_file(tmp_path / "a"))
+    with pytest.raises(CheckpointException) as caught:
+        load(STATE, tmp_path / "a")
+    assert "CRC-32" in str(failure(caught.value))
+
+
+# ---- flipped bits ----
+
+
+def flip_is_caught(path: Path, like: StateDict, file: Path, offset: int, key: str, **options: Any) -> None:
+    flip_bit(file, offset, offset % 8)
+    state = blank(like)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=RingReader(path, **options), no_dist=True)
+    flip_bit(file, offset, offset % 8)
+    error = failure(caught.value)
+    assert isinstance(error, CorruptCheckpointError), repr(error)
+    assert f"'{key}' (rank 0)" in str(error)
+    assert str(file) in str(error)
+    assert error.path == str(file)
+
+
+@pytest.mark.parametrize("mode", ({"engine": "uring"}, {"engine": "threads", "direct": False, "workers": 1}), ids=str)
+def test_flipped_bits(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """In every block, in the first and the last byte, in small tensors, and in objects."""
+    state: StateDict = {"large": torch.arange(1_400_000, dtype=torch.int32), **{k: STATE[k] for k in ("half", "name")}}
+    state["step"] = STATE["step"]
+    save(state, tmp_path)
+    for key in state:
+        info = storage_of(tmp_path, key)
+        ring = ring_info(info, key)
+        assert ring is not None
+        first, size = ring.payload_offset, ring.payload_bytes
+        places = {0, size - 1, size // 2, *range(MIB // 2, size, MIB)}
+        for place in sorted(places):
+            flip_is_caught(tmp_path, state, tmp_path / info.relative_path, first + place, key, **mode)
+    assert equal(load(state, tmp_path), state)
+
+
+def test_flipped_bits_of_stock_records(tmp_path: Path) -> None:
+    state: StateDict = {"large": torch.arange(400_000, dtype=torch.int32), "half": STATE["half"], "name": "a name"}
+    state["sparse"] = torch.eye(50).to_sparse()
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    file = the_file(tmp_path)
+    data = file.read_bytes()
+    for key, needle in {
+        "large": torch.arange(300_000, 300_004, dtype=torch.int32).numpy().tobytes(),
+        "half": STATE["half"][-4:].view(torch.int16).numpy().tobytes(),
+        "name": b"a name",
+        "sparse": torch.arange(45, 50).numpy().tobytes(),
+    }.items():
+        target = {name: torch.zeros(50, 50).to_sparse() if name == "sparse" else value for name, value in state.items()}
+        offset = data.index(needle, storage_of(tmp_path, key).offset)
+        flip_bit(file, offset)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(blank(target) | {"sparse": target["sparse"]}, storage_reader=RingReader(tmp_path), no_dist=True)
+        flip_bit(file, offset)
+        error = failure(caught.value)
+        assert isinstance(error, CorruptCheckpointError), f"{key}: {error!r}"
+        assert f"'{key}' (rank 0)" in str(error)
+        assert str(file) in str(error)
+
+
+class Rows(torch.distributed.checkpoint.DefaultLoadPlanner):
+    """Loads some rows of every tensor, as a rank of many would."""
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        self.first, self.count = first, count
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            object.__setattr__(item, "storage_offsets", torch.Size([self.first, 0]))
+            object.__setattr__(item, "lengths", torch.Size([self.count, *item.lengths[1:]]))
+            object.__setattr__(item, "dest_offsets", torch.Size([self.first, 0]))
+        return plan
+
+
+def test_flipped_bits_in_slices(tmp_path: Path) -> None:
+    """A slice checks the blocks that it covers, and no others."""
+    state = {"weight": torch.arange(4 * MIB // 4, dtype=torch.int32).reshape(1024, 1024)}
+    save(state, tmp_path)
+    info = storage_of(tmp_path, "weight")
+    ring = ring_info(info, "weight")
+    assert ring is not None
+    file = tmp_path / info.relative_path
+    flip_bit(file, ring.payload_offset + 2 * MIB + 5)  # rows 512 to 767
+
+    def load_rows(first: int, count: int) -> torch.Tensor:
+        target = {"weight": torch.zeros(1024, 1024, dtype=torch.int32)}
+        reader = RingReader(tmp_path)
+        dcp.load(target, storage_reader=reader, planner=Rows(first, count), no_dist=True)
+        return target["weight"]
+
+    assert torch.equal(load_rows(0, 400)[:400], state["weight"][:400])
+    for first, count in ((0, 1024), (256, 512), (500, 300)):
+        with pytest.raises(CheckpointException) as caught:
+            load_rows(first, count)
+        error = failure(caught.value)
+        assert isinstance(error, CorruptCheckpointError)
+        assert "'weight' (rank 0)" in str(error)
+        assert str(file) in str(error)
+
+
+def test_checksum_off(tmp_path: Path) -> None:
+    """The damaged bytes load as they are."""
+    state = tensor_state(1, mib=2, count=1)
+    save(state, tmp_path)
+    info = storage_of(tmp_path, "weight.0")
+    ring = ring_info(info, "weight.0")
+    assert ring is not None
+    flip_bit(tmp_path / info.relative_path, ring.payload_offset + 4 * 100)
+    loaded = load(state, tmp_path, checksum=False)
+    assert (loaded["weight.0"] != state["weight.0"]).nonzero().flatten().tolist() == [100]
+    assert loaded["weight.0"][100] == state["weight.0"][100] ^ 1
+
+
+def test_saved_without_checksums(tmp_path: Path) -> None:
+    """Nothing can be checked; what was saved loads, here and with stock."""
+    save(STATE, tmp_path, checksum=False)
+    assert equal(load(STATE, tmp_path), STATE)
+    assert equal(stock_load(STATE, tmp_path), STATE)
+
+
+def test_an_error_that_comes_late_says_what_has_changed(tmp_path: Path) -> None:
+    state = tensor_state(1, mib=8, count=2)
+    save(state, tmp_path)
+    info = storage_of(tmp_path, "weight.1")
+    ring = ring_info(info, "weight.1")
+    assert ring is not None
+    flip_bit(tmp_path / info.relative_path, ring.payload_offset + ring.payload_bytes - 1)
+    target = blank(state)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=RingReader(tmp_path, workers=1, queue_depth=1), no_dist=True)
+    message = str(failure(caught.value))
+    assert "already overwritten in the state dict: 'weight.0', 'weight.1'" in message
+    assert torch.equal(target["weight.0"], state["weight.0"])
+
+
+# ---- what does not fit ----
+
+
+def test_shape_mismatch(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    message = str(error_of_load(tmp_path, {**STATE, "matrix": torch.zeros(200, 301)}))
+    assert "matrix" in message
+    assert "301" in message
+
+
+@pytest.mark.parametrize(("stored", "wanted"), ((torch.float32, torch.int32), (torch.complex64, torch.float32)))
+def test_dtype_mismatch(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """A cast that loses data is refused before any other tensor is read."""
+    state = {"a": torch.ones(10), "weight": torch.ones(10).to(stored)}
+    save(state, tmp_path)
+    error = error_of_load(tmp_path, {"a": torch.ones(10), "weight": torch.ones(10).to(wanted)})
+    assert isinstance(error, CheckpointError)
+    for part in ("'weight' (rank 0)", str(stored), str(wanted)):
+        assert part in str(error)
+
+
+def test_missing_key(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    assert "extra" in str(error_of_load(tmp_path, {**STATE, "extra": torch.zeros(1)}))
+
+
+# ---- paths ----
+
+
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"mine")
+    message = str(error_of_load(file))
+    assert str(file) in message
+    assert "Not a directory" in message
+    for path in (file, file / "below"):
+        with pytest.raises(CheckpointException) as caught:
+            save(STATE, path)
+        error = failure(caught.value)
+        assert isinstance(error, OSError)
+        assert error.errno in (errno.ENOTDIR, errno.EEXIST)
+        assert str(file) in str(error)
+        assert "a checkpoint is a directory" in str(error)
+    assert file.read_bytes() == b"mine"
+
+
+def test_metadata_that_is_a_directory(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    (tmp_path / ".metadata").mkdir()
+    assert str(tmp_path / ".metadata") in str(error_of_load(tmp_path))
+    with pytest.raises(CheckpointException) as caught:
+        save(STATE, tmp_path)
+    assert isinstance(failure(caught.value), OSError)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_special_files_in_the_directory(tmp_path: Path) -> None:
+    """With names like ours; a save neither waits for them nor fails."""
+    os.mkfifo(tmp_path / "__0_0.distcp")
+    (tmp_path / "__0_1.0123456789abcdef.distcp").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        save(STATE, tmp_path)
+    assert equal(load(STATE, tmp_path), STATE)
+
+
+def test_long_names(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 200) / ("y" * 200) / ("z" * 200)
+    save(STATE, path)
+    assert equal(load(STATE, path), STATE)
+    with pytest.raises(CheckpointException, match="File name too long"):
+        save(STATE, tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("name", ("with space", "ünïcödé", "new\nline", "-rf", "%s%n", "a'b\"c"))
+def test_odd_names(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    save({name: torch.ones(3)}, path)
+    assert equal(load({name: torch.ones(3)}, path), {name: torch.ones(3)})
+    the_file(path).unlink()
+    with pytest.raises(CheckpointException) as caught:
+        load({name: torch.ones(3)}, path)
+    assert repr(name) in str(failure(caught.value))
+
+
+WITHOUT_PERMISSION = """
+import sys
+from fault._support import CheckpointException, Path, failure, load, save, small_state
+
+action, path, state = {"save": save, "load": load}[sys.argv[1]], Path(sys.argv[2]), small_state(1)
+try:
+    action(state, path)
+except CheckpointException as caught:
+    print(type(failure(caught)).__name__, failure(caught))
+"""
+
+
+@pytest.mark.parametrize("action", ("save", "load"))
+def test_no_permission(tmp_path: Path, action: str) -> None:
+    """Root needs none; so this root gives the privilege up."""
+    path = tmp_path / "checkpoint"
+    save(STATE, path)
+    before = {entry.name for entry in path.iterdir()}
+    closed = the_file(path) if action == "load" else path
+    closed.chmod(0o000 if action == "load" else 0o555)
+    said = run_python(WITHOUT_PERMISSION, action, str(path), without=("dac_override", "dac_read_search"))
+    closed.chmod(0o755)
+    assert said.startswith("PermissionError")
+    assert "check the permissions" in said
+    assert str(path) in said
+    if action == "load":
+        assert "(rank 0)" in said
+        assert any(f"'{key}" in said for key in STATE)
+    assert {entry.name for entry in path.iterdir()} == before == needed_files(path)
+    assert equal(load(STATE, path), STATE)
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"engine": "posix"},
+        {"direct": "yes"},
+        {"queue_depth": 0},
+        {"queue_depth": 1 << 20},
+        {"queue_depth": 1.5},
+        {"block_size_bytes": 0},
+        {"block_size_bytes": 1000},
+        {"block_size_bytes": (1 << 20) + 4096},
+        {"block_size_bytes": 1 << 40},
+        {"workers": 0},
+        {"workers": -1},
+        {"workers": 1000},
+    ),
+    ids=str,
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
+    for cls in (RingWriter, RingReader):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            cls(tmp_path, **options)

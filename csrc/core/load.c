@@ -95,9 +95,15 @@ static uint32_t stored_crc(const struct dr_read *read, size_t index) {
 
 /* The last CRC block that was checked: slices of one payload often share it. */
 struct checked {
-    uint64_t payload_offset;
+    uint64_t payload_offset, payload_size;
+    const uint8_t *crcs;
     size_t count; /* blocks of that payload before this index are done */
 };
+
+static bool is_same_payload(const struct checked *checked, const struct dr_read *read) {
+    return checked->payload_offset == read->payload_offset && checked->payload_size == read->payload_size &&
+           checked->crcs == read->crcs;
+}
 
 /* Checks, or notes for dr_load_plan's final check, every CRC block of the payload that touches [lo, hi) and is here. */
 static int check_crcs(const struct load *load, const struct dr_load_block *block, const uint8_t *data, uint64_t lo,
@@ -108,8 +114,8 @@ static int check_crcs(const struct load *load, const struct dr_load_block *block
         return 0;
     size_t first = (size_t)(lo / DR_CRC_BLOCK - read->payload_offset / DR_CRC_BLOCK);
     size_t count = dr_crc_count(lo, hi - lo);
-    if (checked->payload_offset != read->payload_offset || sums)
-        *checked = (struct checked){read->payload_offset, 0};
+    if (!is_same_payload(checked, read) || sums)
+        *checked = (struct checked){read->payload_offset, read->payload_size, read->crcs, 0};
     for (size_t i = first > checked->count ? first : checked->count; i < first + count; i++) {
         uint64_t from, to;
         dr_crc_range(read->payload_offset, read->payload_size, i, &from, &to);
@@ -138,7 +144,7 @@ static void scatter(struct dr_read *read, const struct dr_load_block *block, con
 static int use_block(struct load *load, const struct dr_load_block *block, const uint8_t *data,
                      struct dr_error *error) {
     const struct dr_load_plan *plan = &load->plan;
-    struct checked checked = {UINT64_MAX, 0};
+    struct checked checked = {.payload_offset = UINT64_MAX};
     for (size_t i = block->first_extent; i < plan->extent_count; i++) {
         const struct dr_load_extent *extent = &plan->extents[i];
         if (extent->file != block->file || extent->lo >= block->hi)

@@ -517,6 +517,76 @@ def test_local_save_over_a_global_one_that_stock_wrote(tmp_path: Path) -> None:
     assert equal(load(OLD, tmp_path), OLD)
 
 
+def save_locally_here(state: StateDict, path: Path) -> None:
+    dcp.save(state, storage_writer=RingWriter(path), no_dist=True, use_collectives=False)
+
+
+def save_by_stock(state: StateDict, path: Path) -> None:
+    dcp.save(state, storage_writer=FileSystemWriter(path, overwrite=True), no_dist=True)
+
+
+def save_without_removing(state: StateDict, path: Path) -> None:
+    """As after a crash between the commit and the removal of what is superseded."""
+    with fault("unlink", 1, errno.EIO, True):
+        save(state, path)
+
+
+@pytest.mark.parametrize("save_globally", (save_by_stock, save_without_removing))
+def test_a_damaged_global_save_does_not_bring_back_an_older_local_one(tmp_path: Path, save_globally: Any) -> None:
+    """DCP turns to the rank's own metadata whenever the global one fails to load."""
+    save_locally_here(OLD, tmp_path)
+    save_globally(NEW, tmp_path)
+    assert (tmp_path / "__0.metadata").exists()
+    assert equal(load(NEW, tmp_path), NEW)
+    (tmp_path / ".metadata").write_bytes((tmp_path / ".metadata").read_bytes()[:-200])
+    with pytest.raises(CheckpointException) as caught:
+        load(OLD, tmp_path)
+    assert "damaged" in str(caught.value)
+    assert "older" in str(caught.value)
+    (tmp_path / ".metadata").unlink()
+    assert equal(load(OLD, tmp_path), OLD)
+
+
+def _interrupted_over_global(path: Path) -> tuple[str, str, bool]:
+    rank = dist.get_rank()
+    assert _save_on_ranks(path, 1) == ""
+    dist.barrier()
+    if rank == 1:
+        _C.arm_fault("rename", 1, errno.EIO, False)
+    saved = _save_locally(path, 2)
+    _C.disarm_fault()
+    dist.barrier()
+    loaded = _load_failure(path, 2)
+    dist.barrier()
+    (path / f"__{rank}.metadata").unlink(missing_ok=True)
+    dist.barrier()
+    return saved, loaded, _loads_as(path, 1)
+
+
+def test_an_interrupted_local_save_leaves_the_global_one_whole(tmp_path: Path) -> None:
+    """Which of the two is wanted the user must say, by removing the other's metadata."""
+    for _, loaded, old in _distributed.run(2, _interrupted_over_global, tmp_path):
+        assert "remove" in loaded
+        assert f"{tmp_path}/.metadata" in loaded
+        assert old
+
+
+class RemovedBeforeCommit(RingWriter):
+    """Another save to the same directory takes this one's files for rubbish."""
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        save(OLD, Path(self.path))
+        super().finish(*args, **kwargs)
+
+
+def test_two_saves_at_once_do_not_commit_what_is_not_there(tmp_path: Path) -> None:
+    save(OLD, tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(NEW, storage_writer=RemovedBeforeCommit(tmp_path), no_dist=True)
+    assert "another save to the same directory" in str(failure(caught.value))
+    assert equal(load(OLD, tmp_path), OLD)
+
+
 # ---- names ----
 
 

@@ -413,7 +413,6 @@ def test_removal_stays_in_the_directory(tmp_path: Path) -> None:
     """The old metadata, which a stranger may have written, says which files are superseded."""
     path = tmp_path / "checkpoint"
     dcp.save(STATE, storage_writer=FileSystemWriter(path), no_dist=True)
-    (stock,) = data_files(path)
     precious = [tmp_path / "precious", tmp_path / "__0_0.distcp", path / "precious", path / "sub" / "__0_1.distcp"]
     (path / "sub").mkdir()
     (path / "linked").symlink_to(tmp_path)
@@ -660,7 +659,7 @@ def test_stock_records_with_lying_pickles(tmp_path: Path, kind: str) -> None:
 
 def test_stock_record_that_runs_code(tmp_path: Path) -> None:
     path, canary = tmp_path / "checkpoint", tmp_path / "canary"
-    file, offset, length = stock_record(torch.zeros(4), path)
+    file, _, _ = stock_record(torch.zeros(4), path)
     evil = saved(touch(canary))
     file.write_bytes(evil)
 

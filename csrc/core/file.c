@@ -259,21 +259,27 @@ int dr_directory_sync(const char *dir, struct dr_error *error) {
     return rc;
 }
 
+static int remove_one(int dirfd, const char *dir, const char *name, int64_t item, struct dr_error *error) {
+    if (strchr(name, '/'))
+        return dr_error_invalid(error, item, "'%s' is not a file of the checkpoint directory", name);
+    int rc = dr_sys.unlink(dirfd, name);
+    if (rc >= 0 || rc == -ENOENT)
+        return 0;
+    char *path = dr_path_join(dir, name);
+    dr_error_system(error, -rc, "unlink", path ? path : name);
+    free(path);
+    return rc;
+}
+
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error) {
     int dirfd = dr_sys.open_dir(dir);
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
     int rc = 0;
-    for (size_t i = 0; i < count && rc == 0; i++) {
-        if (strchr(names[i], '/')) {
-            rc = dr_error_invalid(error, (int64_t)i, "'%s' is not a file of the checkpoint directory", names[i]);
-            break;
-        }
-        rc = dr_sys.unlink(dirfd, names[i]);
-        if (rc == -ENOENT)
-            rc = 0;
-        else if (rc < 0)
-            rc = dr_error_system(error, -rc, "unlink", names[i]);
+    for (size_t i = 0; i < count; i++) {
+        int removed = remove_one(dirfd, dir, names[i], (int64_t)i, error);
+        if (rc == 0)
+            rc = removed;
     }
     dr_sys.close(dirfd);
     return rc;

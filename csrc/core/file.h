@@ -27,7 +27,7 @@ int dr_directory_sync(const char *dir, struct dr_error *error);
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error);
 
-/* Removes files of dir; names with a "/" are refused, missing ones are no error. */
+/* Removes files of dir, all that it can; names with a "/" are refused, missing ones are no error. */
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);
 
 #endif

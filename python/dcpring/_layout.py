@@ -82,7 +82,7 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> None:
     tagged = _ours(names, _TAGGED, rank)
     if tagged and (referenced := _all_referenced(directory)) is not None:
         doomed |= tagged - referenced
-    _C.remove_files(str(directory), sorted(doomed))
+    _remove(directory, sorted(doomed))
 
 
 def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
@@ -128,8 +128,12 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
 def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:
     """After a commit; a failure leaves files behind, and is no failure of the save."""
     doomed = superseded - needed
-    metadata_first = sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name))
+    _remove(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
+
+
+def _remove(directory: Path, names: list[str]) -> None:
+    """What cannot be removed stays, and harms nobody; the next save tries again."""
     try:
-        _C.remove_files(str(directory), metadata_first)
+        _C.remove_files(str(directory), names)
     except OSError as error:
-        logger.warning("superseded files stay in %s: %s", directory, error)
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)

@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ _WINDOW_BYTES = 32 << 20
 """Host copies, whole records and a custom planner's tensors are handled this many bytes at a time."""
 
 
-@dataclass(slots=True)
-class _Source:
+class _Source(NamedTuple):
     """A plain tensor in a file."""
 
     file: int
@@ -339,16 +338,7 @@ class Loader:
         logger.info("%s is cast from %s to %s", self._name(item), stored, target.dtype)
 
     def _read_item(self, item: ReadItem, source: _Source) -> tuple[Any, ...]:
-        return (
-            source.file,
-            source.payload_offset,
-            source.payload_bytes,
-            source.crcs,
-            source.whole_crc,
-            source.sizes,
-            item.storage_offsets,
-            item.lengths,
-        )
+        return (*source[:-1], item.storage_offsets, item.lengths)
 
     def _read(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
         self._read_boxes([item for item, _ in chunk], [self._read_item(*pair) for pair in chunk], targets)
@@ -469,11 +459,14 @@ def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]:
     """Runs of items of at most ``limit`` bytes (or one item); one run of all when there is no limit."""
+    if limit is None:
+        yield from [items] if items else []
+        return
     window: list[Any] = []
     used = 0
     for item in items:
         size = size_of(item)
-        if window and limit is not None and used + size > limit:
+        if window and used + size > limit:
             yield window
             window, used = [], 0
         window.append(item)

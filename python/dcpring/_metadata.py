@@ -63,7 +63,7 @@ def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
         good = (
             ring.version == RING_VERSION
             and ring.kind in (TENSOR, BYTES)
-            and {type(n) for n in (info.offset, info.length, ring.payload_offset, ring.payload_bytes)} == {int}
+            and type(ring.payload_offset) is type(ring.payload_bytes) is int
             and 0 <= info.offset <= ring.payload_offset
             and ring.payload_bytes >= 0
             and ring.payload_offset + ring.payload_bytes <= info.offset + info.length < 1 << 63
@@ -104,13 +104,19 @@ class Trailer:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing."""
+    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing.
+
+    Afterwards they count as old, as if they had survived the collections that were left out.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

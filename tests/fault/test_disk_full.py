@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcpring import RingWriter
 from fault._support import (
     MIB,
     StateDict,
@@ -26,6 +25,8 @@ from fault._support import (
     tensor_state,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring import RingWriter
 
 OLD = tensor_state(1, mib=4)
 NEW = tensor_state(2, mib=4)

@@ -18,7 +18,6 @@ ANSWER_SECONDS = 0.2
 SLACK_SECONDS = 0.8
 """For a machine on which other tests run too."""
 
-# Direct writes of 1 GiB take a second or more on most disks; where not, they are slowed by many short transfers.
 STATE = """
 import os, signal, sys, threading, time
 from fault._support import Path, _C, data_files, dcp, equal, load, needed_files, save, tensor_state, torch
@@ -26,7 +25,7 @@ from fault._support import Path, _C, data_files, dcp, equal, load, needed_files,
 path = Path(sys.argv[1])
 options = {"engine": sys.argv[2], "queue_depth": 2, "block_size_bytes": 1 << 20}
 small = tensor_state(1)
-big = {f"weight.{n}": torch.full((64 << 20,), n, dtype=torch.int32) for n in range(4)}
+big = {f"weight.{n}": torch.full((48 << 20,), n, dtype=torch.int32) for n in range(4)}
 
 
 def interrupted(action, begun):
@@ -36,7 +35,7 @@ def interrupted(action, begun):
     def interrupt():
         while not begun():
             time.sleep(0.005)
-        time.sleep(0.1)
+        time.sleep(0.03)
         sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 

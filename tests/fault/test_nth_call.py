@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,42 @@ def test_every_call_of_a_save(tmp_path: Path, engine: str, direct: bool, err: in
         overwriting.check(where)
         overwriting.check_and_clean_up(where)
         assert not leaks_descriptors(before), where
+
+
+def steps_of_a_save(path: Path, **options: Any) -> list[str]:
+    """The calls of a save that matter for what is on the disk after a power failure, in order, as errors tell them."""
+    overwriting = Overwriting(path, options_for("threads", direct=False) | options)
+    steps = []
+    for _, error in until_exhausted(overwriting.attempt, errno.EIO):
+        said = re.search(r": (write|ftruncate|fdatasync|fsync|rename)( after the rename)?.* failed", str(error))
+        if said is not None and isinstance(error, OSError):
+            name = Path(str(error.filename)).name
+            file = "data" if name.endswith(".distcp") else "metadata" if ".metadata" in name else "directory"
+            steps.append(f"{said[1]} {file}{said[2] or ''}")
+    return [step for step, _ in itertools.groupby(steps)]
+
+
+def test_order_of_a_durable_save(tmp_path: Path) -> None:
+    """Nothing is relied upon before it is on the disk: data, their names, metadata, their name."""
+    assert steps_of_a_save(tmp_path) == [
+        "write data",
+        "ftruncate data",
+        "fdatasync data",
+        "fsync directory",
+        "write metadata",
+        "fsync metadata",
+        "rename directory",
+        "fsync directory after the rename",
+    ]
+
+
+def test_order_of_a_save_without_sync(tmp_path: Path) -> None:
+    assert steps_of_a_save(tmp_path, sync_files=False) == [
+        "write data",
+        "ftruncate data",
+        "write metadata",
+        "rename directory",
+    ]
 
 
 @each_engine

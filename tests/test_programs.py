@@ -1,0 +1,31 @@
+"""The demo and the benchmark, as small as they get: each checks its own results and says so by its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command: str | Path) -> str:
+    arguments = [sys.executable, "-W", "ignore", *map(str, command)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_demo(tmp_path: Path) -> None:
+    out = run("examples/demo.py", "--steps", "1", "--dir", tmp_path)
+    assert "RingWriter" in out
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    out = run(
+        "benchmarks/save_load.py", "--quick", "--procs", "1", "--shapes", "small", "--dir", tmp_path, "--json", report
+    )
+    assert "dcpring" in out
+    assert report.stat().st_size > 0

@@ -104,20 +104,28 @@ class Trailer:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing.
-
-    Afterwards they count as old, as if they had survived the collections that were left out.
-    """
+    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
+
+
+def _unpickle_as_old(load: Callable[[], Any]) -> Any:
+    """Runs ``load`` without collections; what it makes counts as old, as if it had survived those left out.
+
+    Young garbage is collected before, so that none of it grows old with the rest.
+    """
+    gc.collect(1)
+    with collection_paused():
+        result = load()
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
+            gc.unfreeze()
+    return result
 
 
 def dump_metadata(metadata: Metadata, trailer: Trailer) -> bytes:
@@ -269,8 +277,9 @@ def load_metadata(
     """
     pickled, trailer = split_metadata(path.read_bytes(), path)
     try:
-        with collection_paused():
-            metadata = pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
+        metadata = _unpickle_as_old(
+            lambda: pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
+        )
     except UntrustedCheckpointError:
         raise
     except Exception as error:

@@ -67,6 +67,28 @@ print(seconds)
 """
 )
 
+SYNC = (
+    STATE
+    + """
+FDATASYNC = {"x86_64": "75", "aarch64": "83"}[os.uname().machine]
+
+
+def syncing():
+    return any(Path(f"/proc/self/task/{task}/syscall").read_text().split()[0] == FDATASYNC
+               for task in os.listdir("/proc/self/task"))
+
+
+options["direct"] = False  # the page cache takes it all, and the disk has it all to do in the end
+save(small, path, **options)
+before = data_files(path)
+seconds = interrupted(lambda: save(big, path, **options), syncing)
+assert data_files(path) == before, "the partial file is left"
+assert equal(load(small, path), small), "the old checkpoint is gone"
+save(small, path, **options)
+print(seconds)
+"""
+)
+
 LOAD = (
     STATE
     + """
@@ -88,7 +110,7 @@ print(seconds)
 
 
 @pytest.mark.parametrize("engine", ("uring", "threads"))
-@pytest.mark.parametrize("script", (SAVE, LOAD), ids=("save", "load"))
+@pytest.mark.parametrize("script", (SAVE, SYNC, LOAD), ids=("save", "sync", "load"))
 def test_interrupt(tmp_path: Path, engine: str, script: str, record_property: pytest.RecordProperty) -> None:
     seconds = float(run_python(script, str(tmp_path / "checkpoint"), engine))
     record_property("answered_after_seconds", seconds)

@@ -44,11 +44,16 @@ def whole_save():
 
 duration = sorted(whole_save() for _ in range(5))[2]
 counts = {"old": 0, "new": 0, "killed": 0}
-for number in range(kills):
+for number in range(10 * kills):
+    if counts["killed"] == kills:
+        break
     child = start(states[1 - current])
     time.sleep(random_delay.uniform(0, 1.1) * duration)
     os.kill(child, signal.SIGKILL)
-    counts["killed"] += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    counts["killed"] += killed
+    # A save that had ended says that the machine has become faster, one that had not, perhaps slower.
+    duration *= 1.05 if killed else 0.9
     loaded = load(states[0], path)
     is_old, is_new = (equal(loaded, states[i]) for i in (current, 1 - current))
     assert is_old != is_new, f"kill {number}: neither the old nor the new checkpoint"
@@ -73,6 +78,5 @@ print(json.dumps(counts))
 )
 def test_killed_while_overwriting(tmp_path: Path, kills: int, options: dict[str, object]) -> None:
     counts = json.loads(run_python(KILLER, str(tmp_path / "checkpoint"), str(kills), json.dumps(options), timeout=300))
-    assert counts["old"] + counts["new"] == kills
-    assert counts["killed"] >= kills // 3, "most saves had ended before they were killed"
+    assert counts["killed"] == kills, "most saves had ended before they were killed"
     assert counts["old"] > 0

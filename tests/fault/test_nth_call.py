@@ -18,6 +18,7 @@ from fault._support import (
     drop_cache,
     equal,
     failure,
+    fault,
     leaks_descriptors,
     load,
     needed_files,
@@ -117,6 +118,39 @@ def test_every_call_of_a_save(tmp_path: Path, engine: str, direct: bool, err: in
         overwriting.check(where)
         overwriting.check_and_clean_up(where)
         assert not leaks_descriptors(before), where
+
+
+TRANSFERS = {"uring": ("uring_result", "uring_submit", "uring_wait"), "threads": ("pwrite", "pread")}
+
+
+@pytest.mark.parametrize("err", (errno.EINTR, errno.EAGAIN, SHORTEN), ids=("EINTR", "EAGAIN", "short"))
+@pytest.mark.parametrize("sticky", (False, True), ids=("once", "often"))
+@each_engine
+@each_direct
+def test_interrupted_transfers_go_on(tmp_path: Path, engine: str, direct: bool, sticky: bool, err: int) -> None:
+    """No error at all: what is no failure is repeated, and what is short is continued."""
+    options, state = options_for(engine, direct), small_state(1)
+    for call in TRANSFERS[engine]:
+        if sticky and err != SHORTEN:
+            continue  # for ever is a failure
+        for nth in (1, 2):
+            with fault(call, nth, err, sticky):
+                save(state, tmp_path, **options)
+            drop_cache(tmp_path)
+            with fault(call, nth, err, sticky):
+                assert equal(load(state, tmp_path, **options), state)
+
+
+@pytest.mark.parametrize("err", (errno.EINTR, errno.EAGAIN), ids=("EINTR", "EAGAIN"))
+@pytest.mark.parametrize(
+    ("engine", "call"), (("threads", "pwrite"), ("uring", "uring_result"), ("uring", "uring_submit"))
+)
+def test_interruptions_without_end_end(tmp_path: Path, engine: str, call: str, err: int) -> None:
+    """In an error, within seconds, rather than in a hang."""
+    with pytest.raises(CheckpointException) as caught, fault(call, 1, err, True):
+        save(small_state(1), tmp_path, engine=engine)
+    assert isinstance(failure(caught.value), OSError)
+    assert str(tmp_path) in str(failure(caught.value))
 
 
 def steps_of_a_save(path: Path, **options: Any) -> list[str]:

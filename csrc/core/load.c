@@ -61,31 +61,6 @@ static bool is_cached(const struct dr_load_file *file, const struct dr_load_bloc
     return dr_sys.cached(file->buffered_fd, (off_t)block->lo, size) >= (int64_t)size;
 }
 
-static int submit_block(struct load *load, struct dr_engine *engine, struct dr_request *request,
-                        const struct dr_load_block *block, struct dr_error *error) {
-    struct dr_load_file *file = &load->plan.files[block->file];
-    int rc = open_file(load, file, error);
-    if (rc < 0)
-        return rc;
-    bool cached = is_cached(file, block);
-    bool direct = file->direct_fd >= 0 && !cached;
-    uint64_t size = block->hi - block->lo;
-    request->op = DR_READ;
-    request->fd = direct ? file->direct_fd : file->buffered_fd;
-    request->direct = direct;
-    request->offset = (int64_t)block->lo;
-    request->size = (uint32_t)(direct ? dr_align_up(size, DR_ALIGNMENT) : size);
-    request->needed = (uint32_t)size;
-    request->path = file->path;
-    request->user = (void *)(uintptr_t)block;
-    atomic_fetch_add(&load->bytes, size);
-    if (cached)
-        atomic_fetch_add(&load->cached_bytes, size);
-    if (direct)
-        atomic_store(&load->direct, true);
-    return dr_engine_submit(engine, request, error);
-}
-
 /* ---- what is done with a block's bytes ---- */
 
 static uint32_t stored_crc(const struct dr_read *read, size_t index) {
@@ -161,7 +136,76 @@ static int use_block(struct load *load, const struct dr_load_block *block, const
     return 0;
 }
 
+/* ---- the two ways to read a block ---- */
+
+static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
+    while (lo < hi) {
+        ssize_t n = dr_sys.pread(fd, data, hi - lo, (off_t)lo);
+        if (n <= 0 && n != -EINTR)
+            return false;
+        lo += n > 0 ? (uint64_t)n : 0;
+        data += n > 0 ? n : 0;
+    }
+    return true;
+}
+
+/*
+ * A block that the page cache holds, one CRC block at a time: the buffer then stays in the processor's cache between
+ * the three passes over it. 1 when it was used up, 0 when it must be read the other way (which also reports errors).
+ */
+static int read_cached(struct load *load, const struct dr_load_block *block, uint8_t *buffer, struct dr_error *error) {
+    const struct dr_load_file *file = &load->plan.files[block->file];
+    if (!is_cached(file, block))
+        return 0;
+    struct dr_load_block part = *block;
+    for (part.lo = block->lo; part.lo < block->hi; part.lo = part.hi) {
+        part.hi = dr_align_down(part.lo, DR_CRC_BLOCK) + DR_CRC_BLOCK;
+        if (part.hi > block->hi)
+            part.hi = block->hi;
+        if (!read_all(file->buffered_fd, buffer, part.lo, part.hi))
+            return 0;
+        int rc = use_block(load, &part, buffer, error);
+        if (rc < 0)
+            return rc;
+    }
+    atomic_fetch_add(&load->bytes, block->hi - block->lo);
+    atomic_fetch_add(&load->cached_bytes, block->hi - block->lo);
+    return 1;
+}
+
+static int submit_block(struct load *load, struct dr_engine *engine, struct dr_request *request,
+                        const struct dr_load_block *block, struct dr_error *error) {
+    const struct dr_load_file *file = &load->plan.files[block->file];
+    bool direct = file->direct_fd >= 0;
+    uint64_t size = block->hi - block->lo;
+    request->op = DR_READ;
+    request->fd = direct ? file->direct_fd : file->buffered_fd;
+    request->direct = direct;
+    request->offset = (int64_t)block->lo;
+    request->size = (uint32_t)(direct ? dr_align_up(size, DR_ALIGNMENT) : size);
+    request->needed = (uint32_t)size;
+    request->path = file->path;
+    request->user = (void *)(uintptr_t)block;
+    atomic_fetch_add(&load->bytes, size);
+    if (direct)
+        atomic_store(&load->direct, true);
+    return dr_engine_submit(engine, request, error);
+}
+
 /* ---- the workers ---- */
+
+/* Puts a block in flight, or reads it at once through the page cache. */
+static int start_block(struct load *load, struct dr_engine *engine, struct dr_request *request,
+                       const struct dr_load_block *block, struct dr_error *error) {
+    int rc = open_file(load, &load->plan.files[block->file], error);
+    if (rc == 0)
+        rc = read_cached(load, block, request->data, error);
+    if (rc == 0)
+        return submit_block(load, engine, request, block, error);
+    dr_engine_release(engine, request);
+    close_block(load, block);
+    return rc < 0 ? rc : 0;
+}
 
 static int fill_queue(struct load *load, struct dr_engine *engine, struct dr_error *error) {
     while (!dr_crew_stopped(&load->crew) && atomic_load(&load->next) < load->plan.block_count) {
@@ -173,7 +217,7 @@ static int fill_queue(struct load *load, struct dr_engine *engine, struct dr_err
             dr_engine_release(engine, request);
             return 0;
         }
-        int rc = submit_block(load, engine, request, &load->plan.blocks[index], error);
+        int rc = start_block(load, engine, request, &load->plan.blocks[index], error);
         if (rc < 0)
             return rc;
     }

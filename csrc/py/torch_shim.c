@@ -12,7 +12,7 @@ static void *find(void *library, const char *name, const char *version) {
     void *address = dlsym(library, symbol);
     if (!address && version)
         PyErr_Format(PyExc_ImportError,
-                     "dcpring needs the symbol %s of libtorch, which torch %s does not have; install torch 2.6 or newer",
+                     "dcpring needs the symbol %s of libtorch, which torch %s does not have; install torch 2.9 or newer",
                      symbol, version);
     return address;
 }

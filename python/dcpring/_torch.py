@@ -15,7 +15,7 @@ def _bind() -> None:
     except AttributeError as error:
         raise ImportError(
             f"dcpring needs torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors, which torch {torch.__version__} "
-            "does not have; install torch 2.6 or newer"
+            "does not have; install torch 2.9 or newer"
         ) from error
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _C.bind_torch(str(library), torch.__version__, alloc_handles)

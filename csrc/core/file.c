@@ -250,6 +250,24 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
     return rc;
 }
 
+int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
+    char *at = strdup(path);
+    if (!at)
+        return dr_error_system(error, ENOMEM, "malloc", NULL);
+    int rc = dr_sys.file_system(at, out);
+    while (rc == -ENOENT) {
+        char *slash = strrchr(at, '/');
+        if (!slash || slash == at) {
+            rc = dr_sys.file_system(slash ? "/" : ".", out);
+            break;
+        }
+        *slash = 0;
+        rc = dr_sys.file_system(at, out);
+    }
+    free(at);
+    return rc < 0 ? dr_error_system(error, -rc, "statfs", path) : 0;
+}
+
 int dr_directory_sync(const char *dir, struct dr_error *error) {
     int dirfd = dr_sys.open_dir(dir);
     if (dirfd < 0)

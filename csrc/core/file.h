@@ -20,6 +20,9 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
 /* mkdir -p; with sync, each new directory's entry is durable. */
 int dr_directory_make(const char *path, bool sync, struct dr_error *error);
 
+/* The magic number (see statfs(2)) of the file system that path lies on, or its nearest ancestor that exists. */
+int dr_file_system(const char *path, uint64_t *out, struct dr_error *error);
+
 /* Makes the names in dir durable. */
 int dr_directory_sync(const char *dir, struct dr_error *error);
 

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -146,6 +147,14 @@ static int64_t real_cached(int fd, off_t offset, size_t size) {
     return cached_by_nowait(fd, offset, size);
 }
 
+static int real_file_system(const char *path, uint64_t *out) {
+    struct statfs about;
+    if (statfs(path, &about) < 0)
+        return -errno;
+    *out = (uint64_t)about.f_type & UINT32_MAX;
+    return 0;
+}
+
 static int real_direct_alignment(int fd) {
     union {
         struct statx_with_alignment known;
@@ -218,6 +227,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .unlink = real_unlink, \
         .cached = real_cached, \
         .direct_alignment = real_direct_alignment, \
+        .file_system = real_file_system, \
         .map = real_map, \
         .unmap = real_unmap, \
         .uring_init = real_uring_init, \

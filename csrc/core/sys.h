@@ -36,6 +36,8 @@ struct dr_sys {
     int64_t (*cached)(int fd, off_t offset, size_t size);
     /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */
     int (*direct_alignment)(int fd);
+    /* The file system's magic number (statfs). */
+    int (*file_system)(const char *path, uint64_t *out);
     void *(*map)(size_t size);
     int (*unmap)(void *data, size_t size);
     int (*uring_init)(unsigned entries, struct io_uring *ring);

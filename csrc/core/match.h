@@ -1,0 +1,32 @@
+/*
+ * What a rank reads: the chunks that it wants, matched with the chunks that a
+ * checkpoint holds. Every overlap of a wanted and a stored chunk is one read.
+ */
+#ifndef DCPRING_MATCH_H
+#define DCPRING_MATCH_H
+
+#include "table.h"
+
+struct dr_overlap {
+    uint32_t wanted, stored; /* rows */
+    uint64_t dims;           /* index in the match's dims: offsets in the wanted chunk, in the stored one, lengths */
+};
+
+struct dr_match {
+    struct dr_overlap *overlaps;
+    size_t count, room;
+    int64_t *dims;
+    size_t dims_count, dims_room;
+    uint32_t *missing; /* wanted rows whose names are not stored */
+    size_t missing_count;
+};
+
+/*
+ * Matches every wanted row that is a tensor or an object. A name that is stored as something else, with another
+ * shape, or with chunks that do not cover what is wanted is an error, whose item is the wanted row.
+ */
+int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct dr_table *stored,
+             struct dr_error *error);
+void dr_match_destroy(struct dr_match *match);
+
+#endif

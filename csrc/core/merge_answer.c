@@ -1,0 +1,148 @@
+/* What the coordinator sends back, and the table of the checkpoint's chunks. See merge.h. */
+#include "merge.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
+
+struct span {
+    uint64_t from, to;
+};
+
+static struct span pieces_of(const struct dr_merge *merge, uint32_t group) {
+    uint32_t place = merge->order_of[group];
+    return (struct span){merge->group_pieces[place], merge->group_pieces[place + 1]};
+}
+
+static bool is_whole(const struct dr_merge *merge, struct span span) {
+    return span.to == span.from + 1 && merge->pieces[span.from].rows < 0;
+}
+
+/* ---- to a rank ---- */
+
+static void answer_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group,
+                          struct dr_buffer *out) {
+    struct span span = pieces_of(merge, group);
+    for (uint64_t p = span.from; p < span.to && !is_whole(merge, span); p++) {
+        const struct dr_piece *piece = &merge->pieces[p];
+        if (piece->writer != rank)
+            continue;
+        dr_buffer_varint(out, row);
+        dr_buffer_varint(out, (uint64_t)piece->start);
+        dr_buffer_varint(out, (uint64_t)piece->rows);
+    }
+}
+
+int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error) {
+    *out = (struct dr_buffer){0};
+    const uint32_t *groups = merge->row_group + merge->rank_rows[rank];
+    size_t count = merge->rank_rows[rank + 1] - merge->rank_rows[rank];
+    dr_buffer_varint(out, count);
+    for (size_t i = 0; i < count; i += 8) {
+        uint8_t bits = 0;
+        for (size_t b = 0; b < 8 && i + b < count; b++) {
+            struct span span = groups[i + b] == DR_NO_GROUP ? (struct span){0, 0} : pieces_of(merge, groups[i + b]);
+            bool kept = is_whole(merge, span) && span.to > span.from && merge->pieces[span.from].writer == rank;
+            bits |= (uint8_t)(kept << b);
+        }
+        dr_buffer_byte(out, bits);
+    }
+    for (size_t i = 0; i < count; i++)
+        if (groups[i] != DR_NO_GROUP)
+            answer_pieces(merge, rank, i, groups[i], out);
+    return out->failed ? no_memory(error) : 0;
+}
+
+static int bad_answer(struct dr_error *error) {
+    return dr_error_invalid(error, DR_NO_ITEM, "the coordinator's answer does not fit this rank's plan");
+}
+
+/* The next piece: false at the end. */
+static bool next_piece(struct dr_bytes *bytes, size_t row_count, uint64_t piece[3]) {
+    if (bytes->at == bytes->end)
+        return false;
+    piece[0] = dr_bytes_limited(bytes, row_count ? row_count - 1 : 0);
+    piece[1] = dr_bytes_limited(bytes, INT64_MAX);
+    piece[2] = dr_bytes_limited(bytes, INT64_MAX);
+    return !bytes->bad;
+}
+
+int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+                   struct dr_error *error) {
+    struct dr_bytes bytes = {data, (const uint8_t *)data + size, false};
+    if (dr_bytes_varint(&bytes) != row_count || bytes.bad)
+        return bad_answer(error);
+    const uint8_t *bits = dr_bytes_take(&bytes, (row_count + 7) / 8);
+    if (!bits)
+        return bad_answer(error);
+    uint64_t piece[3];
+    bool more = next_piece(&bytes, row_count, piece);
+    int rc = 0;
+    for (size_t row = 0; rc == 0 && row < row_count; row++) {
+        if (bits[row / 8] >> row % 8 & 1)
+            rc = kept(context, row, 0, -1);
+        while (rc == 0 && more && piece[0] == row) {
+            rc = kept(context, row, (int64_t)piece[1], (int64_t)piece[2]);
+            more = next_piece(&bytes, row_count, piece);
+        }
+    }
+    return rc ? rc : more || bytes.bad ? bad_answer(error) : 0;
+}
+
+int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error) {
+    *count = 0;
+    *out = malloc((merge->sums[rank].items + 1) * sizeof **out);
+    if (!*out)
+        return no_memory(error);
+    for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
+        uint32_t group = merge->row_group[i];
+        struct span span = group == DR_NO_GROUP ? (struct span){0, 0} : pieces_of(merge, group);
+        for (uint64_t p = span.from; p < span.to; p++)
+            if (merge->pieces[p].writer == rank)
+                (*out)[(*count)++] = (uint32_t)p;
+    }
+    return 0;
+}
+
+/* ---- all chunks ---- */
+
+static int copy_names(const struct dr_table *from, struct dr_table *out, struct dr_error *error) {
+    int rc = 0;
+    for (size_t i = 0; rc == 0 && i < from->property_count; i++) {
+        uint16_t unused;
+        rc = dr_table_properties(out, &from->properties[i], &unused, error);
+    }
+    for (uint32_t i = 0; rc == 0 && i < from->name_count; i++) {
+        const struct dr_name *name = &from->names[i];
+        const char *text = dr_table_text(from, i);
+        uint32_t index;
+        rc = dr_table_name(out, text, name->size, text + name->size, name->path_size, i, &index, error);
+    }
+    return rc;
+}
+
+static int append_piece(const struct dr_merge *merge, const struct dr_piece *piece, struct dr_table *out,
+                        struct dr_error *error) {
+    const struct dr_row *row = &merge->groups.rows[piece->group];
+    int64_t dims[3 * DR_TABLE_MAX_DIMS];
+    if (row->ndim)
+        memcpy(dims, dr_row_size(&merge->groups, row), 3 * (size_t)row->ndim * sizeof *dims);
+    if (piece->rows >= 0) {
+        dims[row->ndim] += piece->start;
+        dims[2 * row->ndim] = piece->rows;
+    }
+    struct dr_row_view view = {
+        .type = row->type, .properties = row->properties, .ndim = row->ndim, .dims = dims};
+    if (piece->rows >= 0)
+        view.type = DR_ROW_SHARD;
+    return dr_table_append(out, row->name, &view, error);
+}
+
+int dr_merge_table(const struct dr_merge *merge, struct dr_table *out, struct dr_error *error) {
+    int rc = copy_names(&merge->groups, out, error);
+    for (size_t p = 0; rc == 0 && p < merge->piece_count; p++)
+        rc = append_piece(merge, &merge->pieces[p], out, error);
+    return rc;
+}

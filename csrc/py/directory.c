@@ -22,6 +22,20 @@ static PyObject *make_directory(PyObject *module, PyObject *args) {
     return finish_call(module, rc, &error);
 }
 
+static PyObject *file_system(PyObject *module, PyObject *args) {
+    const char *path;
+    uint64_t magic = 0;
+    int rc;
+    if (!PyArg_ParseTuple(args, "s", &path))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_file_system(path, &magic, &error);
+    Py_END_ALLOW_THREADS
+    return rc < 0 ? raise_error(module_state(module), &error) : PyLong_FromUnsignedLongLong(magic);
+}
+
 static PyObject *sync_directory(PyObject *module, PyObject *args) {
     const char *path;
     int rc;
@@ -71,6 +85,7 @@ static PyObject *remove_files(PyObject *module, PyObject *args) {
 
 PyMethodDef directory_methods[] = {
     {"make_directory", make_directory, METH_VARARGS, "make_directory(path, sync): mkdir -p"},
+    {"file_system", file_system, METH_VARARGS, "file_system(path) -> the magic number of the file system it lies on"},
     {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},
     {"remove_files", remove_files, METH_VARARGS, "remove_files(directory, names): missing ones are no error"},

@@ -5,7 +5,38 @@
 #include "../core/pool.h"
 #include "../core/record.h"
 
-static int add_methods(PyObject *module, PyMethodDef *methods) { return PyModule_AddFunctions(module, methods); }
+static PyMethodDef *const all_methods[] = {
+    torch_methods, reader_methods, directory_methods, fault_methods,
+    table_methods, merge_methods,  places_methods,    match_methods,
+};
+
+enum { TYPES = 6 };
+
+struct type_entry {
+    const char *name;
+    PyType_Spec *spec;
+    PyObject **slot;
+};
+
+static void list_types(struct module_state *state, struct type_entry out[TYPES]) {
+    out[0] = (struct type_entry){"FileWriter", &writer_spec, &state->writer_type};
+    out[1] = (struct type_entry){"Table", &table_spec, &state->table_type};
+    out[2] = (struct type_entry){"Merge", &merge_spec, &state->merge_type};
+    out[3] = (struct type_entry){"Places", &places_spec, &state->places_type};
+    out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
+    out[5] = (struct type_entry){"Targets", &targets_spec, &state->targets_type};
+}
+
+static int add_types(PyObject *module) {
+    struct type_entry types[TYPES];
+    list_types(module_state(module), types);
+    for (int i = 0; i < TYPES; i++) {
+        *types[i].slot = PyType_FromModuleAndSpec(module, types[i].spec, NULL);
+        if (!*types[i].slot || PyModule_AddObjectRef(module, types[i].name, *types[i].slot) < 0)
+            return -1;
+    }
+    return 0;
+}
 
 static PyObject *import_error_class(const char *name) {
     PyObject *errors = PyImport_ImportModule("dcpring.errors");
@@ -21,12 +52,11 @@ static int module_exec(PyObject *module) {
     state->corrupt_error = import_error_class("CorruptCheckpointError");
     if (!state->corrupt_error)
         return -1;
-    state->writer_type = PyType_FromModuleAndSpec(module, &writer_spec, NULL);
-    if (!state->writer_type || PyModule_AddObjectRef(module, "FileWriter", state->writer_type) < 0)
+    if (add_types(module) < 0)
         return -1;
-    if (add_methods(module, torch_methods) < 0 || add_methods(module, reader_methods) < 0 ||
-        add_methods(module, directory_methods) < 0 || add_methods(module, fault_methods) < 0)
-        return -1;
+    for (size_t i = 0; i < sizeof all_methods / sizeof *all_methods; i++)
+        if (PyModule_AddFunctions(module, all_methods[i]) < 0)
+            return -1;
     if (PyModule_AddIntConstant(module, "CRC_BLOCK_BYTES", (long)DR_CRC_BLOCK) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT_BYTES", (long)DR_ALIGNMENT) < 0 ||
         PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0)
@@ -38,7 +68,10 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     struct module_state *state = module_state(module);
     Py_VISIT(state->corrupt_error);
     Py_VISIT(state->alloc_handles);
-    Py_VISIT(state->writer_type);
+    struct type_entry types[TYPES];
+    list_types(state, types);
+    for (int i = 0; i < TYPES; i++)
+        Py_VISIT(*types[i].slot);
     return 0;
 }
 
@@ -46,7 +79,10 @@ static int module_clear(PyObject *module) {
     struct module_state *state = module_state(module);
     Py_CLEAR(state->corrupt_error);
     Py_CLEAR(state->alloc_handles);
-    Py_CLEAR(state->writer_type);
+    struct type_entry types[TYPES];
+    list_types(state, types);
+    for (int i = 0; i < TYPES; i++)
+        Py_CLEAR(*types[i].slot);
     return 0;
 }
 

@@ -1,23 +1,11 @@
 /* dcpring._C.load, load_bytes and locate (core/load.h). */
 #include "module.h"
 
-#include "tensors.h"
+#include "job.h"
 
 #include "../core/crc.h"
-#include "../core/load.h"
 
-/* Everything that one call holds: filled step by step, freed by job_free whatever was filled. */
-struct job {
-    const char **names;
-    Py_ssize_t name_count;
-    struct dr_options options;
-    struct tensors tensors;
-    struct dr_read *reads;
-    Py_ssize_t count;
-    int64_t *ints; /* sizes, offsets and lengths of all reads */
-};
-
-static void job_free(struct job *job) {
+void job_free(struct job *job) {
     PyMem_Free(job->names);
     if (job->tensors.shim)
         tensors_free(&job->tensors);
@@ -25,7 +13,7 @@ static void job_free(struct job *job) {
     PyMem_Free(job->ints);
 }
 
-static int job_init(struct job *job, PyObject *names, PyObject *options, Py_ssize_t count) {
+int job_init(struct job *job, PyObject *names, PyObject *options, Py_ssize_t count) {
     *job = (struct job){.count = count};
     if (parse_options(options, &job->options) < 0 || !(job->names = parse_names(names, &job->name_count)))
         return -1;
@@ -147,7 +135,7 @@ static PyObject *raise_load_error(struct module_state *state, const struct job *
     return NULL;
 }
 
-static PyObject *run_load(struct module_state *state, const char *directory, struct job *job) {
+PyObject *job_run(struct module_state *state, const char *directory, struct job *job) {
     struct dr_load_stats stats;
     struct dr_error error;
     dr_error_clear(&error);
@@ -175,7 +163,7 @@ static PyObject *load(PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "%zd items, but %zd tensors", count, PyList_Size(tensors));
     if (job_init(&job, names, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
         parse_reads(&job, items) == 0)
-        result = run_load(state, directory, &job);
+        result = job_run(state, directory, &job);
     job_free(&job);
     return result;
 }
@@ -225,7 +213,7 @@ static PyObject *load_bytes(PyObject *module, PyObject *args) {
         return NULL;
     struct job job = {0};
     if (job_init(&job, names, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
-        stats = run_load(module_state(module), directory, &job);
+        stats = job_run(module_state(module), directory, &job);
     job_free(&job);
     PyObject *result = stats ? PyTuple_Pack(2, list, stats) : NULL;
     Py_XDECREF(list);

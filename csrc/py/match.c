@@ -1,0 +1,332 @@
+/* dcpring._C.Match and Targets: what a rank reads, and where it goes, without a Python object for each (core/match.h). */
+#include "tables.h"
+
+#include "job.h"
+
+#include "../core/crc.h"
+
+struct match {
+    PyObject_HEAD
+    PyObject *wanted, *stored; /* the tables, kept alive */
+    struct dr_match core;
+};
+
+struct targets {
+    PyObject_HEAD
+    PyObject *list; /* the tensors, kept alive */
+    struct tensors tensors;
+};
+
+static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+static const struct dr_table *wanted_of(const struct match *self) { return &((struct table *)self->wanted)->core; }
+
+static const struct dr_table *stored_of(const struct match *self) { return &((struct table *)self->stored)->core; }
+
+static PyObject *match_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *wanted, *stored;
+    if (kwargs || !PyArg_ParseTuple(args, "OO", &wanted, &stored))
+        return NULL;
+    struct match *self = (struct match *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    struct module_state *state = state_of((PyObject *)self);
+    const struct dr_table *a = table_of(state, wanted), *b = a ? table_of(state, stored) : NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (!b || dr_match(&self->core, a, b, &error) < 0) {
+        if (b)
+            fail(state, &error);
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->wanted = Py_NewRef(wanted);
+    self->stored = Py_NewRef(stored);
+    return (PyObject *)self;
+}
+
+static void match_dealloc(PyObject *object) {
+    struct match *self = (struct match *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    dr_match_destroy(&self->core);
+    Py_XDECREF(self->wanted);
+    Py_XDECREF(self->stored);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t match_length(PyObject *object) { return (Py_ssize_t)((struct match *)object)->core.count; }
+
+static PyObject *missing(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct match *self = (struct match *)object;
+    const struct dr_table *table = wanted_of(self);
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < self->core.missing_count; i++) {
+        uint32_t name = table->rows[self->core.missing[i]].name;
+        PyObject *text =
+            PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, NULL);
+        if (!text || PyList_Append(list, text) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(text);
+    }
+    return list;
+}
+
+static PyObject *get(PyObject *object, PyObject *argument) {
+    const struct match *self = (struct match *)object;
+    Py_ssize_t i = PyLong_AsSsize_t(argument);
+    if (i < 0 || (size_t)i >= self->core.count)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "overlap %zd", i);
+    const struct dr_overlap *o = &self->core.overlaps[i];
+    int n = wanted_of(self)->rows[o->wanted].ndim;
+    const int64_t *dims = self->core.dims + o->dims;
+    return Py_BuildValue("(IINNN)", o->wanted, o->stored, ints_tuple(dims, n), ints_tuple(dims + n, n),
+                         ints_tuple(dims + 2 * n, n));
+}
+
+static PyObject *rows(const struct match *self, bool stored) {
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(self->core.count * sizeof(uint32_t)));
+    uint32_t *out = bytes ? (uint32_t *)(void *)PyBytes_AsString(bytes) : NULL;
+    for (size_t i = 0; out && i < self->core.count; i++)
+        memcpy(out + i, stored ? &self->core.overlaps[i].stored : &self->core.overlaps[i].wanted, sizeof *out);
+    return bytes;
+}
+
+static PyObject *wanted_rows(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return rows((struct match *)object, false);
+}
+
+static PyObject *stored_rows(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return rows((struct match *)object, true);
+}
+
+static uint64_t overlap_bytes(const struct match *self, const struct dr_overlap *o) {
+    const struct dr_table *stored = stored_of(self);
+    const struct dr_row *row = &stored->rows[o->stored];
+    if (!dr_row_is_tensor(row))
+        return 0;
+    const int64_t *lengths = self->core.dims + o->dims + 2 * row->ndim;
+    uint64_t bytes = stored->properties[row->properties].item_bytes;
+    for (int d = 0; d < row->ndim; d++)
+        bytes *= (uint64_t)lengths[d];
+    return bytes;
+}
+
+static PyObject *sizes(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct match *self = (struct match *)object;
+    PyObject *list = PyList_New((Py_ssize_t)self->core.count);
+    for (size_t i = 0; list && i < self->core.count; i++) {
+        PyObject *size = PyLong_FromUnsignedLongLong(overlap_bytes(self, &self->core.overlaps[i]));
+        if (!size || PyList_SetItem(list, (Py_ssize_t)i, size) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* ---- targets ---- */
+
+static PyObject *targets_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *list;
+    if (kwargs || !PyArg_ParseTuple(args, "O!", &PyList_Type, &list))
+        return NULL;
+    struct targets *self = (struct targets *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    self->list = Py_NewRef(list);
+    if (tensors_init(&self->tensors, state_of((PyObject *)self), list) < 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void targets_dealloc(PyObject *object) {
+    struct targets *self = (struct targets *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->tensors.shim)
+        tensors_free(&self->tensors);
+    Py_XDECREF(self->list);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+/* Whether no two elements share memory: with strides in ascending order, each reaches beyond all before. */
+static bool is_dense(const struct tensor_view *view) {
+    int64_t reach = 0, after = -1;
+    for (int64_t done = 0; done < view->ndim;) {
+        int64_t next = INT64_MAX, extent = 0, count = 0;
+        for (int64_t d = 0; d < view->ndim; d++) {
+            if (view->sizes[d] <= 1 || view->strides[d] <= after || view->strides[d] > next)
+                continue;
+            count = view->strides[d] < next ? 1 : count + 1;
+            next = view->strides[d];
+            extent = view->sizes[d] - 1;
+        }
+        if (count == 0)
+            return true;
+        if (count > 1 || next <= reach)
+            return false;
+        reach += next * extent;
+        after = next;
+        done++;
+    }
+    return true;
+}
+
+static bool same_dtype(const struct dr_properties *properties, const struct dr_dtype *dtype) {
+    static const char prefix[] = "torch.";
+    size_t size = strlen(dtype->name), before = sizeof prefix - 1;
+    return properties->dtype_size == before + size && memcmp(properties->encoding, prefix, before) == 0 &&
+           memcmp(properties->encoding + before, dtype->name, size) == 0;
+}
+
+/* Whether an overlap can be read straight into its target's memory. */
+static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_places *places,
+                        const struct tensor_view *view) {
+    const struct dr_table *wanted = wanted_of(self), *stored = stored_of(self);
+    const struct dr_row *row = &wanted->rows[o->wanted];
+    if (!dr_row_is_tensor(row) || places->places[o->stored].kind != DR_PLACE_TENSOR || view->kind != TENSOR_PLAIN ||
+        view->ndim != row->ndim ||
+        !same_dtype(&stored->properties[stored->rows[o->stored].properties], view->dtype))
+        return false;
+    const int64_t *lengths = dr_row_lengths(wanted, row);
+    return (row->ndim == 0 || memcmp(lengths, view->sizes, (size_t)row->ndim * sizeof *lengths) == 0) &&
+           is_dense(view);
+}
+
+struct planned {
+    struct match *match;
+    const struct dr_places *places;
+    struct targets *targets;
+};
+
+static int parse_planned(struct module_state *state, PyObject *match, PyObject *places, PyObject *targets,
+                         struct planned *out) {
+    if ((PyObject *)Py_TYPE(match) != state->match_type || (PyObject *)Py_TYPE(targets) != state->targets_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a Match and its Targets");
+        return -1;
+    }
+    *out = (struct planned){(struct match *)match, places_of(state, places), (struct targets *)targets};
+    if (!out->places)
+        return -1;
+    if (out->places->count == stored_of(out->match)->count &&
+        (size_t)out->targets->tensors.count == wanted_of(out->match)->count)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "places and targets are not those of the match's tables");
+    return -1;
+}
+
+static PyObject *straight(PyObject *module, PyObject *args) {
+    PyObject *match, *places, *targets;
+    struct planned p;
+    if (!PyArg_ParseTuple(args, "OOO", &match, &places, &targets) ||
+        parse_planned(module_state(module), match, places, targets, &p) < 0)
+        return NULL;
+    const struct dr_match *core = &p.match->core;
+    PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)core->count);
+    for (size_t i = 0; mask && i < core->count; i++)
+        PyBytes_AsString(mask)[i] = (char)is_straight(p.match, &core->overlaps[i], p.places,
+                                                      &p.targets->tensors.views[core->overlaps[i].wanted]);
+    return mask;
+}
+
+static void describe_read(const struct planned *p, const struct dr_overlap *o, struct dr_read *read) {
+    const struct dr_table *stored = stored_of(p->match);
+    const struct dr_row *row = &stored->rows[o->stored];
+    const struct dr_place *place = &p->places->places[o->stored];
+    const struct tensor_view *view = &p->targets->tensors.views[o->wanted];
+    const int64_t *dims = p->match->core.dims + o->dims;
+    int64_t skip = 0;
+    for (int64_t d = 0; d < view->ndim; d++)
+        skip += dims[d] * view->strides[d];
+    *read = (struct dr_read){
+        .file = place->file,
+        .payload_offset = place->payload_offset,
+        .payload_size = place->payload_size,
+        .chunk = {view->dtype, row->ndim, dr_row_lengths(stored, row)},
+        .offsets = dims + row->ndim,
+        .lengths = dims + 2 * row->ndim,
+        .memory = (char *)view->data + skip * (int64_t)view->dtype->item_size,
+        .strides = view->strides,
+        .crcs = place->has_crcs ? p->places->crcs.data + place->crcs : NULL,
+    };
+}
+
+/* The reads whose byte in the mask is 1, in their order. */
+static PyObject *load_matched(PyObject *module, PyObject *args) {
+    const char *directory, *mask;
+    Py_ssize_t mask_size;
+    PyObject *match, *places, *targets, *files, *options, *result = NULL;
+    struct planned p;
+    struct module_state *state = module_state(module);
+    if (!PyArg_ParseTuple(args, "sOOOOy#O!", &directory, &files, &match, &places, &targets, &mask, &mask_size,
+                          &PyTuple_Type, &options) ||
+        parse_planned(state, match, places, targets, &p) < 0)
+        return NULL;
+    if ((size_t)mask_size != p.match->core.count)
+        return PyErr_Format(PyExc_ValueError, "a mask of the wrong length");
+    struct job job = {0};
+    if (job_init(&job, files, options, mask_size) == 0) {
+        job.count = 0;
+        for (Py_ssize_t i = 0; i < mask_size; i++)
+            if (mask[i])
+                describe_read(&p, &p.match->core.overlaps[i], &job.reads[job.count++]);
+        if ((size_t)job.name_count < p.places->files.name_count)
+            PyErr_SetString(PyExc_ValueError, "fewer files than the places name");
+        else
+            result = job_run(state, directory, &job);
+    }
+    job_free(&job);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"missing", missing, METH_NOARGS, "missing() -> the wanted names that are not stored"},
+    {"get", get, METH_O, "get(i) -> (wanted row, stored row, offsets in the wanted chunk, in the stored one, lengths)"},
+    {"wanted_rows", wanted_rows, METH_NOARGS, "wanted_rows() -> a uint32 for each overlap"},
+    {"stored_rows", stored_rows, METH_NOARGS, "stored_rows() -> a uint32 for each overlap"},
+    {"sizes", sizes, METH_NOARGS, "sizes() -> the bytes of each overlap, 0 for objects"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot match_slots[] = {
+    {Py_tp_doc, "Match(wanted, stored): the overlaps of wanted and stored chunks"},
+    {Py_tp_new, match_new},
+    {Py_tp_dealloc, match_dealloc},
+    {Py_tp_methods, methods},
+    {Py_sq_length, match_length},
+    {0, NULL},
+};
+
+PyType_Spec match_spec = {
+    .name = "dcpring._C.Match",
+    .basicsize = sizeof(struct match),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = match_slots,
+};
+
+static PyType_Slot targets_slots[] = {
+    {Py_tp_doc, "Targets(tensors): where the wanted rows go"},
+    {Py_tp_new, targets_new},
+    {Py_tp_dealloc, targets_dealloc},
+    {0, NULL},
+};
+
+PyType_Spec targets_spec = {
+    .name = "dcpring._C.Targets",
+    .basicsize = sizeof(struct targets),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = targets_slots,
+};
+
+PyMethodDef match_methods[] = {
+    {"straight", straight, METH_VARARGS,
+     "straight(match, places, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
+    {"load_matched", load_matched, METH_VARARGS,
+     "load_matched(directory, files, match, places, targets, mask, options) -> as load"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,362 @@
+/* dcpring._C.Merge: the coordinator's plan (core/merge.h). */
+#include "tables.h"
+
+#include <stdlib.h>
+
+struct merge {
+    PyObject_HEAD
+    struct dr_merge core;
+};
+
+static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    unsigned world;
+    if (kwargs || !PyArg_ParseTuple(args, "I", &world))
+        return NULL;
+    struct merge *self = (struct merge *)PyType_GenericAlloc(type, 0);
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (self && dr_merge_init(&self->core, world, &error) < 0) {
+        fail(state_of((PyObject *)self), &error);
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void merge_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    dr_merge_destroy(&((struct merge *)object)->core);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *none_or(PyObject *object, int rc, const struct dr_error *error) {
+    return rc < 0 ? fail(state_of(object), error) : Py_NewRef(Py_None);
+}
+
+static PyObject *add(PyObject *object, PyObject *args) {
+    struct merge *self = (struct merge *)object;
+    Py_buffer plan, prints;
+    if (!PyArg_ParseTuple(args, "y*y*", &plan, &prints))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = -1;
+    uint32_t *aligned = PyMem_Malloc((size_t)prints.len + 4);
+    if (self->core.added >= self->core.world) {
+        PyErr_SetString(PyExc_ValueError, "more plans than ranks");
+    } else if (!aligned) {
+        PyErr_NoMemory();
+    } else {
+        memcpy(aligned, prints.buf, (size_t)prints.len);
+        rc = dr_merge_add(&self->core, plan.buf, (size_t)plan.len, aligned, (size_t)prints.len / 4, &error);
+        if (rc < 0)
+            fail(state_of(object), &error);
+    }
+    PyMem_Free(aligned);
+    PyBuffer_Release(&plan);
+    PyBuffer_Release(&prints);
+    return rc < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static bool all_added(const struct merge *self) {
+    if (self->core.added == self->core.world)
+        return true;
+    PyErr_Format(PyExc_ValueError, "only %u plans of %u were added", self->core.added, self->core.world);
+    return false;
+}
+
+static PyObject *check(PyObject *object, PyObject *complete) {
+    struct merge *self = (struct merge *)object;
+    int whole = PyObject_IsTrue(complete);
+    if (whole < 0 || !all_added(self))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_merge_check(&self->core, whole, &error);
+    Py_END_ALLOW_THREADS
+    return none_or(object, rc, &error);
+}
+
+static PyObject *prints_of(const struct dr_merge *merge, uint32_t group) {
+    const struct dr_row *row = &merge->groups.rows[group];
+    PyObject *list = PyList_New(0);
+    for (uint64_t h = merge->holder_start[group]; list && h < merge->holder_start[group + 1]; h++) {
+        uint32_t rank = merge->holders[h];
+        PyObject *pair = Py_BuildValue("(Ik)", rank, (unsigned long)dr_merge_print(merge, group, rank));
+        if (!pair || PyList_Append(list, pair) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(pair);
+    }
+    return list ? Py_BuildValue("(s#N)", dr_table_text(&merge->groups, row->name),
+                                (Py_ssize_t)merge->groups.names[row->name].size, list)
+                : NULL;
+}
+
+static PyObject *differing(PyObject *object, PyObject *most_object) {
+    const struct dr_merge *merge = &((struct merge *)object)->core;
+    struct dr_error error;
+    dr_error_clear(&error);
+    uint8_t *different = NULL;
+    Py_ssize_t most = PyLong_AsSsize_t(most_object), count = 0;
+    if (PyErr_Occurred() || !merge->holder_start)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "differing before check");
+    if (dr_merge_differing(merge, &different, &error) < 0)
+        return fail(state_of(object), &error);
+    PyObject *list = PyList_New(0);
+    for (uint32_t g = 0; list && g < merge->groups.count; g++) {
+        if (!different[g] || count++ >= most)
+            continue;
+        PyObject *entry = prints_of(merge, g);
+        if (!entry || PyList_Append(list, entry) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    free(different);
+    return list ? Py_BuildValue("(nN)", count, list) : NULL;
+}
+
+static PyObject *assign(PyObject *object, PyObject *args) {
+    struct merge *self = (struct merge *)object;
+    int strategy;
+    unsigned limit;
+    Py_buffer hosts;
+    unsigned long long piece_bytes;
+    if (!PyArg_ParseTuple(args, "iIy*K", &strategy, &limit, &hosts, &piece_bytes))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = 0;
+    uint32_t *aligned = PyMem_Calloc((size_t)self->core.world + 1, sizeof *aligned);
+    if (!aligned)
+        PyErr_NoMemory();
+    else if ((size_t)hosts.len != 4 * (size_t)self->core.world || !self->core.order || strategy < DR_BALANCED ||
+             strategy > DR_PER_HOST)
+        PyErr_SetString(PyExc_ValueError, "assign before check, or with bad arguments");
+    else {
+        memcpy(aligned, hosts.buf, (size_t)hosts.len);
+        struct dr_assignment assignment = {(enum dr_strategy)strategy, limit, aligned, piece_bytes ? piece_bytes : 1};
+        Py_BEGIN_ALLOW_THREADS
+        rc = dr_merge_assign(&self->core, &assignment, &error);
+        Py_END_ALLOW_THREADS
+        if (rc < 0)
+            fail(state_of(object), &error);
+    }
+    PyMem_Free(aligned);
+    PyBuffer_Release(&hosts);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static const struct dr_merge *assigned(PyObject *object, PyObject *rank_object, uint32_t *rank) {
+    const struct dr_merge *merge = &((struct merge *)object)->core;
+    unsigned long number = rank_object ? PyLong_AsUnsignedLong(rank_object) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    if (!merge->group_pieces || (rank_object && number >= merge->world)) {
+        PyErr_SetString(PyExc_ValueError, "not assigned yet, or no such rank");
+        return NULL;
+    }
+    *rank = (uint32_t)number;
+    return merge;
+}
+
+static PyObject *answer(PyObject *object, PyObject *rank_object) {
+    uint32_t rank;
+    const struct dr_merge *merge = assigned(object, rank_object, &rank);
+    if (!merge)
+        return NULL;
+    struct dr_buffer out;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = dr_merge_answer(merge, rank, &out, &error);
+    return bytes_of(state_of(object), rc, &out, &error);
+}
+
+static PyObject *items(PyObject *object, PyObject *rank_object) {
+    uint32_t rank, *pieces = NULL;
+    size_t count = 0;
+    const struct dr_merge *merge = assigned(object, rank_object, &rank);
+    if (!merge)
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    PyObject *bytes = NULL;
+    if (dr_merge_items(merge, rank, &pieces, &count, &error) < 0)
+        fail(state_of(object), &error);
+    else
+        bytes = PyBytes_FromStringAndSize((const char *)pieces, (Py_ssize_t)(count * sizeof *pieces));
+    free(pieces);
+    return bytes;
+}
+
+static PyObject *table(PyObject *object, PyObject *unused) {
+    (void)unused;
+    uint32_t rank;
+    const struct dr_merge *merge = assigned(object, NULL, &rank);
+    struct module_state *state = state_of(object);
+    PyObject *result = merge ? table_new(state) : NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (result && dr_merge_table(merge, &((struct table *)result)->core, &error) < 0) {
+        Py_CLEAR(result);
+        fail(state, &error);
+    }
+    return result;
+}
+
+static PyObject *sums(PyObject *object, PyObject *unused) {
+    (void)unused;
+    uint32_t rank;
+    const struct dr_merge *merge = assigned(object, NULL, &rank);
+    PyObject *list = merge ? PyList_New(merge->world) : NULL;
+    for (uint32_t r = 0; list && r < merge->world; r++) {
+        const struct dr_rank_sum *s = &merge->sums[r];
+        PyObject *sum = Py_BuildValue("(KKKK)", (unsigned long long)s->items, (unsigned long long)s->bytes,
+                                      (unsigned long long)s->removed, (unsigned long long)s->removed_bytes);
+        if (!sum || PyList_SetItem(list, r, sum) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyMethodDef methods[] = {
+    {"add", add, METH_VARARGS, "add(encoded table, fingerprints): the next rank's plan"},
+    {"check", check, METH_O, "check(complete): ValueError where chunks overlap, are missing or disagree"},
+    {"differing", differing, METH_O,
+     "differing(most) -> (count, [(name, [(rank, fingerprint)])]): replicas whose bytes differ"},
+    {"assign", assign, METH_VARARGS,
+     "assign(strategy, limit, hosts, piece_bytes); strategies: 0 balanced, 1 split, 2 first replica, 3 at most `limit` "
+     "writers, 4 one a host; hosts: a uint32 for each rank"},
+    {"answer", answer, METH_O, "answer(rank) -> bytes for read_answer"},
+    {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
+    {"table", table, METH_NOARGS, "table() -> Table: the checkpoint's chunks"},
+    {"sums", sums, METH_NOARGS, "sums() -> [(items, bytes, replicas removed, their bytes)] by rank"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Merge(world): the plans of all ranks, made one"},
+    {Py_tp_new, merge_new},
+    {Py_tp_dealloc, merge_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec merge_spec = {
+    .name = "dcpring._C.Merge",
+    .basicsize = sizeof(struct merge),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+/* ---- on every rank ---- */
+
+static int keep(void *list, size_t row, int64_t start, int64_t rows) {
+    PyObject *item = rows < 0 ? PyLong_FromSize_t(row)
+                              : Py_BuildValue("(nLL)", (Py_ssize_t)row, (long long)start, (long long)rows);
+    int rc = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return rc;
+}
+
+static PyObject *read_answer(PyObject *module, PyObject *args) {
+    Py_buffer data;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "y*n", &data, &count))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    PyObject *list = PyList_New(0);
+    if (list && dr_answer_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
+        Py_CLEAR(list);
+        if (!PyErr_Occurred())
+            fail(module_state(module), &error);
+    }
+    PyBuffer_Release(&data);
+    return list;
+}
+
+/* Shares things out (core's dr_assign): [(bytes, [holders])] -> [owner]. */
+struct shares {
+    struct dr_share *shares;
+    uint32_t *holders;
+    uint64_t *load;
+    Py_ssize_t count;
+};
+
+static int parse_shares(struct shares *s, PyObject *list, unsigned world) {
+    size_t used = 0, total = 0;
+    for (Py_ssize_t i = 0; i < s->count; i++) {
+        PyObject *holders = PyTuple_GetItem(PyList_GetItem(list, i), 1);
+        if (!holders)
+            return -1;
+        total += (size_t)PyTuple_Size(holders);
+    }
+    s->holders = PyMem_Calloc(total + 1, sizeof *s->holders);
+    if (!s->holders) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < s->count; i++) {
+        unsigned long long bytes;
+        PyObject *holders;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KO!", &bytes, &PyTuple_Type, &holders))
+            return -1;
+        s->shares[i] = (struct dr_share){bytes, s->holders + used, (size_t)PyTuple_Size(holders), 0};
+        for (Py_ssize_t h = 0; h < PyTuple_Size(holders); h++) {
+            unsigned long rank = PyLong_AsUnsignedLong(PyTuple_GetItem(holders, h));
+            if (PyErr_Occurred())
+                return -1;
+            if (rank >= world || (h && rank <= s->holders[used - 1])) {
+                PyErr_SetString(PyExc_ValueError, "holders must be ascending ranks");
+                return -1;
+            }
+            s->holders[used++] = (uint32_t)rank;
+        }
+    }
+    return 0;
+}
+
+static PyObject *owners(struct shares *s, unsigned world, struct module_state *state) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (dr_assign(s->shares, (size_t)s->count, NULL, s->load, world, &error) < 0)
+        return fail(state, &error);
+    PyObject *list = PyList_New(s->count);
+    for (Py_ssize_t i = 0; list && i < s->count; i++) {
+        PyObject *owner = PyLong_FromUnsignedLong(s->shares[i].owner);
+        if (!owner || PyList_SetItem(list, i, owner) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *share_out(PyObject *module, PyObject *args) {
+    PyObject *list, *result = NULL;
+    unsigned world;
+    if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &list, &world))
+        return NULL;
+    struct shares s = {.count = PyList_Size(list)};
+    s.shares = PyMem_Calloc((size_t)s.count + 1, sizeof *s.shares);
+    s.load = PyMem_Calloc((size_t)world + 1, sizeof *s.load);
+    if (!s.shares || !s.load)
+        PyErr_NoMemory();
+    else if (parse_shares(&s, list, world) == 0)
+        result = owners(&s, world, module_state(module));
+    PyMem_Free(s.shares);
+    PyMem_Free(s.load);
+    PyMem_Free(s.holders);
+    return result;
+}
+
+PyMethodDef merge_methods[] = {
+    {"read_answer", read_answer, METH_VARARGS,
+     "read_answer(answer, rows of the plan) -> what this rank writes: a row, or (row, first row of the chunk, rows)"},
+    {"share_out", share_out, METH_VARARGS,
+     "share_out([(bytes, ascending ranks that hold it)], world) -> the rank that takes each, evenly"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,204 @@
+/* dcpring._C.Places: where items are stored (core/places.h). */
+#include "tables.h"
+
+#include "../core/crc.h"
+
+static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+static void *wrapped(PyObject *object, PyObject *type, const char *name) {
+    if ((PyObject *)Py_TYPE(object) == type)
+        return object;
+    PyErr_Format(PyExc_TypeError, "expected a %s", name);
+    return NULL;
+}
+
+const struct dr_table *table_of(struct module_state *state, PyObject *object) {
+    struct table *self = wrapped(object, state->table_type, "Table");
+    return self ? &self->core : NULL;
+}
+
+const struct dr_places *places_of(struct module_state *state, PyObject *object) {
+    struct places *self = wrapped(object, state->places_type, "Places");
+    return self ? &self->core : NULL;
+}
+
+static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Py_ssize_t count;
+    if (kwargs || !PyArg_ParseTuple(args, "n", &count))
+        return NULL;
+    struct places *self = (struct places *)PyType_GenericAlloc(type, 0);
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (self && dr_places_init(&self->core, count > 0 ? (size_t)count : 0, &error) < 0) {
+        fail(state_of((PyObject *)self), &error);
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void places_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    dr_places_destroy(&((struct places *)object)->core);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t places_length(PyObject *object) { return (Py_ssize_t)((struct places *)object)->core.count; }
+
+/* (file, kind, offset, length, payload_offset, payload_size, crcs or None) */
+static int set_entry(struct dr_places *places, Py_ssize_t index, PyObject *entry, struct dr_error *error) {
+    const char *file;
+    Py_ssize_t file_size, crcs_size = 0;
+    unsigned char kind;
+    unsigned long long offset, length, payload_offset, payload_size;
+    const char *crcs;
+    if (!PyArg_ParseTuple(entry, "s#bKKKKz#", &file, &file_size, &kind, &offset, &length, &payload_offset,
+                          &payload_size, &crcs, &crcs_size))
+        return -1;
+    bool sums = crcs && crcs_size;
+    if (kind > DR_PLACE_OTHER || file_size > INT32_MAX ||
+        (sums && (size_t)crcs_size != 4 * dr_crc_count(payload_offset, payload_size))) {
+        PyErr_SetString(PyExc_ValueError, "a bad place");
+        return -1;
+    }
+    struct dr_place place = {.offset = offset,
+                             .length = length,
+                             .payload_offset = payload_offset,
+                             .payload_size = payload_size,
+                             .kind = kind};
+    int rc = dr_places_file(places, file, (uint32_t)file_size, &place.file, error);
+    return rc ? rc : dr_places_set(places, (size_t)index, &place, sums ? crcs : NULL, error);
+}
+
+static PyObject *put(PyObject *object, PyObject *list) {
+    struct dr_places *places = &((struct places *)object)->core;
+    if (!PyList_Check(list) || (size_t)PyList_Size(list) != places->count)
+        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as there are places");
+    struct dr_error error;
+    dr_error_clear(&error);
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+        if (set_entry(places, i, PyList_GetItem(list, i), &error) < 0)
+            return PyErr_Occurred() ? NULL : fail(state_of(object), &error);
+    Py_RETURN_NONE;
+}
+
+static PyObject *merge(PyObject *object, PyObject *args) {
+    PyObject *other;
+    Py_buffer indices;
+    if (!PyArg_ParseTuple(args, "Oy*", &other, &indices))
+        return NULL;
+    const struct dr_places *from = places_of(state_of(object), other);
+    struct dr_error error;
+    dr_error_clear(&error);
+    uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
+    if (aligned) {
+        memcpy(aligned, indices.buf, (size_t)indices.len);
+        if (dr_places_merge(&((struct places *)object)->core, from, aligned, (size_t)indices.len / 4, &error) < 0)
+            fail(state_of(object), &error);
+    } else if (from) {
+        PyErr_NoMemory();
+    }
+    PyMem_Free(aligned);
+    PyBuffer_Release(&indices);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *encode(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct dr_buffer out;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = dr_places_encode(&((struct places *)object)->core, &out, &error);
+    return bytes_of(state_of(object), rc, &out, &error);
+}
+
+static PyObject *file_object(const struct dr_places *places, uint32_t file) {
+    return PyUnicode_DecodeUTF8(dr_table_text(&places->files, file), (Py_ssize_t)places->files.names[file].size, NULL);
+}
+
+static PyObject *get(PyObject *object, PyObject *argument) {
+    const struct dr_places *places = &((struct places *)object)->core;
+    Py_ssize_t i = PyLong_AsSsize_t(argument);
+    if (i < 0 || (size_t)i >= places->count)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "place %zd", i);
+    const struct dr_place *p = &places->places[i];
+    if (p->kind == DR_PLACE_NONE)
+        Py_RETURN_NONE;
+    const char *crcs = p->has_crcs ? (const char *)places->crcs.data + p->crcs : NULL;
+    Py_ssize_t size = p->has_crcs ? (Py_ssize_t)(4 * dr_crc_count(p->payload_offset, p->payload_size)) : 0;
+    return Py_BuildValue("(NiKKKKy#)", file_object(places, p->file), (int)p->kind, (unsigned long long)p->offset,
+                         (unsigned long long)p->length, (unsigned long long)p->payload_offset,
+                         (unsigned long long)p->payload_size, crcs, size);
+}
+
+/* Where each file must reach to at least. */
+static PyObject *file_sizes(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct dr_places *places = &((struct places *)object)->core;
+    size_t count = places->files.name_count;
+    uint64_t *ends = PyMem_Calloc(count + 1, sizeof *ends);
+    PyObject *dict = ends ? PyDict_New() : PyErr_NoMemory();
+    for (size_t i = 0; dict && i < places->count; i++) {
+        const struct dr_place *p = &places->places[i];
+        if (p->kind != DR_PLACE_NONE && p->offset + p->length > ends[p->file])
+            ends[p->file] = p->offset + p->length;
+    }
+    for (uint32_t f = 0; dict && f < count; f++) {
+        PyObject *name = file_object(places, f), *end = PyLong_FromUnsignedLongLong(ends[f]);
+        if (!name || !end || PyDict_SetItem(dict, name, end) < 0)
+            Py_CLEAR(dict);
+        Py_XDECREF(name);
+        Py_XDECREF(end);
+    }
+    PyMem_Free(ends);
+    return dict;
+}
+
+static PyMethodDef methods[] = {
+    {"put", put, METH_O,
+     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all places; kinds: 0 a plain "
+     "tensor, 1 bytes, 2 other"},
+    {"merge", merge, METH_VARARGS, "merge(places, indices as uint32): copies places to these indices"},
+    {"encode", encode, METH_NOARGS, "encode() -> bytes"},
+    {"get", get, METH_O, "get(i) -> as put takes it; None where nothing is stored"},
+    {"file_sizes", file_sizes, METH_NOARGS, "file_sizes() -> {file: bytes it must have at least}"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Places(count): where items are stored"},
+    {Py_tp_new, places_new},
+    {Py_tp_dealloc, places_dealloc},
+    {Py_tp_methods, methods},
+    {Py_sq_length, places_length},
+    {0, NULL},
+};
+
+PyType_Spec places_spec = {
+    .name = "dcpring._C.Places",
+    .basicsize = sizeof(struct places),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+static PyObject *decode_places(PyObject *module, PyObject *args) {
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data))
+        return NULL;
+    struct module_state *state = module_state(module);
+    struct places *self = (struct places *)PyType_GenericAlloc((PyTypeObject *)state->places_type, 0);
+    struct dr_error error;
+    dr_error_clear(&error);
+    if (self && dr_places_decode(&self->core, data.buf, (size_t)data.len, &error) < 0) {
+        Py_CLEAR(self);
+        fail(state, &error);
+    }
+    PyBuffer_Release(&data);
+    return (PyObject *)self;
+}
+
+PyMethodDef places_methods[] = {
+    {"decode_places", decode_places, METH_VARARGS, "decode_places(bytes) -> Places"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,33 @@
+/* The Python objects of planning, as the bindings share them: each wraps one of the core's structs. */
+#ifndef DCPRING_TABLES_H
+#define DCPRING_TABLES_H
+
+#include "module.h"
+
+#include "../core/match.h"
+#include "../core/merge.h"
+#include "../core/places.h"
+
+struct table {
+    PyObject_HEAD
+    struct dr_table core;
+};
+
+struct places {
+    PyObject_HEAD
+    struct dr_places core;
+};
+
+PyObject *table_new(struct module_state *state);
+
+/* What an object wraps, NULL with an exception when it is another kind of object. */
+const struct dr_table *table_of(struct module_state *state, PyObject *object);
+const struct dr_places *places_of(struct module_state *state, PyObject *object);
+
+/* Sets the exception of a core failure; returns NULL. */
+PyObject *fail(struct module_state *state, const struct dr_error *error);
+/* The buffer as bytes, freed; fail() where rc is negative. */
+PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error);
+PyObject *ints_tuple(const int64_t *ints, int count);
+
+#endif

@@ -14,14 +14,19 @@ from __future__ import annotations
 from dcpring import _torch as _torch
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOStats
+from dcpring.planner import RingSavePlanner
 from dcpring.reader import RingReader
+from dcpring.report import PlanReport, RankReport
 from dcpring.writer import RingWriter
 
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "IOStats",
+    "PlanReport",
+    "RankReport",
     "RingReader",
+    "RingSavePlanner",
     "RingWriter",
     "UntrustedCheckpointError",
 ]

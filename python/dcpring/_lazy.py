@@ -1,0 +1,130 @@
+"""DCP's Metadata with its attributes made when they are looked at.
+
+A checkpoint of a thousand ranks has millions of chunks. The coordinator keeps them as C tables, writes ``.metadata``
+from these, and most programs never look at what ``dcp.save`` returns.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from dcpring import _C
+from dcpring._metadata import collection_paused, load_metadata, metadata_id
+from dcpring._plan import decode_properties, pickled_fragment
+from dcpring.errors import CheckpointError
+
+_LAZY = ("state_dict_metadata", "planner_data", "storage_data")
+
+
+class Chunks:
+    """The chunks of a checkpoint.
+
+    Attributes:
+        table: a row for each.
+        mappings: whether the names' paths are kept (``planner_data``).
+        places: where each is stored, None before it is.
+        items: by rank, the rows of the table that it writes, in order, as uint32.
+    """
+
+    def __init__(
+        self, table: _C.Table, mappings: bool, places: _C.Places | None = None, items: Sequence[bytes] = ()
+    ) -> None:
+        self.table = table
+        self.mappings = mappings
+        self.places = places
+        self.items = items
+
+    def pickled(self, storage_meta: StorageMeta | None, version: str | None) -> bytes:
+        """``pickle.dumps`` of the Metadata, made in C."""
+        properties = [pickled_fragment(decode_properties(encoded)) for encoded in self.table.properties()]
+        return self.table.pickle(
+            self.places, properties, pickled_fragment(storage_meta), pickled_fragment(version), self.mappings
+        )
+
+    def load(self) -> Metadata:
+        with collection_paused():
+            metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now
+        return metadata
+
+
+class _Committed:
+    """The metadata file of a checkpoint that this save has committed; stands for it in other processes."""
+
+    def __init__(self, path: str, identity: str) -> None:
+        self.path = path
+        self.identity = identity
+
+    def load(self) -> Metadata:
+        if metadata_id(Path(self.path)) != self.identity:
+            raise CheckpointError(
+                f"{self.path} is not there any more, or another save has replaced it: what dcp.save returned can only "
+                "be looked at while the checkpoint is there"
+            )
+        return load_metadata(Path(self.path), trusted=True)[0]
+
+
+class LazyMetadata(Metadata):
+    """A ``Metadata`` that is made from ``source`` at the first look. Pickles as a plain one."""
+
+    def __init__(
+        self,
+        state_dict_metadata: Any = None,
+        planner_data: Any = None,
+        storage_data: Any = None,
+        storage_meta: StorageMeta | None = None,
+        version: str | None = None,
+        *,
+        source: Chunks | _Committed | None = None,
+    ) -> None:
+        self._source = source
+        self._values: dict[str, Any] = {}
+        self._committed: _Committed | None = None
+        if source is None:
+            self._values = dict(zip(_LAZY, (state_dict_metadata, planner_data, storage_data), strict=True))
+        self.storage_meta = storage_meta
+        self.version = version
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """The tables, as long as nobody has looked at, or changed, what they stand for."""
+        return self._source if isinstance(self._source, Chunks) and not self._values else None
+
+    def note_committed(self, path: Path) -> None:
+        """From now on the file stands for this object when it is pickled."""
+        self._committed = _Committed(str(path), metadata_id(path))
+
+    def _value(self, name: str) -> Any:
+        if name not in self._values:
+            assert self._source is not None
+            loaded = self._source.load()
+            self._values = {key: getattr(loaded, key) for key in _LAZY} | self._values
+        return self._values[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._committed is not None:
+            return _from_committed, (self._committed.path, self._committed.identity, self.storage_meta, self.version)
+        values = (self.state_dict_metadata, self.planner_data, self.storage_data)
+        return Metadata, (*values, self.storage_meta, self.version)
+
+
+def _attribute(name: str) -> property:
+    def get(self: LazyMetadata) -> Any:
+        return self._value(name)
+
+    def set_value(self: LazyMetadata, value: Any) -> None:
+        self._values[name] = value
+
+    return property(get, set_value)
+
+
+for _name in _LAZY:
+    setattr(LazyMetadata, _name, _attribute(_name))
+
+
+def _from_committed(path: str, identity: str, storage_meta: StorageMeta | None, version: str | None) -> LazyMetadata:
+    return LazyMetadata(source=_Committed(path, identity), storage_meta=storage_meta, version=version)

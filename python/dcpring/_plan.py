@@ -1,0 +1,451 @@
+"""Save plans in compact form: what ``create_local_plan`` makes, what ranks send, and the items as DCP knows them.
+
+A plan's rows live in C (``_C.Table``). DCP's ``WriteItem`` objects are made from them only when someone looks: stock
+storage does, ``RingWriter`` does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dcpring import _C
+from dcpring._strategy import Choice
+from dcpring.errors import CheckpointError
+from dcpring.report import RankReport
+
+BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
+"""Types of rows, as the core numbers them."""
+
+HASHED, DIVISIBLE = 1, 2
+"""Flags of rows, as the core numbers them."""
+
+_REQUIRES_GRAD, _PINNED, _ROW_FLAGS_SHIFT = 1, 2, 2
+"""How ``_C.make_table`` takes the flags of a plain tensor."""
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+Path = tuple[str | int, ...]
+Row = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], bytes, int, int, int]
+"""type, size, offsets, lengths, properties, bytes of the dtype in these, item bytes, flags"""
+
+# ---- flattening ----
+
+
+@dataclass
+class Flat:
+    """A nested state dict as one level: names, values and the paths that the names stand for."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    codes: list[bytes] = field(default_factory=list)
+    """The paths as the core has them: see ``_path_code``."""
+
+
+def flatten(state_dict: Mapping[str, Any]) -> Flat:
+    """As DCP's ``flatten_state_dict``: mappings are opened, and lists that hold tensors or mappings."""
+    flat = Flat()
+    for key, value in state_dict.items():
+        _flatten_value(flat, str(key), (str(key),), value)
+    return flat
+
+
+def _flatten_value(flat: Flat, name: str, path: Path, value: Any) -> None:
+    if isinstance(value, Mapping):
+        _flatten_mapping(flat, name, path, value)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for index, entry in enumerate(value):
+            _flatten_value(flat, f"{name}.{index}", (*path, index), entry)
+    else:
+        _add_leaf(flat, name, path, value, _path_code(path))
+
+
+def _flatten_mapping(flat: Flat, name: str, path: Path, mapping: Mapping[Any, Any]) -> None:
+    code = _path_code((*path, ""))  # the same for all leaves of this mapping
+    for key, value in mapping.items():
+        child = f"{name}.{key}"
+        if type(value) in PLAIN_TYPES:
+            _add_leaf(flat, child, (*path, str(key)), value, code)
+        else:
+            _flatten_value(flat, child, (*path, str(key)), value)
+
+
+def _add_leaf(flat: Flat, name: str, path: Path, value: Any, code: bytes) -> None:
+    if name in flat.values:
+        raise ValueError(f"duplicated flatten key {name}")
+    flat.values[name] = value
+    flat.mappings[name] = path
+    flat.codes.append(code)
+
+
+def _is_terminal(values: list[Any]) -> bool:
+    return not any(
+        isinstance(entry, (Mapping, Tensor)) or (isinstance(entry, list) and not _is_terminal(entry))
+        for entry in values
+    )
+
+
+def _path_code(path: Path) -> bytes:
+    """The number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last."""
+    code = bytearray(_varint(len(path)))
+    for part in path[:-1]:
+        code += _varint(len(str(part).encode()) << 1 | isinstance(part, int))
+    code += _varint(int(isinstance(path[-1], int)))
+    return bytes(code)
+
+
+def path_code(mappings: Mapping[str, Path], name: str) -> bytes:
+    """A name's path as the core has it; empty where it has none."""
+    return _path_code(mappings[name]) if name in mappings else b""
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def open_sharded_tensors(flat: Flat) -> Flat:
+    """As DCP's ``_flatten_sharded_tensors``, which opens ShardedTensors of ShardedTensors."""
+    if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, flat.values.values()))):
+        return flat
+    codes = dict(zip(flat.values, flat.codes, strict=True))
+    values = _flatten_sharded_tensors(flat.values)
+    return Flat(values, flat.mappings, [codes.get(name, b"") for name in values])
+
+
+# ---- rows ----
+
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def encode_properties(properties: TensorProperties) -> tuple[bytes, int]:
+    """``TensorProperties`` as bytes, and how many of them are the dtype's."""
+    dtype = str(properties.dtype).encode()
+    form = _FORMATS.index(properties.memory_format)
+    flags = bytes((properties.requires_grad, form, properties.pin_memory))
+    return dtype + b"\0" + str(properties.layout).encode() + b"\0" + flags, len(dtype)
+
+
+def decode_properties(encoded: bytes) -> TensorProperties:
+    """The reverse; refuses what is no dtype or layout of torch."""
+    try:
+        dtype_name, layout_name, flags = encoded.split(b"\0", 2)
+        dtype = getattr(torch, dtype_name.decode().removeprefix("torch."))
+        layout = getattr(torch, layout_name.decode().removeprefix("torch."))
+        requires_grad, form, pinned = flags
+        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
+            raise ValueError(f"{dtype}, {layout}")
+        return TensorProperties(dtype, layout, bool(requires_grad), _FORMATS[form], bool(pinned))
+    except (ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"a compact plan describes a tensor as {encoded!r}, which this torch lacks") from error
+
+
+def _row_of_item(item: WriteItem) -> Row | None:
+    """A row for a WriteItem that someone else made; None for an object."""
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        return None
+    if item.index.offset is not None and item.index.offset != data.chunk.offsets:
+        raise CheckpointError(
+            f"{item.index.fqn!r}: its write item has the index {item.index.offset}, but its chunk starts at "
+            f"{data.chunk.offsets}; nothing could find it on load"
+        )
+    kind = TENSOR_ROW if item.type == WriteItemType.TENSOR else SHARD_ROW
+    return _row(kind, data.size, data.chunk.offsets, data.chunk.sizes, data.properties, 0)
+
+
+def _row(
+    kind: int,
+    size: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    properties: TensorProperties,
+    flags: int,
+) -> Row:
+    encoded, dtype_bytes = encode_properties(properties)
+    item_bytes = torch._utils._element_size(properties.dtype)
+    return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
+
+
+class Describer:
+    """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def plain(self, tensor: Tensor) -> Row:
+        """A tensor whose dtype or layout the core does not know."""
+        zeros = (0,) * tensor.dim()
+        return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), TensorProperties.create_from_tensor(tensor), 0)
+
+    def value(self, name: str, value: Any) -> Any:
+        """A value of a state dict as ``_C.make_table`` takes it: a tensor, a row, rows, None or ..."""
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            return value
+        if isinstance(value, DTensor):
+            return self._dtensor(name, value)
+        if isinstance(value, Tensor) or hasattr(value, "__create_write_items__"):
+            return _rows_of_items(_create_write_items(name, value))
+        return None
+
+    def _dtensor(self, name: str, value: DTensor) -> Any:
+        mesh = value.device_mesh
+        if mesh.get_coordinate() is None:
+            return ...
+        local = value._local_tensor
+        if type(local) not in PLAIN_TYPES or any(p.is_partial() for p in value.placements):
+            return _rows_of_items(_create_write_items(name, value))
+        key = (value.shape, value.placements, id(mesh))
+        if key not in self._layouts:
+            self._layouts[key] = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+        lengths, offsets = self._layouts[key]
+        flags = DIVISIBLE if local.layout == torch.strided and tuple(local.shape) == tuple(lengths) else 0
+        properties = TensorProperties.create_from_tensor(value.to_local())
+        return _row(SHARD_ROW, value.shape, offsets, lengths, properties, flags)
+
+
+def _rows_of_items(items: list[WriteItem]) -> Any:
+    rows = [_row_of_item(item) for item in items]
+    return [row for row in rows if row is not None] if rows else ...
+
+
+def make_table(flat: Flat, hashed: Callable[[Any], bool] | None = None) -> _C.Table:
+    """The rows of a flat state dict. ``hashed`` says of a value whether its fingerprint will be sent along."""
+    describer = Describer()
+    names, originals = list(flat.values), list(flat.values.values())
+    values = [
+        value if type(value) in PLAIN_TYPES else describer.value(name, value) for name, value in flat.values.items()
+    ]
+    flags = _flags(originals)
+    if hashed is not None:
+        _mark_hashed(names, originals, values, flags, hashed)
+    codes = flat.codes if flat.mappings else None
+    try:
+        return _C.make_table(names, codes, values, bytes(flags), describer.plain)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the key {error.object!r} cannot be written as UTF-8; rename it") from error
+
+
+def _flags(values: list[Any]) -> bytearray:
+    divisible = DIVISIBLE << _ROW_FLAGS_SHIFT
+    flags = bytearray(divisible if type(value) in PLAIN_TYPES else 0 for value in values)
+    can_pin = torch.accelerator.is_available()
+    for index, value in enumerate(values):
+        if flags[index]:
+            flags[index] |= (_REQUIRES_GRAD if value.requires_grad else 0) | (
+                _PINNED if can_pin and value.is_pinned() else 0
+            )
+    return flags
+
+
+def _mark_hashed(
+    names: list[str], originals: list[Any], values: list[Any], flags: bytearray, hashed: Callable[[Any], bool]
+) -> None:
+    for index, (original, value) in enumerate(zip(originals, values, strict=True)):
+        if value is ... or isinstance(value, list) or not hashed(original):
+            continue
+        if isinstance(value, tuple):
+            values[index] = (*value[:-1], value[-1] | HASHED)
+        else:
+            flags[index] |= HASHED << _ROW_FLAGS_SHIFT
+
+
+def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | None) -> _C.Table:
+    """The rows of items that a subclass has made or changed."""
+    rows: dict[str, list[Row] | None] = {}
+    for item in items:
+        row, name = _row_of_item(item), item.index.fqn
+        if row is None or name not in rows:
+            rows[name] = None if row is None else [row]
+        else:
+            known = rows[name]
+            rows[name] = [row] if known is None else [*known, row]
+    names = list(rows)
+    codes = None if mappings is None else [path_code(mappings, name) for name in names]
+    if sum(len(part) if part else 1 for part in rows.values()) != len(items):
+        raise CheckpointError("a plan names an object twice, or an object and a tensor alike; give each its own key")
+    values: list[Any] = [rows[name] for name in names]
+    return _C.make_table(names, codes, values, bytes(len(names)), Describer().plain)
+
+
+# ---- items ----
+
+Kept = int | tuple[int, int, int]
+"""What a rank writes: a row of its plan, or (row, first row of the chunk, rows) along dimension 0."""
+
+
+class Items(Sequence[WriteItem]):
+    """The WriteItems of a compact plan, made when they are looked at.
+
+    Args:
+        table: the rows, or their encoded form.
+        answer: the core's answer that says which of them are to be written, None for all.
+    """
+
+    def __init__(self, table: _C.Table | bytes, answer: bytes | None = None) -> None:
+        self._table = table
+        self._answer = answer
+
+    @functools.cached_property
+    def table(self) -> _C.Table:
+        return _C.decode_table(self._table) if isinstance(self._table, bytes) else self._table
+
+    @functools.cached_property
+    def kept(self) -> list[Kept]:
+        if self._answer is None:
+            return [row for row, kind in enumerate(self.table.types()) if kind != NAME_ROW]
+        try:
+            return _C.read_answer(self._answer, len(self.table))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+
+    @property
+    def untouched(self) -> bool:
+        """No item has been made, so none was changed."""
+        return "made" not in self.__dict__
+
+    @functools.cached_property
+    def made(self) -> list[WriteItem]:
+        properties = [decode_properties(encoded) for encoded in self.table.properties()]
+        return [_make_item(self.table, kept, properties) for kept in self.kept]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @overload
+    def __getitem__(self, index: int) -> WriteItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WriteItem]: ...
+    def __getitem__(self, index: int | slice) -> WriteItem | list[WriteItem]:
+        return self.made[index]
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return iter(self.made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SentItems, ()
+
+
+def _make_item(table: _C.Table, kept: Kept, properties: list[TensorProperties]) -> WriteItem:
+    row = kept if isinstance(kept, int) else kept[0]
+    name, kind, size, offsets, lengths, number, _ = table.row(row)
+    if kind == BYTES_ROW:
+        return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+    if not isinstance(kept, int):
+        kind = SHARD_ROW
+        offsets = (offsets[0] + kept[1], *offsets[1:])
+        lengths = (kept[2], *lengths[1:])
+    place = torch.Size(offsets)
+    return WriteItem(
+        index=MetadataIndex(name, place),
+        type=WriteItemType.TENSOR if kind == TENSOR_ROW else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(place, torch.Size(lengths)), properties=properties[number], size=torch.Size(size)
+        ),
+    )
+
+
+class SentItems(Sequence[WriteItem]):
+    """Stands for the items of a compact plan that came from another process: only a Ring planner can read it."""
+
+    def _refuse(self) -> NoReturn:
+        raise CheckpointError(
+            "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator plans with another planner; "
+            "pass planner=RingSavePlanner() on all ranks, or on none"
+        )
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        self._refuse()
+
+
+# ---- plans ----
+
+
+@dataclass(frozen=True)
+class LocalMessage:
+    """What a rank sends to the coordinator.
+
+    Attributes:
+        rank: of the default process group.
+        host: the same string on all ranks of a machine.
+        layout: the encoded table, None when it is that of the last save.
+        digest: tells layouts from each other.
+        fingerprints: a uint32 for each row that is hashed.
+        flattened: whether the rows have paths.
+    """
+
+    rank: int
+    host: str
+    layout: bytes | None
+    digest: str
+    fingerprints: bytes
+    flattened: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the coordinator sends back.
+
+    Attributes:
+        kept: the core's answer, None when it is that of the last save.
+        choice: the strategy, and why.
+        rank: the rank's part of the report.
+    """
+
+    kept: bytes | None
+    choice: Choice
+    rank: RankReport
+
+
+@dataclass(frozen=True)
+class RingPlan(SavePlan):
+    """A SavePlan whose items stay in C. ``seal`` makes the message that is sent instead of them."""
+
+    message: LocalMessage | Answer | None = None
+    seal: Callable[[RingPlan], LocalMessage] | None = field(default=None, repr=False, compare=False)
+
+    def sealed(self) -> LocalMessage:
+        """The message to the coordinator, from the items as they are now."""
+        if isinstance(self.message, LocalMessage):
+            return self.message
+        if self.seal is None:
+            raise CheckpointError("this plan was not made by RingSavePlanner.create_local_plan")
+        return self.seal(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        message = self.sealed() if self.seal is not None else self.message
+        return RingPlan, (SentItems(), self.storage_data, self.planner_data, self.usable, message)
+
+
+def pickled_fragment(value: Any) -> bytes:
+    """A pickle of plain values without header, end and memo, for the core to put into a larger one."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=3)
+    pickler.fast = True
+    pickler.dump(value)
+    return out.getvalue()[2:-1]

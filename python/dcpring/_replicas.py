@@ -1,0 +1,102 @@
+"""Fingerprints of what is replicated and small, so that ranks which hold different bytes of it are noticed."""
+
+from __future__ import annotations
+
+import array
+import io
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcpring import _C
+from dcpring._plan import PLAIN_TYPES
+
+MAX_BYTES = 64 << 10
+"""Larger tensors are not compared: that would cost a pass over the model."""
+
+
+def is_hashed(value: Any) -> bool:
+    """Whether a value of a state dict is an object, or a small tensor that other ranks hold too."""
+    if isinstance(value, DTensor):
+        replicated = any(
+            placement.is_replicate() and size > 1
+            for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
+        )
+        return replicated and type(value._local_tensor) in PLAIN_TYPES and value._local_tensor.nbytes <= MAX_BYTES
+    if type(value) in PLAIN_TYPES:
+        return not value.is_meta and value.layout == torch.strided and value.nbytes <= MAX_BYTES
+    return not isinstance(value, Tensor) and not hasattr(value, "__create_write_items__")
+
+
+def fingerprints(values: list[Any]) -> bytes:
+    """A uint32 for each value that ``is_hashed``."""
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    tensors = [index for index, value in enumerate(local) if isinstance(value, Tensor)]
+    crcs = dict(zip(tensors, _tensor_crcs([local[index] for index in tensors]), strict=True))
+    prints = [crcs[index] if index in crcs else object_crc(value) for index, value in enumerate(local)]
+    return array.array("I", prints).tobytes()
+
+
+def _tensor_crcs(tensors: list[Tensor]) -> list[int]:
+    with torch.no_grad():
+        here = [tensor.detach() for tensor in tensors]
+        for device in {tensor.device for tensor in here if tensor.device.type != "cpu"}:
+            _bring_here(here, device)
+        here = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in here]
+        return [_crc_of(tensor) if crc is None else crc for tensor, crc in zip(here, _C.tensor_crcs(here), strict=True)]
+
+
+def _crc_of(tensor: Tensor) -> int:
+    """Of a tensor that the core cannot look at (a dtype of few bits, say)."""
+    out = io.BytesIO()
+    torch.save(tensor, out)
+    return zlib.crc32(out.getbuffer())
+
+
+def _bring_here(tensors: list[Tensor], device: torch.device) -> None:
+    """Copies all tensors of a device to the host, in one transfer."""
+    chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+    parts = [tensors[index].resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for index in chosen]
+    host = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
+    for index, part in zip(chosen, host.split([part.numel() for part in parts]), strict=True):
+        tensors[index] = part.clone()
+
+
+def object_crc(value: Any) -> int:
+    """A checksum by value: equal objects have equal ones, however they share parts in memory."""
+    crc = 0
+
+    def add(data: bytes) -> None:
+        nonlocal crc
+        crc = zlib.crc32(data, crc)
+
+    _walk(value, add)
+    return crc
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _walk(value: Any, add: Callable[[bytes], None], depth: int = 0) -> None:
+    kind = type(value)
+    if kind in _ATOMS:
+        add(f"{kind.__name__}:{value!r};".encode(errors="surrogatepass"))
+    elif kind in (list, tuple) and depth < 100:
+        add(f"{kind.__name__}{len(value)}[".encode())
+        for entry in value:
+            _walk(entry, add, depth + 1)
+    elif kind is dict and depth < 100:
+        add(f"dict{len(value)}[".encode())
+        for key, entry in value.items():
+            _walk(key, add, depth + 1)
+            _walk(entry, add, depth + 1)
+    elif kind in PLAIN_TYPES and value.layout == torch.strided:
+        add(f"{value.dtype}{list(value.shape)}{_tensor_crcs([value])[0]};".encode())
+    else:
+        out = io.BytesIO()
+        torch.save(value, out)
+        add(out.getvalue())

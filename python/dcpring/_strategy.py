@@ -1,0 +1,95 @@
+"""The ``writers`` argument: what it may be, and what "auto" makes of the storage."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dcpring import _C
+
+Writers = Literal["auto", "balanced", "split", "first_replica", "per_node"] | int
+
+BALANCED, SPLIT, FIRST_REPLICA, LIMITED, PER_NODE = range(5)
+"""As the core numbers them."""
+
+_NAMES = {"balanced": BALANCED, "split": SPLIT, "first_replica": FIRST_REPLICA, "per_node": PER_NODE}
+
+_SHARED_FILE_SYSTEMS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x65735546: "FUSE",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x00C36400: "Ceph",
+    0x01021997: "9P",
+    0x19830326: "BeeGFS",
+    0x5346414F: "AFS",
+    0xAAD7AAEA: "PanFS",
+    0x6E736673: "NFS server",
+    0x786F4256: "a shared folder of a virtual machine",
+}
+"""Magic numbers (statfs) of file systems on which many small writers are worse than a few."""
+
+_EVEN = 1.05
+"""With a largest file above this, over what is ideal, cutting tensors is worth the additional chunks."""
+
+
+def check_writers(writers: Writers) -> None:
+    if isinstance(writers, bool) or not (
+        writers in ("auto", *_NAMES) or (isinstance(writers, int) and not isinstance(writers, bool) and writers >= 1)
+    ):
+        raise ValueError(
+            f'writers={writers!r}: must be "auto", "balanced", "split", "first_replica", "per_node", or an int from 1'
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy, and why it was chosen."""
+
+    writers: Writers
+    reason: str
+
+
+def choose(writers: Writers, checkpoint: object) -> Choice:
+    """Resolves "auto" by the storage; what is left to the plan's balance comes back as "auto"."""
+    if writers != "auto":
+        return Choice(writers, "")
+    if checkpoint is None:
+        return Choice("auto", "the storage does not say where it lies")
+    text = str(checkpoint)
+    if "://" in text:
+        return Choice("first_replica", f"{text.split('://', 1)[0]} is remote storage")
+    try:
+        magic = _C.file_system(str(Path(text)))
+    except (OSError, ValueError) as error:
+        return Choice("auto", f"its file system cannot be told: {error}")
+    if magic in _SHARED_FILE_SYSTEMS:
+        return Choice("first_replica", f"{text} is on {_SHARED_FILE_SYSTEMS[magic]}")
+    return Choice("auto", f"{text} is on a local disk")
+
+
+def assign(merge: _C.Merge, choice: Choice, hosts: Sequence[str], split_bytes: int) -> Choice:
+    """Gives every item its writer; says which strategy it was."""
+    numbers = array.array("I", [list(dict.fromkeys(hosts)).index(host) for host in hosts]).tobytes()
+    if choice.writers == "auto":
+        merge.assign(BALANCED, 0, numbers, split_bytes)
+        loads = [load for _, load, _, _ in merge.sums()]
+        if max(loads) <= _EVEN * sum(loads) / len(loads):
+            return Choice("balanced", choice.reason)
+        merge.assign(SPLIT, 0, numbers, split_bytes)
+        cut = [load for _, load, _, _ in merge.sums()]
+        if max(cut) < max(loads):
+            return Choice("split", f"{choice.reason}, and whole tensors cannot be shared out evenly")
+        merge.assign(BALANCED, 0, numbers, split_bytes)
+        return Choice("balanced", choice.reason)
+    if isinstance(choice.writers, int):
+        merge.assign(LIMITED, choice.writers, numbers, split_bytes)
+    else:
+        merge.assign(_NAMES[choice.writers], 0, numbers, split_bytes)
+    return choice

@@ -1,0 +1,113 @@
+"""What a save's plan did, and what it cost: ``RingSavePlanner.report()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["PlanReport", "RankReport"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns, the first aligned to the left and the others to the right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "  ".join(text.ljust(width) if column == 0 else text.rjust(width) for column, (text, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+@dataclass
+class RankReport:
+    """One rank's part of a save.
+
+    Attributes:
+        rank: in the process group of the save.
+        items: tensors, shards, parts of these, and objects that it writes.
+        bytes: of tensors that it writes.
+        replicas_removed: what it holds and another rank writes.
+        replica_bytes: the bytes of these.
+        files: written; None until they are, or where the storage does not tell.
+        write_seconds: in ``write_data``; likewise.
+    """
+
+    rank: int
+    items: int = 0
+    bytes: int = 0
+    replicas_removed: int = 0
+    replica_bytes: int = 0
+    files: int | None = None
+    write_seconds: float | None = None
+
+
+@dataclass
+class PlanReport:
+    """A save's plan. ``print`` it.
+
+    Attributes:
+        writers: the strategy that was used.
+        reason: why, where it was chosen automatically.
+        ranks: all ranks on the coordinator, elsewhere only this one.
+        seconds: wall time by phase: "local plan", "gather", "plan", "scatter", "write", "commit". Waiting for slower
+            ranks is part of the phases that communicate. On other ranks than the coordinator, "gather" to "scatter"
+            are one phase, "coordinate".
+        gathered_bytes: that the coordinator got as plans. 0 elsewhere.
+        scattered_bytes: that it sent back.
+        cached: ranks whose plan was that of the last save, and was not sent.
+    """
+
+    writers: str = ""
+    reason: str = ""
+    ranks: list[RankReport] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    gathered_bytes: int = 0
+    scattered_bytes: int = 0
+    cached: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """The largest rank's bytes over the mean of the ranks that write. 1.0 is even."""
+        written = [rank.bytes for rank in self.ranks if rank.bytes]
+        return max(written) * len(written) / sum(written) if written else 1.0
+
+    def __str__(self) -> str:
+        header = ("rank", "items", "bytes", "files", "replicas removed", "their bytes", "write s")
+        rows = [
+            (
+                str(rank.rank),
+                str(rank.items),
+                format_bytes(rank.bytes),
+                "-" if rank.files is None else str(rank.files),
+                str(rank.replicas_removed),
+                format_bytes(rank.replica_bytes),
+                "-" if rank.write_seconds is None else f"{rank.write_seconds:.3f}",
+            )
+            for rank in self.ranks
+        ]
+        return f"{format_table(header, rows)}\n{self.summary()}"
+
+    def summary(self) -> str:
+        """One line, as it is logged."""
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
+        reason = f" ({self.reason})" if self.reason else ""
+        total = sum(rank.bytes for rank in self.ranks)
+        writing = sum(rank.items > 0 for rank in self.ranks)
+        cached = f", {self.cached} plans unchanged" if self.cached else ""
+        return (
+            f"writers={self.writers}{reason}: {format_bytes(total)} in {sum(rank.items for rank in self.ranks)} items "
+            f"by {writing} of {len(self.ranks)} ranks, largest {self.imbalance:.2f} of the mean; "
+            f"{format_bytes(self.gathered_bytes)} gathered, {format_bytes(self.scattered_bytes)} scattered{cached}; "
+            f"{phases}"
+        )

@@ -246,6 +246,6 @@ def test_mixed_devices(tmp_path: Path) -> None:
 
 def test_no_dtype_is_left_out() -> None:
     """Of those that are tested all but what this torch's shim may not know are plain to the core."""
-    kinds = _C.tensor_kinds([torch.empty(3, dtype=dtype) for dtype in DTYPES])
+    kinds = _C.Tensors([torch.empty(3, dtype=dtype) for dtype in DTYPES]).kinds()
     unknown = {str(dtype) for dtype, kind in zip(DTYPES, kinds, strict=True) if kind != 0}
     assert unknown <= {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.complex32"}, unknown

@@ -90,7 +90,7 @@ def test_a_missing_symbol_is_named_with_torchs_version() -> None:
         "    _C.bind_torch(libc, '9.8.7', torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors)\n"
         "except ImportError as error:\n"
         "    print(error)\n"
-        "print(list(_C.tensor_kinds([torch.ones(1), torch.ones(1).to_sparse()])))\n"
+        "print(list(_C.Tensors([torch.ones(1), torch.ones(1).to_sparse()]).kinds()))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -107,19 +107,19 @@ def test_a_library_that_is_not_loaded_is_named() -> None:
 def test_kinds_of_tensors() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     tensors = [x, x.t(), x[1:, 1:], torch.empty(0), torch.tensor(1), x.to("meta"), x.to_sparse(), x.to_sparse_csr()]
-    assert list(_C.tensor_kinds(tensors)) == [0, 0, 0, 0, 0, 1, 2, 2]
-    assert list(_C.tensor_kinds([torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)])) == [2]
-    assert list(_C.tensor_kinds([x.reshape([1] * 64 + [6])])) == [2], "more than 64 dimensions"
-    assert list(_C.tensor_kinds([])) == []
+    assert list(_C.Tensors(tensors).kinds()) == [0, 0, 0, 0, 0, 1, 2, 2]
+    assert list(_C.Tensors([torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)]).kinds()) == [2]
+    assert list(_C.Tensors([x.reshape([1] * 64 + [6])]).kinds()) == [2], "more than 64 dimensions"
+    assert list(_C.Tensors([]).kinds()) == []
 
 
 @pytest.mark.parametrize("wrong", [None, "text", [1], [None], [torch.ones(1), "x"], (torch.ones(1),)])
 def test_what_is_no_list_of_tensors_raises(wrong: object) -> None:
     if isinstance(wrong, tuple):
-        assert list(_C.tensor_kinds(wrong)) == [0]  # type: ignore[arg-type]
+        assert list(_C.Tensors(wrong).kinds()) == [0]  # type: ignore[arg-type]
         return
     with pytest.raises((TypeError, RuntimeError, ValueError)):
-        _C.tensor_kinds(wrong)  # type: ignore[arg-type]
+        _C.Tensors(wrong).kinds()  # type: ignore[arg-type]
 
 
 def test_importing_does_not_need_the_device_or_the_network() -> None:

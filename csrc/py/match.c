@@ -1,4 +1,4 @@
-/* dcpring._C.Match and Targets: what a rank reads, and where it goes, without a Python object for each (core/match.h). */
+/* dcpring._C.Match: what a rank reads, and reading it, without a Python object for each item (core/match.h). */
 #include "tables.h"
 
 #include "job.h"
@@ -9,12 +9,6 @@ struct match {
     PyObject_HEAD
     PyObject *wanted, *stored; /* the tables, kept alive */
     struct dr_match core;
-};
-
-struct targets {
-    PyObject_HEAD
-    PyObject *list; /* the tensors, kept alive */
-    struct tensors tensors;
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
@@ -128,31 +122,7 @@ static PyObject *sizes(PyObject *object, PyObject *unused) {
     return list;
 }
 
-/* ---- targets ---- */
-
-static PyObject *targets_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *list;
-    if (kwargs || !PyArg_ParseTuple(args, "O!", &PyList_Type, &list))
-        return NULL;
-    struct targets *self = (struct targets *)PyType_GenericAlloc(type, 0);
-    if (!self)
-        return NULL;
-    self->list = Py_NewRef(list);
-    if (tensors_init(&self->tensors, state_of((PyObject *)self), list) < 0)
-        Py_CLEAR(self);
-    return (PyObject *)self;
-}
-
-static void targets_dealloc(PyObject *object) {
-    struct targets *self = (struct targets *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    if (self->tensors.shim)
-        tensors_free(&self->tensors);
-    Py_XDECREF(self->list);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
-}
+/* ---- where it goes ---- */
 
 /* Whether no two elements share memory: with strides in ascending order, each reaches beyond all before. */
 static bool is_dense(const struct tensor_view *view) {
@@ -201,20 +171,20 @@ static bool is_straight(const struct match *self, const struct dr_overlap *o, co
 struct planned {
     struct match *match;
     const struct dr_places *places;
-    struct targets *targets;
+    const struct tensors *targets;
 };
 
 static int parse_planned(struct module_state *state, PyObject *match, PyObject *places, PyObject *targets,
                          struct planned *out) {
-    if ((PyObject *)Py_TYPE(match) != state->match_type || (PyObject *)Py_TYPE(targets) != state->targets_type) {
-        PyErr_SetString(PyExc_TypeError, "expected a Match and its Targets");
+    if ((PyObject *)Py_TYPE(match) != state->match_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a Match");
         return -1;
     }
-    *out = (struct planned){(struct match *)match, places_of(state, places), (struct targets *)targets};
-    if (!out->places)
+    *out = (struct planned){(struct match *)match, places_of(state, places), held_tensors(state, targets)};
+    if (!out->places || !out->targets)
         return -1;
     if (out->places->count == stored_of(out->match)->count &&
-        (size_t)out->targets->tensors.count == wanted_of(out->match)->count)
+        (size_t)out->targets->count == wanted_of(out->match)->count)
         return 0;
     PyErr_SetString(PyExc_ValueError, "places and targets are not those of the match's tables");
     return -1;
@@ -230,7 +200,7 @@ static PyObject *straight(PyObject *module, PyObject *args) {
     PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)core->count);
     for (size_t i = 0; mask && i < core->count; i++)
         PyBytes_AsString(mask)[i] = (char)is_straight(p.match, &core->overlaps[i], p.places,
-                                                      &p.targets->tensors.views[core->overlaps[i].wanted]);
+                                                      &p.targets->views[core->overlaps[i].wanted]);
     return mask;
 }
 
@@ -238,7 +208,7 @@ static void describe_read(const struct planned *p, const struct dr_overlap *o, s
     const struct dr_table *stored = stored_of(p->match);
     const struct dr_row *row = &stored->rows[o->stored];
     const struct dr_place *place = &p->places->places[o->stored];
-    const struct tensor_view *view = &p->targets->tensors.views[o->wanted];
+    const struct tensor_view *view = &p->targets->views[o->wanted];
     const int64_t *dims = p->match->core.dims + o->dims;
     int64_t skip = 0;
     for (int64_t d = 0; d < view->ndim; d++)
@@ -307,20 +277,6 @@ PyType_Spec match_spec = {
     .basicsize = sizeof(struct match),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = match_slots,
-};
-
-static PyType_Slot targets_slots[] = {
-    {Py_tp_doc, "Targets(tensors): where the wanted rows go"},
-    {Py_tp_new, targets_new},
-    {Py_tp_dealloc, targets_dealloc},
-    {0, NULL},
-};
-
-PyType_Spec targets_spec = {
-    .name = "dcpring._C.Targets",
-    .basicsize = sizeof(struct targets),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = targets_slots,
 };
 
 PyMethodDef match_methods[] = {

@@ -24,7 +24,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[2] = (struct type_entry){"Merge", &merge_spec, &state->merge_type};
     out[3] = (struct type_entry){"Places", &places_spec, &state->places_type};
     out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
-    out[5] = (struct type_entry){"Targets", &targets_spec, &state->targets_type};
+    out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
 }
 
 static int add_types(PyObject *module) {

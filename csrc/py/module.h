@@ -23,7 +23,7 @@
 struct module_state {
     PyObject *corrupt_error;   /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles;   /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
-    PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *targets_type;
+    PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type;
     struct torch_shim torch;
 };
 
@@ -55,7 +55,7 @@ void gil_take(struct gil *gil);
 
 /* ---- one per exposed part ---- */
 
-extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, targets_spec;
+extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef torch_methods[];

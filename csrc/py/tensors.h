@@ -16,4 +16,14 @@ struct tensors {
 int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *list);
 void tensors_free(struct tensors *tensors);
 
+/* dcpring._C.Tensors */
+struct held_tensors {
+    PyObject_HEAD
+    PyObject *list;
+    struct tensors tensors;
+};
+
+/* What a Tensors holds; NULL with an exception when the object is something else. */
+const struct tensors *held_tensors(struct module_state *state, PyObject *object);
+
 #endif

@@ -3,8 +3,6 @@
 
 #include "tensors.h"
 
-#include "../core/crc.h"
-
 #include <dlfcn.h>
 #include <stdio.h>
 
@@ -165,48 +163,7 @@ int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *
     return 0;
 }
 
-static PyObject *tensor_kinds(PyObject *module, PyObject *list) {
-    struct tensors tensors;
-    if (tensors_init(&tensors, module_state(module), list) < 0)
-        return NULL;
-    PyObject *kinds = PyBytes_FromStringAndSize(NULL, tensors.count);
-    for (Py_ssize_t i = 0; kinds && i < tensors.count; i++)
-        PyBytes_AsString(kinds)[i] = (char)tensors.views[i].kind;
-    tensors_free(&tensors);
-    return kinds;
-}
-
-static bool is_contiguous(const struct tensor_view *view) {
-    int64_t stride = 1;
-    for (int64_t d = view->ndim; d-- > 0; stride *= view->sizes[d])
-        if (view->sizes[d] != 1 && view->strides[d] != stride)
-            return false;
-    return true;
-}
-
-static PyObject *tensor_crcs(PyObject *module, PyObject *list) {
-    struct tensors tensors;
-    if (tensors_init(&tensors, module_state(module), list) < 0)
-        return NULL;
-    PyObject *result = PyList_New(tensors.count);
-    for (Py_ssize_t i = 0; result && i < tensors.count; i++) {
-        const struct tensor_view *view = &tensors.views[i];
-        struct dr_shape shape = {view->dtype, (int)view->ndim, view->sizes};
-        uint64_t bytes = 0;
-        bool plain = view->kind == TENSOR_PLAIN && is_contiguous(view) && dr_shape_bytes(&shape, &bytes);
-        PyObject *crc = plain ? PyLong_FromUnsignedLong(dr_crc32(0, view->data, bytes)) : Py_NewRef(Py_None);
-        if (!crc || PyList_SetItem(result, i, crc) < 0)
-            Py_CLEAR(result);
-    }
-    tensors_free(&tensors);
-    return result;
-}
-
 PyMethodDef torch_methods[] = {
     {"bind_torch", bind_torch, METH_VARARGS, "bind_torch(libtorch_path, torch_version, alloc_handles)"},
-    {"tensor_kinds", tensor_kinds, METH_O,
-     "tensor_kinds(tensors) -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},
-    {"tensor_crcs", tensor_crcs, METH_O,
-     "tensor_crcs(tensors) -> [CRC-32 of the elements; None where they do not lie contiguously in CPU memory]"},
     {NULL, NULL, 0, NULL},
 };

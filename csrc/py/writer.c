@@ -129,16 +129,12 @@ static PyObject *write_views(struct writer *self, const struct tensors *tensors)
     return list;
 }
 
-static PyObject *write_tensors(PyObject *object, PyObject *list) {
+static PyObject *write_tensors(PyObject *object, PyObject *argument) {
     struct writer *self = (struct writer *)object;
-    struct tensors tensors;
-    if (!enter(self))
+    const struct tensors *tensors = held_tensors(state_of(object), argument);
+    if (!tensors || !enter(self))
         return NULL;
-    PyObject *placed = NULL;
-    if (tensors_init(&tensors, state_of(object), list) == 0) {
-        placed = write_views(self, &tensors);
-        tensors_free(&tensors);
-    }
+    PyObject *placed = write_views(self, tensors);
     self->busy = false;
     return placed;
 }
@@ -253,7 +249,7 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"write_tensors", write_tensors, METH_O,
-     "write_tensors(tensors) -> [(offset, length, payload_offset, payload_size, crcs)]"},
+     "write_tensors(Tensors) -> [(offset, length, payload_offset, payload_size, crcs)]"},
     {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
     {"write_part", write_part, METH_VARARGS,
      "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},

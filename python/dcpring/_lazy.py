@@ -46,6 +46,12 @@ class Chunks:
             self.places, properties, pickled_fragment(storage_meta), pickled_fragment(version), self.mappings
         )
 
+    def index(self) -> bytes:
+        """What goes into the metadata file for fast reading: the table's length, the table, the places."""
+        assert self.places is not None
+        table = self.table.encode()
+        return b"".join((len(table).to_bytes(8, "little"), table, self.places.encode()))
+
     def load(self) -> Metadata:
         with collection_paused():
             metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now

@@ -309,7 +309,7 @@ class Loader:
         targets = [planner.resolve_tensor(item).detach() for item, _ in chunk]
         straight: list[int] = []
         through_host: list[int] = []
-        kinds = _C.tensor_kinds([t if type(t) is Tensor else _NOT_PLAIN for t in targets])
+        kinds = _C.Tensors([t if type(t) is Tensor else _NOT_PLAIN for t in targets]).kinds()
         for index, ((item, source), target) in enumerate(zip(chunk, targets, strict=True)):
             self._check_target(item, target, source.dtype)
             plain = kinds[index] == 0 and type(target) is Tensor and target.dtype == source.dtype
@@ -423,7 +423,7 @@ def _bump_versions(tensors: list[Tensor]) -> None:
 
 def _makes_tensors(planner: LoadPlanner) -> bool:
     """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
-    return overrides(planner, DefaultLoadPlanner, ("resolve_tensor", "transform_tensor", "lookup_tensor"))
+    return overrides(planner, (DefaultLoadPlanner,), ("resolve_tensor", "transform_tensor", "lookup_tensor"))
 
 
 def _numel(lengths: tuple[int, ...]) -> int:

@@ -1,7 +1,8 @@
 """Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it.
 
-The trailer follows the pickle's STOP, where every unpickler stops reading: a JSON object, its length and a CRC-32
-of pickle and JSON (two little-endian uint32), and eight bytes of magic. Files without one were written by stock DCP.
+Behind the pickle's STOP, where every unpickler stops reading, come the index (the same in compact form, for fast
+reading; not always there) and the trailer: a JSON object, its length and a CRC-32 of all before (two little-endian
+uint32), and eight bytes of magic. Files without one were written by stock DCP.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _MAGIC = b"dcpring\x01"
 _FOOTER = struct.Struct("<II8s")
 MAX_WORLD_SIZE = 1 << 20
 
-TENSOR, BYTES = 0, 1
-"""Kinds of stored record: a plain tensor whose payload can be read in parts, or bytes to be read whole."""
+TENSOR, BYTES, OPAQUE = 0, 1, 2
+"""Kinds of stored record: a plain tensor whose payload can be read in parts, bytes to be read whole, or something that
+the metadata does not describe (it has no ``ring`` then)."""
 
 
 class RingInfo(NamedTuple):
@@ -86,6 +88,8 @@ class Trailer:
         group_id: with ``use_collectives=False``, what all ranks call this save, "" when they could not agree.
         world_size: with ``use_collectives=False``, the number of ranks that saved; else 0.
         superseded_id: with ``use_collectives=False``, the ``metadata_id`` of the global metadata found then, or "".
+        version: of DCP's format, as in the pickle.
+        index_bytes: of the index between pickle and trailer.
     """
 
     files: list[str] = field(default_factory=list)
@@ -93,13 +97,17 @@ class Trailer:
     group_id: str = ""
     world_size: int = 0
     superseded_id: str = ""
+    version: str = ""
+    index_bytes: int = 0
 
     def __post_init__(self) -> None:
-        strings = [self.save_id, self.group_id, self.superseded_id, *self.files]
+        strings = [self.save_id, self.group_id, self.superseded_id, self.version, *self.files]
         if not isinstance(self.files, list) or not all(isinstance(text, str) for text in strings):
             raise TypeError("a field of the trailer has the wrong type")
         if not isinstance(self.world_size, int) or not 0 <= self.world_size < MAX_WORLD_SIZE:
             raise ValueError(f"a world size of {self.world_size}")
+        if not isinstance(self.index_bytes, int) or self.index_bytes < 0:
+            raise ValueError(f"an index of {self.index_bytes} bytes")
 
 
 @contextlib.contextmanager
@@ -128,29 +136,46 @@ def _unpickle_as_old(load: Callable[[], Any]) -> Any:
     return result
 
 
-def dump_metadata(metadata: Metadata, trailer: Trailer) -> bytes:
+def pickle_metadata(metadata: Metadata) -> bytes:
     with collection_paused():
-        pickled = pickle.dumps(metadata)
+        return pickle.dumps(metadata)
+
+
+def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"") -> bytes:
+    """A metadata file's bytes: the pickle, the index (see docs/format.md), and the trailer."""
+    trailer.index_bytes = len(index)
     note = json.dumps(asdict(trailer), separators=(",", ":")).encode()
-    crc = zlib.crc32(note, zlib.crc32(pickled))
-    return b"".join((pickled, note, _FOOTER.pack(len(note), crc, _MAGIC)))
+    crc = zlib.crc32(note, zlib.crc32(index, zlib.crc32(pickled)))
+    return b"".join((pickled, index, note, _FOOTER.pack(len(note), crc, _MAGIC)))
 
 
-def split_metadata(data: bytes, path: Path) -> tuple[memoryview, Trailer | None]:
-    """The pickle and the trailer of a metadata file's bytes; the trailer's CRC is checked."""
+class Parts(NamedTuple):
+    """A metadata file, taken apart. Stock's files have only the pickle."""
+
+    pickled: memoryview
+    tables: memoryview
+    trailer: Trailer | None
+
+
+def split_metadata(data: bytes, path: Path) -> Parts:
+    """Takes a metadata file's bytes apart; the trailer's CRC is checked."""
     view = memoryview(data)
     if len(data) < _FOOTER.size or not data.endswith(_MAGIC):
-        return view, None
+        return Parts(view, view[:0], None)
     note_bytes, crc, _ = _FOOTER.unpack(view[-_FOOTER.size :])
     body = view[: -_FOOTER.size]
     if note_bytes > len(body) or zlib.crc32(body) != crc:
         raise CorruptCheckpointError("the checkpoint's metadata is damaged (its CRC-32 does not match)", str(path))
+    end = len(body) - note_bytes
     try:
-        note = json.loads(bytes(body[len(body) - note_bytes :]))
+        note = json.loads(bytes(body[end:]))
         trailer = Trailer(**{name: note[name] for name in Trailer.__dataclass_fields__ if name in note})
+        if trailer.index_bytes > end:
+            raise ValueError("an index longer than the file")
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
-    return body[: len(body) - note_bytes], trailer
+    start = end - trailer.index_bytes
+    return Parts(body[:start], body[start:end], trailer)
 
 
 # ---- the restricted unpickler ----
@@ -260,22 +285,20 @@ def _unpickle(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
         return _RestrictedUnpickler(data, path, safe_globals).load()
 
 
-def load_metadata(
-    path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
-) -> tuple[Metadata, Trailer | None]:
-    """Reads a metadata file without running code from it.
+def unpickle_metadata(
+    pickled: memoryview, path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+) -> Metadata:
+    """Reads a metadata file's pickle without running code from it.
 
     Args:
-        path: the ``.metadata`` file.
+        path: the ``.metadata`` file, for errors.
         trusted: unpickle whatever is there.
         safe_globals: classes and functions that the pickle may name besides DCP's own.
 
     Raises:
-        OSError: it cannot be read.
         CorruptCheckpointError: it is damaged, truncated or no metadata.
         UntrustedCheckpointError: it names what is not allowed.
     """
-    pickled, trailer = split_metadata(path.read_bytes(), path)
     try:
         metadata = _unpickle_as_old(
             lambda: pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
@@ -288,12 +311,20 @@ def load_metadata(
         ) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"the file holds a {type(metadata).__name__}, not DCP metadata", str(path))
-    return metadata, trailer
+    return metadata
+
+
+def load_metadata(
+    path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+) -> tuple[Metadata, Trailer | None]:
+    """A metadata file as ``unpickle_metadata`` reads it, and its trailer. OSError where it cannot be read."""
+    parts = split_metadata(path.read_bytes(), path)
+    return unpickle_metadata(parts.pickled, path, trusted=trusted, safe_globals=safe_globals), parts.trailer
 
 
 def read_trailer(path: Path) -> Trailer | None:
     """The trailer alone; None for a stock file."""
-    return split_metadata(path.read_bytes(), path)[1]
+    return split_metadata(path.read_bytes(), path).trailer
 
 
 def metadata_id(path: Path) -> str:

@@ -47,7 +47,9 @@ def _tensor_crcs(tensors: list[Tensor]) -> list[int]:
         for device in {tensor.device for tensor in here if tensor.device.type != "cpu"}:
             _bring_here(here, device)
         here = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in here]
-        return [_crc_of(tensor) if crc is None else crc for tensor, crc in zip(here, _C.tensor_crcs(here), strict=True)]
+        return [
+            _crc_of(tensor) if crc is None else crc for tensor, crc in zip(here, _C.Tensors(here).crcs(), strict=True)
+        ]
 
 
 def _crc_of(tensor: Tensor) -> int:

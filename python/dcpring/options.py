@@ -58,10 +58,11 @@ def _check_range(name: str, value: int, most: int) -> None:
         raise ValueError(f"{name}={value!r}: must be an int from 1 to {most}")
 
 
-def overrides(planner: object, default: type, methods: tuple[str, ...]) -> bool:
-    """Whether a planner does anything of its own in these methods of DCP's default planner."""
-    return not isinstance(planner, default) or any(
-        getattr(type(planner), method) is not getattr(default, method) for method in methods
+def overrides(planner: object, defaults: tuple[type, ...], methods: tuple[str, ...]) -> bool:
+    """Whether a planner does anything of its own in these methods of one of the default planners."""
+    return not isinstance(planner, defaults) or any(
+        all(getattr(type(planner), method) is not getattr(default, method) for default in defaults)
+        for method in methods
     )
 
 

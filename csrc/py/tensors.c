@@ -1,0 +1,94 @@
+/* dcpring._C.Tensors: a list of tensors as the core sees them, kept from one call to the next. */
+#include "tensors.h"
+
+#include "../core/crc.h"
+
+static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+const struct tensors *held_tensors(struct module_state *state, PyObject *object) {
+    if ((PyObject *)Py_TYPE(object) == state->tensors_type)
+        return &((struct held_tensors *)object)->tensors;
+    PyErr_SetString(PyExc_TypeError, "expected a Tensors");
+    return NULL;
+}
+
+static PyObject *tensors_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *list;
+    if (kwargs || !PyArg_ParseTuple(args, "O!", &PyList_Type, &list))
+        return NULL;
+    struct held_tensors *self = (struct held_tensors *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    self->list = PyList_GetSlice(list, 0, PyList_Size(list)); /* nobody else's, so that it cannot change */
+    if (!self->list || tensors_init(&self->tensors, state_of((PyObject *)self), self->list) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void tensors_dealloc(PyObject *object) {
+    struct held_tensors *self = (struct held_tensors *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->tensors.shim)
+        tensors_free(&self->tensors);
+    Py_XDECREF(self->list);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *kinds(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, tensors->count);
+    for (Py_ssize_t i = 0; bytes && i < tensors->count; i++)
+        PyBytes_AsString(bytes)[i] = (char)tensors->views[i].kind;
+    return bytes;
+}
+
+static bool is_contiguous(const struct tensor_view *view) {
+    int64_t stride = 1;
+    for (int64_t d = view->ndim; d-- > 0; stride *= view->sizes[d])
+        if (view->sizes[d] != 1 && view->strides[d] != stride)
+            return false;
+    return true;
+}
+
+static PyObject *crcs(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    PyObject *list = PyList_New(tensors->count);
+    for (Py_ssize_t i = 0; list && i < tensors->count; i++) {
+        const struct tensor_view *view = &tensors->views[i];
+        struct dr_shape shape = {view->dtype, (int)view->ndim, view->sizes};
+        uint64_t bytes = 0;
+        bool plain = view->kind == TENSOR_PLAIN && is_contiguous(view) && dr_shape_bytes(&shape, &bytes);
+        PyObject *crc = plain ? PyLong_FromUnsignedLong(dr_crc32(0, view->data, bytes)) : Py_NewRef(Py_None);
+        if (!crc || PyList_SetItem(list, i, crc) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyMethodDef methods[] = {
+    {"kinds", kinds, METH_NOARGS, "kinds() -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},
+    {"crcs", crcs, METH_NOARGS,
+     "crcs() -> [CRC-32 of the elements; None where they do not lie contiguously in CPU memory]"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Tensors(list): the tensors as the core sees them"},
+    {Py_tp_new, tensors_new},
+    {Py_tp_dealloc, tensors_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec tensors_spec = {
+    .name = "dcpring._C.Tensors",
+    .basicsize = sizeof(struct held_tensors),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -116,12 +116,11 @@ static int wrong_size(const struct context *c, uint32_t row, const struct dr_row
                             (int)(name->size < 120 ? name->size : 120), dr_table_text(c->wanted, wanted->name));
 }
 
-static int wrong_kind(const struct context *c, uint32_t row, bool stored_tensor, struct dr_error *error) {
+static int wrong_kind(const struct context *c, uint32_t row, struct dr_error *error) {
     const struct dr_name *name = &c->wanted->names[c->wanted->rows[row].name];
-    return dr_error_invalid(error, row, "'%.*s' is %s in the checkpoint, and %s in the state dict",
+    return dr_error_invalid(error, row, "'%.*s' is a tensor in the checkpoint, and an object in the state dict",
                             (int)(name->size < 120 ? name->size : 120),
-                            dr_table_text(c->wanted, c->wanted->rows[row].name),
-                            stored_tensor ? "a tensor" : "an object", stored_tensor ? "an object" : "a tensor");
+                            dr_table_text(c->wanted, c->wanted->rows[row].name));
 }
 
 static int not_covered(const struct context *c, uint32_t row, double found, struct dr_error *error) {
@@ -170,8 +169,8 @@ static int match_row(const struct context *c, uint32_t row, uint32_t *guess, str
     bool stored_tensor = dr_row_is_tensor(&c->stored->rows[stored[0]]);
     if (stored_tensor && dr_row_is_tensor(wanted))
         return match_tensor(c, row, stored, c->by.start[name + 1] - c->by.start[name], error);
-    if (stored_tensor || dr_row_is_tensor(wanted))
-        return wrong_kind(c, row, stored_tensor, error);
+    if (stored_tensor)
+        return wrong_kind(c, row, error);
     int rc = make_room(c->match, 0, error);
     return rc ? rc : add(c->match, row, stored[0], 0);
 }

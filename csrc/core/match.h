@@ -9,7 +9,8 @@
 
 struct dr_overlap {
     uint32_t wanted, stored; /* rows */
-    uint64_t dims;           /* index in the match's dims: offsets in the wanted chunk, in the stored one, lengths */
+    uint64_t dims;           /* index in the match's dims: offsets in the wanted chunk, in the stored one, lengths; as
+                                many of each as the stored row has dimensions */
 };
 
 struct dr_match {
@@ -22,8 +23,9 @@ struct dr_match {
 };
 
 /*
- * Matches every wanted row that is a tensor or an object. A name that is stored as something else, with another
- * shape, or with chunks that do not cover what is wanted is an error, whose item is the wanted row.
+ * Matches every wanted row that is a tensor or an object. An object that is stored as a tensor, a tensor with another
+ * shape, or chunks that do not cover what is wanted are errors, whose item is the wanted row. A tensor that is
+ * stored as an object is that object.
  */
 int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct dr_table *stored,
              struct dr_error *error);

@@ -74,7 +74,7 @@ static PyObject *get(PyObject *object, PyObject *argument) {
     if (i < 0 || (size_t)i >= self->core.count)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "overlap %zd", i);
     const struct dr_overlap *o = &self->core.overlaps[i];
-    int n = wanted_of(self)->rows[o->wanted].ndim;
+    int n = stored_of(self)->rows[o->stored].ndim;
     const int64_t *dims = self->core.dims + o->dims;
     return Py_BuildValue("(IINNN)", o->wanted, o->stored, ints_tuple(dims, n), ints_tuple(dims + n, n),
                          ints_tuple(dims + 2 * n, n));
@@ -159,7 +159,7 @@ static bool is_straight(const struct match *self, const struct dr_overlap *o, co
                         const struct tensor_view *view) {
     const struct dr_table *wanted = wanted_of(self), *stored = stored_of(self);
     const struct dr_row *row = &wanted->rows[o->wanted];
-    if (!dr_row_is_tensor(row) || places->places[o->stored].kind != DR_PLACE_TENSOR || view->kind != TENSOR_PLAIN ||
+    if (!dr_row_is_tensor(row) || !dr_row_is_tensor(&stored->rows[o->stored]) || places->places[o->stored].kind != DR_PLACE_TENSOR || view->kind != TENSOR_PLAIN ||
         view->ndim != row->ndim ||
         !same_dtype(&stored->properties[stored->rows[o->stored].properties], view->dtype))
         return false;

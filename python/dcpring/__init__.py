@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dcpring import _torch as _torch
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
 from dcpring.reader import RingReader
@@ -25,6 +26,7 @@ __all__ = [
     "IOStats",
     "PlanReport",
     "RankReport",
+    "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",
     "RingWriter",

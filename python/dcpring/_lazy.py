@@ -6,6 +6,7 @@ from these, and most programs never look at what ``dcp.save`` returns.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcpring import _C
-from dcpring._metadata import collection_paused, load_metadata, metadata_id
+from dcpring._metadata import Parts, collection_paused, load_metadata, metadata_id, unpickle_metadata
 from dcpring._plan import decode_properties, pickled_fragment
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError
 
 _LAZY = ("state_dict_metadata", "planner_data", "storage_data")
 
@@ -56,6 +57,29 @@ class Chunks:
         with collection_paused():
             metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now
         return metadata
+
+
+class StoredChunks(Chunks):
+    """The chunks of a checkpoint that is being read, from the tables in its metadata file.
+
+    The pickle, which says the same, is only read when someone looks at the Metadata's attributes.
+    """
+
+    def __init__(self, parts: Parts, path: Path, trusted: bool, safe_globals: Sequence[Any]) -> None:
+        try:
+            size = int.from_bytes(parts.tables[:8], "little")
+            table, places = _C.decode_table(parts.tables[8 : 8 + size]), _C.decode_places(parts.tables[8 + size :])
+        except ValueError as error:
+            raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
+        if len(table) != len(places):
+            raise CorruptCheckpointError("the checkpoint's metadata is damaged (its tables do not fit)", str(path))
+        super().__init__(table, True, places)
+        self._load = functools.partial(
+            unpickle_metadata, parts.pickled, path, trusted=trusted, safe_globals=safe_globals
+        )
+
+    def load(self) -> Metadata:
+        return self._load()
 
 
 class _Committed:

@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import io
+import itertools
 import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +29,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
+from dcpring._plan import BYTES_ROW, decode_properties
+from dcpring._save import Placed, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.load_planner import ReadItems, RingLoadPlanner
 from dcpring.options import IOOptions, IOStats, overrides
 
 logger = logging.getLogger("dcpring")
@@ -62,6 +68,73 @@ class _Whole:
     info: _StorageInfo
 
 
+class Catalog(Protocol):
+    """What a checkpoint's metadata says of its items."""
+
+    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+        """Where an item is stored."""
+        ...
+
+    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Sizes and dtype of a stored chunk; None when the metadata does not tell."""
+        ...
+
+
+class ObjectCatalog:
+    """DCP's Metadata."""
+
+    def __init__(self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]) -> None:
+        self._metadata = metadata
+        self._storage_data = storage_data
+
+    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+        return self._storage_data.get(index)
+
+    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
+        entry = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        chunks = entry.chunks
+        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
+            return chunks[index.index].sizes, entry.properties.dtype
+        for chunk in chunks:
+            if index.offset is None or chunk.offsets == index.offset:
+                return chunk.sizes, entry.properties.dtype
+        return None
+
+
+class TableCatalog:
+    """The tables of a metadata file; ``rows`` has the items that will be asked for."""
+
+    def __init__(self, rows: dict[MetadataIndex, int], chunks: Chunks) -> None:
+        self._rows = rows
+        self._chunks = chunks
+        self._properties = chunks.table.properties()
+
+    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+        assert self._chunks.places is not None
+        place = self._chunks.places.get(self._rows[index])
+        return None if place is None else storage_info(Placed(*place))
+
+    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
+        _, kind, _, _, lengths, number, _ = self._chunks.table.row(self._rows[index])
+        return None if kind == BYTES_ROW else (lengths, decode_properties(self._properties[number]).dtype)
+
+
+class LazyItems(Sequence[ReadItem]):
+    """Some of a match's items, for an error to name one."""
+
+    def __init__(self, items: ReadItems, chosen: list[int]) -> None:
+        self._items = items
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items.make(self._chosen[index])
+
+
 class Loader:
     """See the module's docstring. One is made for every read_data."""
 
@@ -69,8 +142,6 @@ class Loader:
         self,
         *,
         path: str,
-        metadata: Metadata,
-        storage_data: dict[MetadataIndex, _StorageInfo],
         transforms: Any,
         options: IOOptions,
         trusted: bool,
@@ -79,8 +150,6 @@ class Loader:
         rank: int,
     ) -> None:
         self._path = path
-        self._metadata = metadata
-        self._storage_data = storage_data
         self._transforms = transforms
         self._options = options.for_core(sync=False)
         self._checksum = options.checksum
@@ -89,27 +158,73 @@ class Loader:
         self._stats = stats
         self._rank = rank
         self._files: dict[str, int] = {}
+        self._catalog: Catalog
 
-    def load(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def load(
+        self,
+        items: list[ReadItem],
+        catalog: Catalog,
+        planner: LoadPlanner,
+        straight: Callable[[], None] | None = None,
+    ) -> None:
+        """Loads the items; ``straight`` loads more, once all that can be checked before any tensor changes has been."""
+        self._catalog = catalog
         infos = [self._info(item) for item in items]
         self._number_files(infos)
         objects, wholes, sources = self._classify(items, infos)
         self._check_wholes(wholes, planner)
-        if _makes_tensors(planner):
+        if makes_tensors(planner) or straight is not None:
             self._check_sources(sources)
         values = self._read_objects(objects)
-        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if _makes_tensors(planner) else None):
+        if straight is not None:
+            straight()
+        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
             self._load_tensors(chunk, planner)
         for batch in _windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
             self._load_wholes(batch, planner)
         for (item, _), value in zip(objects, values, strict=True):
             planner.load_bytes(item, value)
-        self._stats.files = len(self._files)
+        self._stats.files = max(self._stats.files, len(self._files))
+
+    def load_matched(self, items: ReadItems, chunks: Chunks, planner: RingLoadPlanner) -> None:
+        """Loads a compact plan: what can be read straight into its tensor never becomes an object of Python."""
+        assert chunks.places is not None
+        found = planner.targets(items.wanted)
+        targets = [_NOT_PLAIN if tensor is None or _is_lazy_view(tensor) else tensor for tensor in found]
+        tensors = _C.Tensors(targets)
+        mask = _C.straight(items.match, chunks.places, tensors)
+        rest = [position for position, good in enumerate(mask) if not good]
+        made = [items.make(position) for position in rest]
+        rows = array.array("I", items.match.stored_rows())
+        catalog = TableCatalog(
+            {item.storage_index: rows[position] for item, position in zip(made, rest, strict=True)}, chunks
+        )
+        self._stats.files = len(chunks.places.file_sizes())
+
+        def straight() -> None:
+            self._read_straight(items, chunks, tensors, mask)
+            wanted = array.array("I", items.match.wanted_rows())
+            _bump_versions([targets[row] for row in dict.fromkeys(itertools.compress(wanted, mask))])
+            self._stats.tensor_bytes += sum(itertools.compress(items.match.sizes(), mask))
+
+        self.load(made, catalog, planner, straight)
+
+    def _read_straight(self, items: ReadItems, chunks: Chunks, tensors: _C.Tensors, mask: bytes) -> None:
+        assert chunks.places is not None
+        files = list(chunks.places.file_sizes())
+        if not any(mask):
+            return
+        try:
+            stats = _C.load_matched(self._path, files, items.match, chunks.places, tensors, mask, self._options)
+        except _CORE_ERRORS as error:
+            chosen = [position for position, good in enumerate(mask) if good]
+            raise self._explained(error, LazyItems(items, chosen)) from error
+        self._count(stats)
 
     # ---- what each item is ----
 
     def _info(self, item: ReadItem) -> _StorageInfo:
-        info = self._storage_data.get(item.storage_index)
+        info = self._catalog.info(item.storage_index)
         if info is None:
             raise CorruptCheckpointError(
                 f"the metadata lists {item.storage_index.fqn!r} at offset {item.storage_index.offset}, but not where "
@@ -158,18 +273,7 @@ class Loader:
         return _Whole(self._files[info.relative_path], info.offset, info.length, crcs, info)
 
     def _stored_as(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Sizes and dtype of the stored chunk by the metadata; None when that does not tell."""
-        index = item.storage_index
-        entry = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        chunks = entry.chunks
-        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
-            return chunks[index.index].sizes, entry.properties.dtype
-        for chunk in chunks:
-            if index.offset is None or chunk.offsets == index.offset:
-                return chunk.sizes, entry.properties.dtype
-        return None
+        return self._catalog.stored_as(item.storage_index)
 
     def _locate(self, unknown: list[tuple[ReadItem, _StorageInfo]]) -> Iterator[tuple[ReadItem, _Source | _Whole]]:
         """Looks into records that the metadata says nothing more about: those that stock wrote."""
@@ -216,7 +320,7 @@ class Loader:
         self._check_ends([item for item, _ in wholes], [(whole.file, whole.offset + whole.size) for _, whole in wholes])
         for item, _ in wholes:
             stored = self._stored_as(item)
-            if stored is not None and not _makes_tensors(planner):
+            if stored is not None and not makes_tensors(planner):
                 self._check_target(item, planner.resolve_tensor(item), stored[1])
 
     def _read_whole(self, batch: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
@@ -381,7 +485,7 @@ class Loader:
     def _name(self, item: ReadItem) -> str:
         return f"{item.storage_index.fqn!r} (rank {self._rank})"
 
-    def _explained(self, error: Exception, items: list[ReadItem]) -> Exception:
+    def _explained(self, error: Exception, items: Sequence[ReadItem]) -> Exception:
         """The same error, with the key, the rank, and which tensors had changed already."""
         index = getattr(error, "item", None)
         where = self._name(items[index]) if index is not None and index < len(items) else f"rank {self._rank}"
@@ -398,6 +502,11 @@ class Loader:
 
 _NOT_PLAIN = torch.empty(0)
 """Stands in for tensors that the core must not look at."""
+
+
+def _is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are not the values: a conjugate or negative view."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
@@ -421,9 +530,10 @@ def _bump_versions(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
-def _makes_tensors(planner: LoadPlanner) -> bool:
+def makes_tensors(planner: LoadPlanner) -> bool:
     """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
-    return overrides(planner, (DefaultLoadPlanner,), ("resolve_tensor", "transform_tensor", "lookup_tensor"))
+    methods = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    return overrides(planner, (DefaultLoadPlanner, RingLoadPlanner), methods)
 
 
 def _numel(lengths: tuple[int, ...]) -> int:

@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -186,9 +192,15 @@ def _row(
 
 
 class Describer:
-    """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one."""
+    """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one.
 
-    def __init__(self) -> None:
+    Args:
+        rows_of: describes what is neither a plain tensor nor a DTensor of plain tensors: a save's rows are those that
+            it writes, a load's those that it fills.
+    """
+
+    def __init__(self, rows_of: Callable[[str, Any], list[Row]]) -> None:
+        self._rows_of = rows_of
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plain(self, tensor: Tensor) -> Row:
@@ -204,7 +216,7 @@ class Describer:
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
         if isinstance(value, Tensor) or hasattr(value, "__create_write_items__"):
-            return _rows_of_items(_create_write_items(name, value))
+            return self._rows_of(name, value) or ...
         return None
 
     def _dtensor(self, name: str, value: DTensor) -> Any:
@@ -213,7 +225,7 @@ class Describer:
             return ...
         local = value._local_tensor
         if type(local) not in PLAIN_TYPES or any(p.is_partial() for p in value.placements):
-            return _rows_of_items(_create_write_items(name, value))
+            return self._rows_of(name, value) or ...
         key = (value.shape, value.placements, id(mesh))
         if key not in self._layouts:
             self._layouts[key] = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
@@ -223,14 +235,41 @@ class Describer:
         return _row(SHARD_ROW, value.shape, offsets, lengths, properties, flags)
 
 
-def _rows_of_items(items: list[WriteItem]) -> Any:
-    rows = [_row_of_item(item) for item in items]
-    return [row for row in rows if row is not None] if rows else ...
+def rows_to_write(name: str, value: Any) -> list[Row]:
+    rows = map(_row_of_item, _create_write_items(name, value))
+    return [row for row in rows if row is not None]
 
 
-def make_table(flat: Flat, hashed: Callable[[Any], bool] | None = None) -> _C.Table:
+def rows_to_fill(_: str, value: Any) -> list[Row]:
+    properties = TensorProperties(dtype=value.dtype) if hasattr(value, "dtype") else TensorProperties()
+    return [
+        _row(SHARD_ROW, value.size(), chunk.offsets, chunk.sizes, properties, 0) for chunk in _create_chunk_list(value)
+    ]
+
+
+def rows_of_stored(metadata: Metadata) -> _C.Table:
+    """The chunks of a checkpoint whose metadata has no tables."""
+    values: list[Any] = []
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            chunks = [
+                _row(SHARD_ROW, stored.size, chunk.offsets, chunk.sizes, stored.properties, 0)
+                for chunk in stored.chunks
+            ]
+            values.append(chunks or ...)
+        else:
+            values.append(None)
+    names = list(metadata.state_dict_metadata)
+    return _C.make_table(names, None, values, bytes(len(names)), Describer(rows_to_fill).plain)
+
+
+def make_table(
+    flat: Flat,
+    rows_of: Callable[[str, Any], list[Row]] = rows_to_write,
+    hashed: Callable[[Any], bool] | None = None,
+) -> _C.Table:
     """The rows of a flat state dict. ``hashed`` says of a value whether its fingerprint will be sent along."""
-    describer = Describer()
+    describer = Describer(rows_of)
     names, originals = list(flat.values), list(flat.values.values())
     values = [
         value if type(value) in PLAIN_TYPES else describer.value(name, value) for name, value in flat.values.items()
@@ -284,7 +323,7 @@ def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | No
     if sum(len(part) if part else 1 for part in rows.values()) != len(items):
         raise CheckpointError("a plan names an object twice, or an object and a tensor alike; give each its own key")
     values: list[Any] = [rows[name] for name in names]
-    return _C.make_table(names, codes, values, bytes(len(names)), Describer().plain)
+    return _C.make_table(names, codes, values, bytes(len(names)), Describer(rows_to_write).plain)
 
 
 # ---- items ----

@@ -143,7 +143,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if self.state_dict is not flat.values:  # a subclass has put another in its place
             flat = Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
         with collection_paused():
-            table = make_table(flat, _replicas.is_hashed if compared else None)
+            table = make_table(flat, hashed=_replicas.is_hashed if compared else None)
             if compared:
                 self._save.fingerprints = _fingerprints(table, flat)
         self.plan = RingPlan(items=Items(table), seal=self._seal)  # type: ignore[arg-type]

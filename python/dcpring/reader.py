@@ -11,14 +11,24 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from dcpring import _layout
-from dcpring._load import Loader
-from dcpring._metadata import METADATA_NAME, Trailer, collection_paused, load_metadata, metadata_id, read_trailer
+from dcpring._lazy import LazyMetadata, StoredChunks
+from dcpring._load import Loader, ObjectCatalog, makes_tensors
+from dcpring._metadata import (
+    METADATA_NAME,
+    Trailer,
+    collection_paused,
+    metadata_id,
+    read_trailer,
+    split_metadata,
+    unpickle_metadata,
+)
 from dcpring.errors import CheckpointError
+from dcpring.load_planner import RingLoadPlan, RingLoadPlanner
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 
 __all__ = ["RingReader"]
@@ -61,6 +71,7 @@ class RingReader(FileSystemReader):
         trusted: bool = False,
         safe_globals: Sequence[Any] = (),
     ) -> None:
+        self._storage_data: dict[MetadataIndex, Any] | None = None
         super().__init__(path, _extension_registry)
         self.options = IOOptions(
             engine=engine,
@@ -86,16 +97,43 @@ class RingReader(FileSystemReader):
             _refuse_superseded(directory, rank)
             _refuse_mixed(directory, rank)
             path = directory / _layout.rank_metadata_name(rank)
-        metadata, _ = load_metadata(path, trusted=self.trusted, safe_globals=self.safe_globals)
+        parts = split_metadata(path.read_bytes(), path)
+        if parts.tables and parts.trailer is not None:
+            chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
+            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)
+            return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
+        metadata = unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: Any,
+        rank: Any = None,
+        use_collectives: bool = True,
+        **kwargs: Any,
+    ) -> None:
         self._metadata = metadata
+        self._storage_data = None
+        self.rank = rank
+        self.use_collectives = use_collectives
+
+    @property
+    def storage_data(self) -> dict[MetadataIndex, Any]:
+        """Where items are stored, as the metadata has it."""
+        if self._storage_data is None:
+            self._storage_data = {} if self._metadata is None else self._metadata.storage_data
+        assert self._storage_data is not None
+        return self._storage_data
+
+    @storage_data.setter
+    def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
+        self._storage_data = value
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
@@ -105,8 +143,6 @@ class RingReader(FileSystemReader):
             raise CheckpointError("read_data before set_up_storage_reader")
         loader = Loader(
             path=str(self.path),
-            metadata=self._metadata,
-            storage_data=self.storage_data,
             transforms=self.transforms,
             options=self.options,
             trusted=self.trusted,
@@ -115,11 +151,20 @@ class RingReader(FileSystemReader):
             rank=self._rank(),
         )
         with collection_paused():
-            loader.load(plan.items, planner)
+            self._load(loader, plan, planner)
         self.stats.seconds = time.perf_counter() - started
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
+        chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
+        if chunks is not None and chunks.places is not None and not makes_tensors(planner):
+            assert isinstance(planner, RingLoadPlanner)
+            loader.load_matched(plan.items, chunks, planner)  # type: ignore[arg-type]
+            return
+        assert self._metadata is not None
+        loader.load(list(plan.items), ObjectCatalog(self._metadata, self.storage_data), planner)
 
     def _rank(self) -> int:
         if self.rank is not None:

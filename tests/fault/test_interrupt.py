@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,10 +109,24 @@ print(seconds)
 )
 
 
+TOO_LATE = "was over before the signal came"
+
+
+def in_time(attempt: Callable[[int], float]) -> float:
+    """On a busy machine the thread that sends the signal may not run before all is done: that tells nothing."""
+    for number in range(9):
+        try:
+            return attempt(number)
+        except AssertionError as error:
+            if TOO_LATE not in str(error):
+                raise
+    return attempt(9)
+
+
 @pytest.mark.parametrize("engine", ("uring", "threads"))
 @pytest.mark.parametrize("script", (SAVE, SYNC, LOAD), ids=("save", "sync", "load"))
 def test_interrupt(tmp_path: Path, engine: str, script: str, record_property: pytest.RecordProperty) -> None:
-    seconds = float(run_python(script, str(tmp_path / "checkpoint"), engine))
+    seconds = in_time(lambda attempt: float(run_python(script, str(tmp_path / f"checkpoint{attempt}"), engine)))
     record_property("answered_after_seconds", seconds)
     print(f"answered after {seconds:.3f} s; promised are {ANSWER_SECONDS} s")
     assert seconds < ANSWER_SECONDS + SLACK_SECONDS

@@ -103,6 +103,22 @@ int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kep
 /* The pieces that a rank writes, as indices of merge->pieces in the order of dr_answer_read; *count of them. */
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error);
 
+/* One row of a rank that other ranks hold too. */
+struct dr_shared_row {
+    size_t row;
+    uint32_t writer;
+    const uint32_t *holders;
+    size_t holder_count;
+    uint64_t before; /* bytes of the shared groups before this one */
+};
+
+/* Calls `shared` for each of a rank's rows that has several holders and is not cut, in order. `before` is dr_merge_shared_bytes's. */
+typedef int dr_shared(void *context, const struct dr_shared_row *row);
+int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t *before, dr_shared *shared,
+                    void *context);
+/* For each group the bytes of all groups before it that have several holders. The caller frees it. */
+uint64_t *dr_merge_shared_bytes(const struct dr_merge *merge);
+
 /* All pieces as a table: the chunks of the checkpoint. */
 int dr_merge_table(const struct dr_merge *merge, struct dr_table *out, struct dr_error *error);
 

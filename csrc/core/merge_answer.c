@@ -106,6 +106,39 @@ int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, 
     return 0;
 }
 
+/* ---- what is shared ---- */
+
+uint64_t *dr_merge_shared_bytes(const struct dr_merge *merge) {
+    uint64_t *before = calloc(merge->groups.count + 1, sizeof *before), sum = 0;
+    for (size_t g = 0; before && g < merge->groups.count; g++) {
+        before[g] = sum;
+        if (merge->holder_start[g + 1] - merge->holder_start[g] > 1)
+            sum += dr_row_bytes(&merge->groups, &merge->groups.rows[g]);
+    }
+    return before;
+}
+
+int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t *before, dr_shared *shared,
+                    void *context) {
+    int rc = 0;
+    for (uint64_t i = merge->rank_rows[rank]; rc == 0 && i < merge->rank_rows[rank + 1]; i++) {
+        uint32_t group = merge->row_group[i];
+        if (group == DR_NO_GROUP)
+            continue;
+        struct span span = pieces_of(merge, group);
+        struct dr_shared_row row = {
+            .row = i - merge->rank_rows[rank],
+            .writer = merge->pieces[span.from].writer,
+            .holders = merge->holders + merge->holder_start[group],
+            .holder_count = merge->holder_start[group + 1] - merge->holder_start[group],
+            .before = before[group],
+        };
+        if (row.holder_count > 1 && is_whole(merge, span))
+            rc = shared(context, &row);
+    }
+    return rc;
+}
+
 /* ---- all chunks ---- */
 
 static int copy_names(const struct dr_table *from, struct dr_table *out, struct dr_error *error) {

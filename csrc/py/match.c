@@ -168,6 +168,41 @@ static bool is_straight(const struct match *self, const struct dr_overlap *o, co
            is_dense(view);
 }
 
+/* {file: bytes of tensors read from it}: every file that has something wanted. */
+static PyObject *file_bytes(PyObject *object, PyObject *argument) {
+    const struct match *self = (struct match *)object;
+    const struct dr_places *places = places_of(state_of(object), argument);
+    if (!places)
+        return NULL;
+    if (places->count != stored_of(self)->count)
+        return PyErr_Format(PyExc_ValueError, "places are not those of the match's table");
+    size_t count = places->files.name_count;
+    uint64_t *bytes = PyMem_Calloc(count + 1, sizeof *bytes);
+    uint8_t *used = PyMem_Calloc(count + 1, 1);
+    PyObject *dict = bytes && used ? PyDict_New() : PyErr_NoMemory();
+    for (size_t i = 0; dict && i < self->core.count; i++) {
+        const struct dr_place *place = &places->places[self->core.overlaps[i].stored];
+        if (place->kind == DR_PLACE_NONE)
+            continue;
+        used[place->file] = 1;
+        bytes[place->file] += overlap_bytes(self, &self->core.overlaps[i]);
+    }
+    for (uint32_t f = 0; dict && f < count; f++) {
+        if (!used[f])
+            continue;
+        PyObject *name = PyUnicode_DecodeUTF8(dr_table_text(&places->files, f),
+                                              (Py_ssize_t)places->files.names[f].size, NULL);
+        PyObject *sum = PyLong_FromUnsignedLongLong(bytes[f]);
+        if (!name || !sum || PyDict_SetItem(dict, name, sum) < 0)
+            Py_CLEAR(dict);
+        Py_XDECREF(name);
+        Py_XDECREF(sum);
+    }
+    PyMem_Free(bytes);
+    PyMem_Free(used);
+    return dict;
+}
+
 struct planned {
     struct match *match;
     const struct dr_places *places;
@@ -260,6 +295,7 @@ static PyMethodDef methods[] = {
     {"wanted_rows", wanted_rows, METH_NOARGS, "wanted_rows() -> a uint32 for each overlap"},
     {"stored_rows", stored_rows, METH_NOARGS, "stored_rows() -> a uint32 for each overlap"},
     {"sizes", sizes, METH_NOARGS, "sizes() -> the bytes of each overlap, 0 for objects"},
+    {"file_bytes", file_bytes, METH_O, "file_bytes(places) -> {file: bytes of tensors wanted from it}"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -193,6 +193,40 @@ static PyObject *items(PyObject *object, PyObject *rank_object) {
     return bytes;
 }
 
+static int add_shared(void *list, const struct dr_shared_row *shared) {
+    PyObject *holders = PyTuple_New((Py_ssize_t)shared->holder_count);
+    for (size_t h = 0; holders && h < shared->holder_count; h++) {
+        PyObject *holder = PyLong_FromUnsignedLong(shared->holders[h]);
+        if (!holder || PyTuple_SetItem(holders, (Py_ssize_t)h, holder) < 0)
+            Py_CLEAR(holders);
+    }
+    PyObject *row = holders ? Py_BuildValue("(nINK)", (Py_ssize_t)shared->row, shared->writer, holders,
+                                            (unsigned long long)shared->before)
+                            : NULL;
+    int rc = row ? PyList_Append(list, row) : -1;
+    Py_XDECREF(row);
+    return rc;
+}
+
+static PyObject *shared(PyObject *object, PyObject *unused) {
+    (void)unused;
+    uint32_t rank;
+    const struct dr_merge *merge = assigned(object, NULL, &rank);
+    uint64_t *before = merge ? dr_merge_shared_bytes(merge) : NULL;
+    if (!before)
+        return merge ? PyErr_NoMemory() : NULL;
+    PyObject *ranks = PyList_New(merge->world);
+    for (rank = 0; ranks && rank < merge->world; rank++) {
+        PyObject *rows = PyList_New(0);
+        if (!rows || dr_merge_shared(merge, rank, before, add_shared, rows) < 0 ||
+            PyList_SetItem(ranks, rank, Py_NewRef(rows)) < 0)
+            Py_CLEAR(ranks);
+        Py_XDECREF(rows);
+    }
+    free(before);
+    return ranks;
+}
+
 static PyObject *table(PyObject *object, PyObject *unused) {
     (void)unused;
     uint32_t rank;
@@ -233,6 +267,8 @@ static PyMethodDef methods[] = {
      "writers, 4 one a host; hosts: a uint32 for each rank"},
     {"answer", answer, METH_O, "answer(rank) -> bytes for read_answer"},
     {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
+    {"shared", shared, METH_NOARGS,
+     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it)"},
     {"table", table, METH_NOARGS, "table() -> Table: the checkpoint's chunks"},
     {"sums", sums, METH_NOARGS, "sums() -> [(items, bytes, replicas removed, their bytes)] by rank"},
     {NULL, NULL, 0, NULL},

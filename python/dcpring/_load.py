@@ -23,19 +23,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring._handon import Exchange, Read
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._save import Placed, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.load_planner import ReadItems, RingLoadPlanner
-from dcpring.options import IOOptions, IOStats, overrides
+from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
+from dcpring.options import IOOptions, IOStats
 
 logger = logging.getLogger("dcpring")
 
@@ -121,6 +121,27 @@ class TableCatalog:
         return None if kind == BYTES_ROW else (lengths, decode_properties(self._properties[number]).dtype)
 
 
+@dataclass(slots=True)
+class Straight:
+    """A compact plan being read.
+
+    Attributes:
+        targets: where each wanted row goes; stand-ins for what is not plain memory.
+        tensors: the same for the core.
+        mask: 1 for each overlap that can be read straight into its target.
+        positions: of the items that cannot, by id().
+        exchange: makes what hands on between ranks; None: this rank reads all for itself.
+    """
+
+    items: ReadItems
+    places: _C.Places
+    targets: list[Tensor]
+    tensors: _C.Tensors
+    mask: bytes
+    positions: dict[int, int]
+    exchange: Callable[[Read, Callable[[int], Tensor], IOStats], Exchange] | None
+
+
 class LazyItems(Sequence[ReadItem]):
     """Some of a match's items, for an error to name one."""
 
@@ -161,13 +182,9 @@ class Loader:
         self._catalog: Catalog
 
     def load(
-        self,
-        items: list[ReadItem],
-        catalog: Catalog,
-        planner: LoadPlanner,
-        straight: Callable[[], None] | None = None,
+        self, items: list[ReadItem], catalog: Catalog, planner: LoadPlanner, straight: Straight | None = None
     ) -> None:
-        """Loads the items; ``straight`` loads more, once all that can be checked before any tensor changes has been."""
+        """Loads the items, and what can be read ``straight``, once all that can be checked before has been."""
         self._catalog = catalog
         infos = [self._info(item) for item in items]
         self._number_files(infos)
@@ -176,50 +193,83 @@ class Loader:
         if makes_tensors(planner) or straight is not None:
             self._check_sources(sources)
         values = self._read_objects(objects)
-        if straight is not None:
-            straight()
-        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
-            self._load_tensors(chunk, planner)
+        if straight is None:
+            self._load_sources(sources, planner)
+        else:
+            self._load_steps(straight, sources, planner)
         for batch in _windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
             self._load_wholes(batch, planner)
         for (item, _), value in zip(objects, values, strict=True):
             planner.load_bytes(item, value)
         self._stats.files = max(self._stats.files, len(self._files))
 
-    def load_matched(self, items: ReadItems, chunks: Chunks, planner: RingLoadPlanner) -> None:
+    def _load_sources(self, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
+        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
+            self._load_tensors(chunk, planner)
+
+    # ---- compact plans ----
+
+    def load_matched(
+        self,
+        items: ReadItems,
+        chunks: Chunks,
+        planner: RingLoadPlanner,
+        exchange: Callable[[Read, Callable[[int], Tensor], IOStats], Exchange] | None = None,
+    ) -> None:
         """Loads a compact plan: what can be read straight into its tensor never becomes an object of Python."""
-        assert chunks.places is not None
-        found = planner.targets(items.wanted)
-        targets = [_NOT_PLAIN if tensor is None or _is_lazy_view(tensor) else tensor for tensor in found]
+        places = chunks.places
+        assert places is not None
+        targets = [
+            _NOT_PLAIN if tensor is None or _is_lazy_view(tensor) else tensor
+            for tensor in planner.targets(items.wanted)
+        ]
         tensors = _C.Tensors(targets)
-        mask = _C.straight(items.match, chunks.places, tensors)
-        rest = [position for position, good in enumerate(mask) if not good]
-        made = [items.make(position) for position in rest]
+        mask = _C.straight(items.match, places, tensors)
+        rest = {position: items.make(position) for position, good in enumerate(mask) if not good}
         rows = array.array("I", items.match.stored_rows())
-        catalog = TableCatalog(
-            {item.storage_index: rows[position] for item, position in zip(made, rest, strict=True)}, chunks
+        catalog = TableCatalog({item.storage_index: rows[position] for position, item in rest.items()}, chunks)
+        self._stats.files = len(items.match.file_bytes(places))
+        straight = Straight(
+            items, places, targets, tensors, mask, {id(item): at for at, item in rest.items()}, exchange
         )
-        self._stats.files = len(chunks.places.file_sizes())
+        self.load(list(rest.values()), catalog, planner, straight)
 
-        def straight() -> None:
-            self._read_straight(items, chunks, tensors, mask)
-            wanted = array.array("I", items.match.wanted_rows())
-            _bump_versions([targets[row] for row in dict.fromkeys(itertools.compress(wanted, mask))])
-            self._stats.tensor_bytes += sum(itertools.compress(items.match.sizes(), mask))
+    def _load_steps(self, straight: Straight, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
+        if straight.exchange is None:
+            self._read_straight(straight, straight.mask)
+            self._load_sources(sources, planner)
+            return
+        where = {straight.positions[id(item)]: (item, source) for item, source in sources}
+        everything = {position for position, good in enumerate(straight.mask) if good} | where.keys()
 
-        self.load(made, catalog, planner, straight)
+        def read(positions: set[int], buffered: bool) -> None:
+            options, self._options = self._options, (self._options[0], 0, *self._options[2:])
+            if not buffered:
+                self._options = options
+            try:
+                self._read_straight(straight, bytes(good and at in positions for at, good in enumerate(straight.mask)))
+                self._load_sources([pair for at, pair in where.items() if at in positions], planner)
+            finally:
+                self._options = options
 
-    def _read_straight(self, items: ReadItems, chunks: Chunks, tensors: _C.Tensors, mask: bytes) -> None:
-        assert chunks.places is not None
-        files = list(chunks.places.file_sizes())
+        def part(position: int) -> Tensor:
+            return planner.resolve_tensor(straight.items.make(position))
+
+        straight.exchange(read, part, self._stats).run(everything)
+
+    def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
             return
+        match, files = straight.items.match, list(straight.places.file_sizes())
         try:
-            stats = _C.load_matched(self._path, files, items.match, chunks.places, tensors, mask, self._options)
+            stats = _C.load_matched(self._path, files, match, straight.places, straight.tensors, mask, self._options)
         except _CORE_ERRORS as error:
             chosen = [position for position, good in enumerate(mask) if good]
-            raise self._explained(error, LazyItems(items, chosen)) from error
+            raise self._explained(error, LazyItems(straight.items, chosen)) from error
         self._count(stats)
+        rows = dict.fromkeys(itertools.compress(array.array("I", match.wanted_rows()), mask))
+        _bump_versions([straight.targets[row] for row in rows])
+        self._stats.tensor_bytes += sum(itertools.compress(match.sizes(), mask))
 
     # ---- what each item is ----
 
@@ -528,12 +578,6 @@ def _bump_versions(tensors: list[Tensor]) -> None:
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
-
-
-def makes_tensors(planner: LoadPlanner) -> bool:
-    """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
-    methods = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
-    return overrides(planner, (DefaultLoadPlanner, RingLoadPlanner), methods)
 
 
 def _numel(lengths: tuple[int, ...]) -> int:

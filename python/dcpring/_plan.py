@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import io
+import pathlib
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
@@ -488,3 +490,16 @@ def pickled_fragment(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return out.getvalue()[2:-1]
+
+
+def host_id() -> str:
+    """The same on all ranks of a machine, and on no other."""
+    return f"{socket.gethostname()}/{_boot_id()}"
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

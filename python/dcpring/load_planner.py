@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import _version as dcp_version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as dcp_flatten
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
-from dcpring import _C
+from dcpring import _C, _handon
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
-from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, make_table, rows_of_stored, rows_to_fill
+from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, host_id, make_table, rows_of_stored, rows_to_fill
+from dcpring.options import overrides
 
 __all__ = ["RingLoadPlanner"]
 
@@ -86,12 +88,22 @@ class ReadItems(Sequence[ReadItem]):
 
 @dataclass
 class RingLoadPlan(LoadPlan):
-    """A LoadPlan whose items stay in C, and on their rank: pickled, it is empty."""
+    """A LoadPlan whose items stay in C, and on their rank: pickled, it holds what is needed for handing on.
+
+    Attributes:
+        chunks: the checkpoint's; only on its own rank.
+        needs: what the rank will read, where ranks hand on.
+        sharing: the coordinator's answer to that.
+        positions: the overlap that each row of the needs stands for; only on its own rank.
+    """
 
     chunks: Chunks | None = field(default=None, repr=False)
+    needs: _handon.Needs | None = field(default=None, repr=False)
+    sharing: _handon.Sharing | None = field(default=None, repr=False)
+    positions: list[int] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RingLoadPlan, ([], self.storage_data, self.planner_data)
+        return RingLoadPlan, ([], self.storage_data, self.planner_data, None, self.needs, self.sharing)
 
 
 class RingLoadPlanner(DefaultLoadPlanner):
@@ -101,6 +113,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, allow_partial_load: see ``DefaultLoadPlanner``.
+        process_group: the ranks of the load, by which they hand on what several of them need. Without it every rank
+            reads for itself, as it does from storage other than ``RingReader``, and from checkpoints that RingWriter
+            and RingSavePlanner have not written together.
+        share: with a process group, read each byte of a tensor
+
+            - "host": once on every host, and hand it on through the page cache;
+            - "all": once in all, and send it to other hosts through the process group;
+            - "off": on every rank that needs it.
 
     Raises (from the load, inside DCP's ``CheckpointException``):
         RuntimeError: keys are missing in the checkpoint; all are counted, and the first ones named.
@@ -112,8 +132,15 @@ class RingLoadPlanner(DefaultLoadPlanner):
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        share: _handon.Share = "host",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        if share not in ("host", "all", "off"):
+            raise ValueError(f'share={share!r}: must be "host", "all" or "off"')
+        self.process_group = process_group
+        self.share = share
         self._own_plan: RingLoadPlan | None = None
 
     # ---- what DCP calls, in this order ----
@@ -150,12 +177,22 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 raise RuntimeError(_missing(missing))
             items: Any = ReadItems(match, wanted, chunks.table)
             self._own_plan = RingLoadPlan(items, chunks=chunks)
+            if self.process_group is not None and self.share != "off" and chunks.places and not makes_tensors(self):
+                self._add_needs(self._own_plan, self.process_group)
         return self._own_plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
+        if len(needs) < 2 or len(needs) < len(global_plan):
+            return [_answer(plan, None) for plan in global_plan]
+        sharing = _handon.plan_sharing(needs, self.share)
+        return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
         self._own_plan.storage_data = new_plan.storage_data
+        self._own_plan.sharing = new_plan.sharing
         return self._own_plan
 
     # ---- for RingReader ----
@@ -167,7 +204,35 @@ class RingLoadPlanner(DefaultLoadPlanner):
             return values
         return [_memory_of(value) for value in values]
 
+    def exchange(self, plan: RingLoadPlan) -> Any:
+        """Makes what hands on, given how to read; None where every rank reads for itself."""
+        if plan.sharing is None or self.process_group is None:
+            return None
+        group, sharing = self.process_group, plan.sharing
+        return lambda read, part, stats: _handon.Exchange(sharing, plan.positions, group, read, part, stats)
+
     # ---- helpers ----
+
+    def _add_needs(self, plan: RingLoadPlan, group: dist.ProcessGroup) -> None:
+        items: Any = plan.items
+        assert plan.chunks is not None and plan.chunks.places is not None
+        places, sizes = plan.chunks.places, items.match.sizes()
+        plan.positions = [position for position, size in enumerate(sizes) if size]
+        names = [self._unit_name(items, places, position) for position in plan.positions]
+        units = _handon.units_table(names, [sizes[position] for position in plan.positions])
+        plan.needs = _handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), units)
+
+    def _unit_name(self, items: ReadItems, places: _C.Places, position: int) -> str:
+        """The same on all ranks that want the same bytes; between hosts, for tensors of the same dtype."""
+        wanted, stored, _, storage_offsets, lengths = items.match.get(position)
+        place = places.get(stored)
+        assert place is not None
+        name, _, _, dest_offsets, _, _, _ = items.wanted.row(wanted)
+        # A rank may want the same bytes twice (tied parameters saved as one): each time is a unit.
+        text = f"{place[0]}:{place[2]}:{storage_offsets}{lengths}:{name}{dest_offsets}"
+        if self.share == "host":
+            return f"{host_id()}:{text}"
+        return f"{text}:{getattr(self.state_dict[name], 'dtype', None)}"
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
         if self.flatten_state_dict:
@@ -185,6 +250,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
             dcp_version._derived_version = None
         stored = set(chunks.table.names())
         return bool((old.keys() - self.state_dict.keys()) & stored)
+
+
+def _answer(plan: LoadPlan, sharing: _handon.Sharing | None) -> LoadPlan:
+    return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
+
+
+def makes_tensors(planner: LoadPlanner) -> bool:
+    """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
+    methods = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    return overrides(planner, (DefaultLoadPlanner, RingLoadPlanner), methods)
 
 
 def _chunks_of(metadata: Metadata) -> Chunks:

@@ -79,6 +79,8 @@ class IOStats:
         engine: "uring" or "threads"; "" when there was nothing to do.
         direct: whether any direct I/O was done.
         cached_bytes: of ``bytes``, those read through the page cache because they were in it.
+        sent_bytes: of tensors that this rank has read and passed on to others.
+        received_bytes: of tensors that others have read for this rank and sent; not part of ``bytes``.
     """
 
     bytes: int = 0
@@ -89,3 +91,5 @@ class IOStats:
     engine: str = ""
     direct: bool = False
     cached_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0

@@ -7,16 +7,13 @@ gives each item a writer, and sends back a bitmap; DCP's objects are only made f
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
-import socket
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +34,7 @@ from dcpring._plan import (
     LocalMessage,
     RingPlan,
     flatten,
+    host_id,
     make_table,
     open_sharded_tensors,
     path_code,
@@ -162,7 +160,7 @@ class RingSavePlanner(DefaultSavePlanner):
         digest = hashlib.blake2b(layout, digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
         known = self._enable_plan_caching and _cache_of(self._cached_plans_key).may_skip(digest)
-        return LocalMessage(_rank(), _host(), None if known else layout, digest, prints, self.flatten_state_dict)
+        return LocalMessage(_rank(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self._save.clock.end("gather")
@@ -507,16 +505,3 @@ def _world_size() -> int:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _host() -> str:
-    """The same on all ranks of a machine, and on no other."""
-    return f"{socket.gethostname()}/{_boot_id()}"
-
-
-@functools.cache
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from dcpring import _layout
 from dcpring._lazy import LazyMetadata, StoredChunks
-from dcpring._load import Loader, ObjectCatalog, makes_tensors
+from dcpring._load import Loader, ObjectCatalog
 from dcpring._metadata import (
     METADATA_NAME,
     Trailer,
@@ -28,7 +28,7 @@ from dcpring._metadata import (
     unpickle_metadata,
 )
 from dcpring.errors import CheckpointError
-from dcpring.load_planner import RingLoadPlan, RingLoadPlanner
+from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 
 __all__ = ["RingReader"]
@@ -161,7 +161,7 @@ class RingReader(FileSystemReader):
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
         if chunks is not None and chunks.places is not None and not makes_tensors(planner):
             assert isinstance(planner, RingLoadPlanner)
-            loader.load_matched(plan.items, chunks, planner)  # type: ignore[arg-type]
+            loader.load_matched(plan.items, chunks, planner, planner.exchange(plan))  # type: ignore[arg-type]
             return
         assert self._metadata is not None
         loader.load(list(plan.items), ObjectCatalog(self._metadata, self.storage_data), planner)

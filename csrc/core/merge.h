@@ -109,7 +109,7 @@ struct dr_shared_row {
     uint32_t writer;
     const uint32_t *holders;
     size_t holder_count;
-    uint64_t before; /* bytes of the shared groups before this one */
+    uint64_t before, bytes; /* bytes of the shared groups before this one, and its own */
 };
 
 /* Calls `shared` for each of a rank's rows that has several holders and is not cut, in order. `before` is dr_merge_shared_bytes's. */

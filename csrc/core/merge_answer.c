@@ -132,6 +132,7 @@ int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t 
             .holders = merge->holders + merge->holder_start[group],
             .holder_count = merge->holder_start[group + 1] - merge->holder_start[group],
             .before = before[group],
+            .bytes = dr_row_bytes(&merge->groups, &merge->groups.rows[group]),
         };
         if (row.holder_count > 1 && is_whole(merge, span))
             rc = shared(context, &row);

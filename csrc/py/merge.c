@@ -200,8 +200,8 @@ static int add_shared(void *list, const struct dr_shared_row *shared) {
         if (!holder || PyTuple_SetItem(holders, (Py_ssize_t)h, holder) < 0)
             Py_CLEAR(holders);
     }
-    PyObject *row = holders ? Py_BuildValue("(nINK)", (Py_ssize_t)shared->row, shared->writer, holders,
-                                            (unsigned long long)shared->before)
+    PyObject *row = holders ? Py_BuildValue("(nINKK)", (Py_ssize_t)shared->row, shared->writer, holders,
+                                            (unsigned long long)shared->before, (unsigned long long)shared->bytes)
                             : NULL;
     int rc = row ? PyList_Append(list, row) : -1;
     Py_XDECREF(row);
@@ -268,7 +268,7 @@ static PyMethodDef methods[] = {
     {"answer", answer, METH_O, "answer(rank) -> bytes for read_answer"},
     {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
     {"shared", shared, METH_NOARGS,
-     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it)"},
+     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it, bytes)"},
     {"table", table, METH_NOARGS, "table() -> Table: the checkpoint's chunks"},
     {"sums", sums, METH_NOARGS, "sums() -> [(items, bytes, replicas removed, their bytes)] by rank"},
     {NULL, NULL, 0, NULL},

@@ -1,21 +1,26 @@
 """Loading once and handing on: what several ranks need is read by one of them.
 
-On one host the page cache hands on: the reader reads through it, and the others find the bytes there. That costs one
-copy, where sending costs two and a connection. Between hosts the process group does, where that is asked for.
-
 1. With its load plan every rank sends what it will read, as a table of units: a unit is one box of one record.
 2. The coordinator merges the tables as it merges save plans, and gives each unit that several ranks need a reader.
-3. In rounds of bounded size, every rank reads its units; all tell each other how that went; what was read is sent,
-   received, or read from the page cache.
+3. In rounds of bounded size every rank reads its units, puts those that ranks of its host need into memory that they
+   share, and tells all how that went. Then it takes what others have read, from that memory, or, between hosts, through
+   the process group.
+
+The page cache would hand on as well, but a cold read through it takes two to four times as long as a direct one, more
+than handing on saves. Where the disk is fast, so does handing on itself: a copy through shared memory costs more CPU
+than a direct read with its checksum. So "auto" hands on where reads cross a network.
 
 A rank that fails says so at the end of the round, and takes part until then: nobody waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,10 +31,15 @@ from dcpring._plan import TENSOR_ROW
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 
-Share = Literal["host", "all", "off"]
+logger = logging.getLogger("dcpring")
 
-ROUND_BYTES = {"host": 2 << 30, "all": 256 << 20}
-"""How many shared bytes are read before they are handed on: till then they stay in the page cache, or in buffers."""
+Share = Literal["auto", "host", "all", "off"]
+
+ROUND_BYTES = 64 << 20
+"""How many shared bytes are read before they are handed on. Twice that is shared memory."""
+
+_ALIGNMENT = 16
+"""Of units in shared memory: that of any element."""
 
 _BALANCED = 0
 
@@ -42,12 +52,14 @@ class Needs:
         place: the rank in the process group that hands on.
         size: of that group.
         host: the same string on all ranks of a machine.
+        share: "host" or "all".
         units: an encoded table: a row for each overlap that can be shared.
     """
 
     place: int
     size: int
     host: str
+    share: Share
     units: bytes
 
 
@@ -58,66 +70,98 @@ class Unit:
     Attributes:
         row: in this rank's units.
         round: in which it is read.
+        offset: in the shared memory of a round; units of a round are sent in this order.
+        size: bytes that it has there.
         reader: the rank that reads it from the disk.
-        peers: ranks on other hosts that it is sent to, when this rank is the reader.
-        cached: whether it is handed on through the page cache: to this rank, or, when it is the reader, by it.
-        order: in which all ranks send and receive.
+        near: ranks of the reader's host that take it from shared memory, but for the reader.
+        away: ranks on other hosts that it is sent to.
     """
 
     row: int
     round: int
+    offset: int
+    size: int
     reader: int
-    peers: tuple[int, ...]
-    cached: bool
-    order: int
+    near: tuple[int, ...]
+    away: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the coordinator answers: the rounds that all ranks go through, and this rank's part."""
+    """What the coordinator answers: the rounds that all ranks go through, and this rank's part.
 
-    rounds: int
+    Attributes:
+        leader: the rank of this host that makes the shared memory.
+        room: bytes of shared memory for one round.
+    """
+
+    rounds: int = 0
+    leader: int = 0
+    room: int = 0
     units: list[Unit] = field(default_factory=list)
 
 
 def units_table(names: list[str], sizes: list[int]) -> bytes:
-    """The encoded table of units: each is a row of bytes."""
+    """The encoded table of units: each is a row of bytes, rounded up to the alignment."""
     encoding = b"torch.uint8\0torch.strided\0\0\0\0"
-    rows = [(TENSOR_ROW, (size,), (0,), (size,), encoding, len(b"torch.uint8"), 1, 0) for size in sizes]
-    return _C.make_table(names, None, list(rows), bytes(len(names)), None).encode()  # type: ignore[arg-type]
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    rows: list[Any] = [(TENSOR_ROW, (size,), (0,), (size,), encoding, len(b"torch.uint8"), 1, 0) for size in aligned]
+    return _C.make_table(names, None, rows, bytes(len(names)), _never).encode()
 
 
-def plan_sharing(needs: Sequence[Needs], share: Share) -> list[Sharing]:
+def _never(_: Tensor) -> Any:
+    raise AssertionError("there are no tensors among the units")
+
+
+# ---- the coordinator ----
+
+
+def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
     """Gives each unit that several ranks need a reader, evenly by bytes; on each host, or in all."""
     if [need.place for need in needs] != list(range(len(needs))) or {need.size for need in needs} != {len(needs)}:
         raise CheckpointError(
             f"the process_group given to RingLoadPlanner has {needs[0].size} ranks, and is not that of the load, which "
             f"has {len(needs)}; give both the same"
         )
-    merge = _C.Merge(len(needs))
-    for need in needs:
-        merge.add(need.units, b"")
-    merge.check(False)
-    merge.assign(_BALANCED, 0, bytes(4 * len(needs)), 1)
-    shared = merge.shared()
-    limit = ROUND_BYTES[share] * (len({need.host for need in needs}) if share == "host" else 1)
-    rounds = max((before // limit + 1 for rows in shared for _, _, _, before in rows), default=0)
     hosts = [need.host for need in needs]
-    return [
-        Sharing(rounds, [_unit(rank, shared_row, hosts, limit) for shared_row in sorted(rows, key=lambda row: row[3])])
-        for rank, rows in enumerate(shared)
-    ]
+    together = [list(range(len(needs)))]
+    if needs[0].share == "host":
+        together = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    units: dict[int, list[Unit]] = {}
+    for ranks in together:
+        units |= _share_among(ranks, needs, hosts)
+    rounds = max((unit.round + 1 for part in units.values() for unit in part), default=0)
+    rooms = {host: _room(units[rank] for rank, other in enumerate(hosts) if other == host) for host in set(hosts)}
+    return [Sharing(rounds, hosts.index(host), rooms[host], units[rank]) for rank, host in enumerate(hosts)]
 
 
-def _unit(rank: int, shared: tuple[int, int, tuple[int, ...], int], hosts: list[str], limit: int) -> Unit:
-    row, reader, holders, before = shared
-    near = [other for other in holders if hosts[other] == hosts[reader]]
-    away = tuple(other for other in holders if hosts[other] != hosts[reader]) if rank == reader else ()
-    return Unit(row, before // limit, reader, away, rank in near and len(near) > 1, before)
+def _room(parts: Iterable[list[Unit]]) -> int:
+    return max((unit.offset + unit.size for part in parts for unit in part if unit.near), default=0)
 
 
-Read = Callable[[set[int], bool], None]
-"""Reads the overlaps at these positions; True: through the page cache."""
+def _share_among(ranks: list[int], needs: Sequence[Needs], hosts: list[str]) -> dict[int, list[Unit]]:
+    merge = _C.Merge(len(ranks))
+    for rank in ranks:
+        merge.add(needs[rank].units, b"")
+    merge.check(False)
+    merge.assign(_BALANCED, 0, bytes(4 * len(ranks)), 1)
+    result: dict[int, list[Unit]] = {}
+    for rank, rows in zip(ranks, merge.shared(), strict=True):
+        units = []
+        for row, reader_place, holders, before, size in rows:
+            reader = ranks[reader_place]
+            others = [ranks[holder] for holder in holders if ranks[holder] != reader]
+            near = tuple(other for other in others if hosts[other] == hosts[reader])
+            away = tuple(other for other in others if hosts[other] != hosts[reader])
+            units.append(Unit(row, before // ROUND_BYTES, before % ROUND_BYTES, size, reader, near, away))
+        result[rank] = sorted(units, key=lambda unit: (unit.round, unit.offset))
+    return result
+
+
+# ---- every rank ----
+
+Read = Callable[[set[int]], None]
+"""Reads the overlaps at these positions into their tensors."""
 
 
 class Exchange:
@@ -129,6 +173,7 @@ class Exchange:
         group: the process group.
         read: reads overlaps into their tensors.
         part: the memory that an overlap fills.
+        stats: counts what is sent and received.
     """
 
     def __init__(
@@ -140,8 +185,7 @@ class Exchange:
         part: Callable[[int], Tensor],
         stats: IOStats,
     ) -> None:
-        self._rounds = sharing.rounds
-        self._units = sharing.units
+        self._sharing = sharing
         self._positions = positions
         self._group = group
         self._read = read
@@ -151,67 +195,128 @@ class Exchange:
 
     def run(self, positions: set[int]) -> None:
         """Reads the overlaps at all positions: what is shared in rounds, then the rest."""
-        rest = positions - {self._positions[unit.row] for unit in self._units}
+        memory = self._shared_memory()
+        if memory is None:
+            self._read(positions)
+            return
+        units = self._sharing.units
         failure: BaseException | None = None
-        for number in range(self._rounds):
-            units = [unit for unit in self._units if unit.round == number]
-            own = [unit for unit in units if unit.reader == self._rank]
-            if failure is None:
-                failure = self._attempt([unit for unit in own if unit.cached], buffered=True)
-            if failure is None:
-                failure = self._attempt([unit for unit in own if not unit.cached], buffered=False)
+        for number in range(self._sharing.rounds):
+            part = [unit for unit in units if unit.round == number]
+            room = memory[number % 2]
+            failure = failure or self._attempt(self._read_own, part, room)
             self._agree(failure)
-            self._transfer(units)
-            failure = self._attempt([u for u in units if u.cached and u.reader != self._rank], buffered=False)
-        if failure is not None:
-            raise failure
-        self._read(rest, False)
+            failure = self._attempt(self._take, part, room)
+            self._transfer(part)
+        self._agree(failure)  # the memory is used until here
+        self._read(positions - {self._positions[unit.row] for unit in units})
 
-    def _attempt(self, units: list[Unit], buffered: bool) -> BaseException | None:
+    def _attempt(
+        self, action: Callable[[list[Unit], Tensor], None], units: list[Unit], room: Tensor
+    ) -> BaseException | None:
         try:
-            self._read({self._positions[unit.row] for unit in units}, buffered)
+            action(units, room)
         except BaseException as error:  # the others wait for this rank's word: it is raised after that
             return error
         return None
 
+    def _gather(self, word: Any) -> list[Any]:
+        words: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(words, word, group=self._group)
+        return words
+
     def _agree(self, failure: BaseException | None) -> None:
         """Tells all ranks how the round went; raises on all when it failed on one."""
-        word = None if failure is None else f"{type(failure).__name__}: {failure}"
-        words: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(words, word, group=self._group)
+        words = self._gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        failed = [rank for rank, other in enumerate(words) if other is not None]
+        failed = [rank for rank, word in enumerate(words) if word is not None]
         if failed:
             raise CheckpointError(f"rank {failed[0]} could not read what it was to hand on: {words[failed[0]]}")
+
+    def _own_part(self, unit: Unit) -> Tensor:
+        return self._part(self._positions[unit.row])
+
+    # ---- on a host ----
+
+    def _shared_memory(self) -> list[Tensor] | None:
+        """Memory for two rounds that all ranks of this host map; None on all ranks where one cannot map it."""
+        sharing, descriptor, path = self._sharing, -1, ""
+        if sharing.room and self._rank == sharing.leader:
+            descriptor = os.memfd_create("dcpring")
+            os.ftruncate(descriptor, 2 * sharing.room)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        try:
+            path = self._gather(path)[sharing.leader]
+            memory, problem = _map(path, 2 * sharing.room)
+            problems = [word for word in self._gather(problem) if word]
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if problems:
+            logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problems[0])
+            return None
+        return [memory[: sharing.room], memory[sharing.room :]]
+
+    def _read_own(self, units: list[Unit], room: Tensor) -> None:
+        own = [unit for unit in units if unit.reader == self._rank]
+        self._read({self._positions[unit.row] for unit in own})
+        for unit in own:
+            if unit.near:
+                part = self._own_part(unit).detach()
+                _like(part, room[unit.offset :]).copy_(part)
+                self._stats.sent_bytes += part.nbytes * len(unit.near)
+
+    def _take(self, units: list[Unit], room: Tensor) -> None:
+        for unit in units:
+            if self._rank in unit.near:
+                self._fill(unit, room[unit.offset :])
+
+    def _fill(self, unit: Unit, data: Tensor) -> None:
+        part = self._own_part(unit)
+        with torch.no_grad():
+            part.copy_(_like(part, data))
+        self._stats.received_bytes += part.nbytes
+        self._stats.tensor_bytes += part.nbytes
 
     # ---- between hosts ----
 
     def _transfer(self, units: list[Unit]) -> None:
         device = _device_of(self._group)
         operations: list[dist.P2POp] = []
-        arriving: list[tuple[Tensor, Tensor]] = []
+        arriving: list[tuple[Unit, Tensor]] = []
         for unit in units:
-            part = self._part(self._positions[unit.row])
-            if unit.peers:
-                data = _as_bytes(part, device)
-                operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.peers]
-                self._stats.sent_bytes += data.numel() * len(unit.peers)
-            elif unit.reader != self._rank and not unit.cached:
-                room = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
-                operations.append(dist.P2POp(dist.irecv, room, group=self._group, group_peer=unit.reader))
-                arriving.append((room, part))
-                self._stats.received_bytes += part.nbytes
+            if unit.away and unit.reader == self._rank:
+                data = self._own_part(unit).detach().to(device).contiguous().flatten().view(torch.uint8)
+                operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
+                self._stats.sent_bytes += data.numel() * len(unit.away)
+            elif self._rank in unit.away:
+                data = torch.empty(self._own_part(unit).nbytes, dtype=torch.uint8, device=device)
+                operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
+                arriving.append((unit, data))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        with torch.no_grad():
-            for room, part in arriving:
-                part.copy_(room.view(part.dtype).view(part.shape) if part.dim() else room.view(part.dtype)[0])
-                self._stats.tensor_bytes += part.nbytes
+        for unit, data in arriving:
+            self._fill(unit, data)
 
 
-def _as_bytes(part: Tensor, device: torch.device) -> Tensor:
-    return part.detach().to(device).contiguous().flatten().view(torch.uint8)
+def _map(path: str, size: int) -> tuple[Tensor, str]:
+    """The memory at a path, and what went wrong, or ""."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8), ""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), ""
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return torch.empty(0, dtype=torch.uint8), str(error)
+
+
+def _like(part: Tensor, data: Tensor) -> Tensor:
+    """The first of some bytes, as a tensor like the part."""
+    return data[: part.nbytes].view(part.dtype).reshape(part.shape)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -242,15 +242,10 @@ class Loader:
         where = {straight.positions[id(item)]: (item, source) for item, source in sources}
         everything = {position for position, good in enumerate(straight.mask) if good} | where.keys()
 
-        def read(positions: set[int], buffered: bool) -> None:
-            options, self._options = self._options, (self._options[0], 0, *self._options[2:])
-            if not buffered:
-                self._options = options
-            try:
-                self._read_straight(straight, bytes(good and at in positions for at, good in enumerate(straight.mask)))
-                self._load_sources([pair for at, pair in where.items() if at in positions], planner)
-            finally:
-                self._options = options
+        def read(positions: set[int]) -> None:
+            mask = bytes(good and position in positions for position, good in enumerate(straight.mask))
+            self._read_straight(straight, mask)
+            self._load_sources([pair for position, pair in where.items() if position in positions], planner)
 
         def part(position: int) -> Tensor:
             return planner.resolve_tensor(straight.items.make(position))

@@ -62,16 +62,20 @@ def choose(writers: Writers, checkpoint: object) -> Choice:
         return Choice(writers, "")
     if checkpoint is None:
         return Choice("auto", "the storage does not say where it lies")
-    text = str(checkpoint)
-    if "://" in text:
-        return Choice("first_replica", f"{text.split('://', 1)[0]} is remote storage")
     try:
-        magic = _C.file_system(str(Path(text)))
+        remote = remote_storage(checkpoint)
     except (OSError, ValueError) as error:
         return Choice("auto", f"its file system cannot be told: {error}")
-    if magic in _SHARED_FILE_SYSTEMS:
-        return Choice("first_replica", f"{text} is on {_SHARED_FILE_SYSTEMS[magic]}")
-    return Choice("auto", f"{text} is on a local disk")
+    return Choice("first_replica", remote) if remote else Choice("auto", f"{checkpoint} is on a local disk")
+
+
+def remote_storage(checkpoint: object) -> str:
+    """Why a checkpoint's storage is behind a network, "" where it is a local disk. OSError where it cannot be told."""
+    text = str(checkpoint)
+    if "://" in text:
+        return f"{text.split('://', 1)[0]} is remote storage"
+    kind = _SHARED_FILE_SYSTEMS.get(_C.file_system(str(Path(text))))
+    return f"{text} is on {kind}" if kind else ""
 
 
 def assign(merge: _C.Merge, choice: Choice, hosts: Sequence[str], split_bytes: int) -> Choice:

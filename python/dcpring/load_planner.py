@@ -7,6 +7,7 @@ objects are only made for storage that asks for them, and nothing is sent to the
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -23,13 +24,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
-from dcpring import _C, _handon
+from dcpring import _C, _handon, _strategy
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
 from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, host_id, make_table, rows_of_stored, rows_to_fill
 from dcpring.options import overrides
 
 __all__ = ["RingLoadPlanner"]
+
+logger = logging.getLogger("dcpring")
 
 _NAMED_KEYS = 10
 """Missing keys that an error names."""
@@ -118,8 +121,10 @@ class RingLoadPlanner(DefaultLoadPlanner):
             and RingSavePlanner have not written together.
         share: with a process group, read each byte of a tensor
 
-            - "host": once on every host, and hand it on through the page cache;
-            - "all": once in all, and send it to other hosts through the process group;
+            - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage, else as "off": a direct read
+              from a local disk costs less than handing on;
+            - "host": once on every host, and hand it on through shared memory;
+            - "all": once in all, and send it to other hosts through the process group as well;
             - "off": on every rank that needs it.
 
     Raises (from the load, inside DCP's ``CheckpointException``):
@@ -134,11 +139,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
-        share: _handon.Share = "host",
+        share: _handon.Share = "auto",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        if share not in ("host", "all", "off"):
-            raise ValueError(f'share={share!r}: must be "host", "all" or "off"')
+        if share not in ("auto", "host", "all", "off"):
+            raise ValueError(f'share={share!r}: must be "auto", "host", "all" or "off"')
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
@@ -177,15 +182,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 raise RuntimeError(_missing(missing))
             items: Any = ReadItems(match, wanted, chunks.table)
             self._own_plan = RingLoadPlan(items, chunks=chunks)
-            if self.process_group is not None and self.share != "off" and chunks.places and not makes_tensors(self):
-                self._add_needs(self._own_plan, self.process_group)
+            self._add_needs(self._own_plan)
         return self._own_plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_answer(plan, None) for plan in global_plan]
-        sharing = _handon.plan_sharing(needs, self.share)
+        sharing = _handon.plan_sharing(needs)
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -213,16 +217,32 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     # ---- helpers ----
 
-    def _add_needs(self, plan: RingLoadPlan, group: dist.ProcessGroup) -> None:
+    def _add_needs(self, plan: RingLoadPlan) -> None:
+        """Describes what this rank will read, where ranks are to hand on."""
         items: Any = plan.items
-        assert plan.chunks is not None and plan.chunks.places is not None
-        places, sizes = plan.chunks.places, items.match.sizes()
+        group, places = self.process_group, plan.chunks.places if plan.chunks else None
+        share = self._share()
+        if group is None or places is None or share == "off" or makes_tensors(self):
+            return
+        sizes = items.match.sizes()
         plan.positions = [position for position, size in enumerate(sizes) if size]
-        names = [self._unit_name(items, places, position) for position in plan.positions]
+        names = [self._unit_name(items, places, position, share) for position in plan.positions]
         units = _handon.units_table(names, [sizes[position] for position in plan.positions])
-        plan.needs = _handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), units)
+        plan.needs = _handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
 
-    def _unit_name(self, items: ReadItems, places: _C.Places, position: int) -> str:
+    def _share(self) -> _handon.Share:
+        if self.share != "auto" or self.process_group is None:
+            return self.share
+        about = getattr(self.metadata, "storage_meta", None)
+        try:
+            remote = _strategy.remote_storage(about.checkpoint_id) if about and about.checkpoint_id else ""
+        except (OSError, ValueError):
+            remote = ""
+        if remote:
+            logger.info("ranks of a host hand on what they read, as %s", remote)
+        return "host" if remote else "off"
+
+    def _unit_name(self, items: ReadItems, places: _C.Places, position: int, share: _handon.Share) -> str:
         """The same on all ranks that want the same bytes; between hosts, for tensors of the same dtype."""
         wanted, stored, _, storage_offsets, lengths = items.match.get(position)
         place = places.get(stored)
@@ -230,7 +250,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         name, _, _, dest_offsets, _, _, _ = items.wanted.row(wanted)
         # A rank may want the same bytes twice (tied parameters saved as one): each time is a unit.
         text = f"{place[0]}:{place[2]}:{storage_offsets}{lengths}:{name}{dest_offsets}"
-        if self.share == "host":
+        if share == "host":
             return f"{host_id()}:{text}"
         return f"{text}:{getattr(self.state_dict[name], 'dtype', None)}"
 

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcpring import CheckpointError, RingReader, RingWriter
+from dcpring import CheckpointError, RingReader, RingSavePlanner, RingWriter
 
 
 def _state(seed: int = 0) -> dict[str, Any]:
@@ -845,16 +845,19 @@ def test_without_collectives(tmp_path: Path) -> None:
 
 
 def _async_process(path: str) -> None:
+    """With stock's planner, then twice with one of ours, which is pickled for each save, and caches."""
     from torch.distributed.checkpoint import _async_process_executor
 
+    ring = RingSavePlanner(enable_plan_caching=True)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     rank = dist.get_rank()
     try:
-        for seed in (1, 2):
+        for seed, planner in ((1, None), (2, ring), (3, ring)):
             state = _state(seed) | {f"own.{rank}": torch.full((4,), float(rank))}
             future = dcp.async_save(
                 state,
                 storage_writer=RingWriter(path, engine="uring"),
+                planner=planner,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             )
             state["w"].zero_()

@@ -17,15 +17,17 @@ from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
 from dcpring.reader import RingReader
-from dcpring.report import PlanReport, RankReport
+from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
 from dcpring.writer import RingWriter
 
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "IOStats",
+    "LoadReport",
     "PlanReport",
     "RankReport",
+    "ReadReport",
     "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",

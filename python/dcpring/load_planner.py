@@ -28,7 +28,8 @@ from dcpring import _C, _handon, _strategy
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
 from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, host_id, make_table, rows_of_stored, rows_to_fill
-from dcpring.options import overrides
+from dcpring.options import IOStats, overrides
+from dcpring.report import LoadReport, ReadReport
 
 __all__ = ["RingLoadPlanner"]
 
@@ -95,18 +96,20 @@ class RingLoadPlan(LoadPlan):
 
     Attributes:
         chunks: the checkpoint's; only on its own rank.
+        reads: the rank's part of the report.
         needs: what the rank will read, where ranks hand on.
         sharing: the coordinator's answer to that.
         positions: the overlap that each row of the needs stands for; only on its own rank.
     """
 
     chunks: Chunks | None = field(default=None, repr=False)
+    reads: ReadReport | None = None
     needs: _handon.Needs | None = field(default=None, repr=False)
     sharing: _handon.Sharing | None = field(default=None, repr=False)
     positions: list[int] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RingLoadPlan, ([], self.storage_data, self.planner_data, None, self.needs, self.sharing)
+        return RingLoadPlan, ([], self.storage_data, self.planner_data, None, self.reads, self.needs, self.sharing)
 
 
 class RingLoadPlanner(DefaultLoadPlanner):
@@ -147,6 +150,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
+        self._report = LoadReport()
 
     # ---- what DCP calls, in this order ----
 
@@ -154,6 +158,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self._own_plan = None
+        self._report = LoadReport()
         with collection_paused():
             flat = self._flat(state_dict)
             if any(isinstance(value, Tensor) and value.is_meta for value in flat.values.values()):
@@ -181,15 +186,18 @@ class RingLoadPlanner(DefaultLoadPlanner):
             if missing and not self.allow_partial_load:
                 raise RuntimeError(_missing(missing))
             items: Any = ReadItems(match, wanted, chunks.table)
-            self._own_plan = RingLoadPlan(items, chunks=chunks)
+            self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks))
             self._add_needs(self._own_plan)
         return self._own_plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
+        self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_answer(plan, None) for plan in global_plan]
         sharing = _handon.plan_sharing(needs)
+        self._report.share = needs[0].share
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -197,7 +205,27 @@ class RingLoadPlanner(DefaultLoadPlanner):
             return new_plan
         self._own_plan.storage_data = new_plan.storage_data
         self._own_plan.sharing = new_plan.sharing
+        if not self.is_coordinator:
+            share = self._own_plan.needs.share if self._own_plan.needs and new_plan.sharing else "off"
+            self._report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
+        logger.info("load plan: %s", self._report.summary())
         return self._own_plan
+
+    # ---- the report ----
+
+    def report(self) -> LoadReport:
+        """What the last load's plan did. On the coordinator it covers all ranks, elsewhere this one."""
+        return self._report
+
+    def note_read(self, stats: IOStats) -> None:
+        """Called by RingReader when this rank has read."""
+        own = self._own_plan.reads.rank if self._own_plan and self._own_plan.reads else None
+        for read in self._report.ranks:
+            if read.rank == own:
+                read.read_bytes, read.sent_bytes, read.received_bytes = (
+                    *(stats.bytes, stats.sent_bytes),
+                    stats.received_bytes,
+                )
 
     # ---- for RingReader ----
 
@@ -274,6 +302,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
 def _answer(plan: LoadPlan, sharing: _handon.Sharing | None) -> LoadPlan:
     return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
+
+
+def _reads(match: _C.Match, chunks: Chunks) -> ReadReport | None:
+    """How much of what is wanted lies in files that a rank of this number wrote."""
+    if chunks.places is None:
+        return None
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    files = match.file_bytes(chunks.places)
+    own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
+    return ReadReport(rank, own, sum(files.values()) - own)
 
 
 def makes_tensors(planner: LoadPlanner) -> bool:

@@ -49,6 +49,8 @@ __all__ = ["RingSavePlanner"]
 
 logger = logging.getLogger("dcpring")
 
+_OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
+
 _MOST_NAMED = 10
 """Keys that one warning about differing replicas names."""
 
@@ -112,6 +114,14 @@ class RingSavePlanner(DefaultSavePlanner):
         self._cached_plans_key = f"dcpring-{uuid.uuid4()}"
         self._save = _Save()
         self._warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a save nothing is pickled: DCP's background process gets a copy of the planner for each."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._save = _Save()
 
     # ---- what DCP calls, in this order ----
 

@@ -153,6 +153,8 @@ class RingReader(FileSystemReader):
         with collection_paused():
             self._load(loader, plan, planner)
         self.stats.seconds = time.perf_counter() - started
+        if isinstance(planner, RingLoadPlanner):
+            planner.note_read(self.stats)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["PlanReport", "RankReport"]
+__all__ = ["LoadReport", "PlanReport", "RankReport", "ReadReport"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -111,3 +111,61 @@ class PlanReport:
             f"{format_bytes(self.gathered_bytes)} gathered, {format_bytes(self.scattered_bytes)} scattered{cached}; "
             f"{phases}"
         )
+
+
+@dataclass
+class ReadReport:
+    """One rank's part of a load. All counts are of tensors' bytes but for ``read_bytes``.
+
+    Attributes:
+        rank: in the process group of the load.
+        own_bytes: wanted from files that a rank of this number wrote.
+        other_bytes: wanted from files that others wrote.
+        read_bytes: that it read from files; None before, on other ranks, and where the storage does not tell.
+        sent_bytes: that it read and handed on to others; likewise.
+        received_bytes: that others read for it; likewise.
+    """
+
+    rank: int
+    own_bytes: int = 0
+    other_bytes: int = 0
+    read_bytes: int | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+
+
+@dataclass
+class LoadReport:
+    """A load's plan. ``print`` it.
+
+    Attributes:
+        share: how ranks hand on what several of them need: "host", "all" or "off".
+        ranks: all ranks on the coordinator, elsewhere only this one; empty for storage that does not tell.
+    """
+
+    share: str = "off"
+    ranks: list[ReadReport] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        header = ("rank", "from own files", "from others'", "read", "sent", "received")
+        rows = [
+            (
+                str(rank.rank),
+                *map(format_bytes, (rank.own_bytes, rank.other_bytes)),
+                *(_known(count) for count in (rank.read_bytes, rank.sent_bytes, rank.received_bytes)),
+            )
+            for rank in self.ranks
+        ]
+        return f"{format_table(header, rows)}\n{self.summary()}"
+
+    def summary(self) -> str:
+        """One line, as it is logged."""
+        own, other = sum(rank.own_bytes for rank in self.ranks), sum(rank.other_bytes for rank in self.ranks)
+        return (
+            f"share={self.share}: {format_bytes(own + other)} wanted by {len(self.ranks)} ranks, "
+            f"{format_bytes(other)} of them from files that others wrote"
+        )
+
+
+def _known(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)

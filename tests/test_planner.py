@@ -1,0 +1,445 @@
+"""RingSavePlanner and RingLoadPlanner in several processes: who writes what, who reads what, and what goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcpring.load_planner
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.planner import _caches
+
+STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
+
+
+def hsdp_state(seed: int) -> dict[str, Any]:
+    """Of an HSDP 2x2 job: sharded over two ranks, replicated twice; a plain tensor and an object on all four."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def sharded(*size: int) -> Any:
+        return distribute_tensor(torch.randn(size), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+
+    model: dict[str, Any] = {f"layers.{n}.weight": sharded(64, 32) for n in range(8)}
+    model["norm.bias"] = sharded(7)  # uneven
+    model["scale"] = sharded(1)  # fewer rows than ranks
+    return {"model": model, "embedding": torch.randn(4096, 16), "step": seed, "betas": [0.9, {"x": torch.ones(2)}]}
+
+
+def flat(state: dict[str, Any]) -> list[Any]:
+    model = [value.to_local() for value in state["model"].values()]
+    return [*model, state["embedding"], state["betas"][1]["x"]]
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left["step"] == right["step"] and all(map(torch.equal, flat(left), flat(right)))
+
+
+def round_trip(path: str, writers: Any, ring_storage: bool) -> tuple[bool, bool, int, str]:
+    state = hsdp_state(1)
+    writer = RingWriter(path) if ring_storage else dcp.FileSystemWriter(path)
+    planner = RingSavePlanner(writers=writers, split_bytes=4096)
+    dcp.save(state, storage_writer=writer, planner=planner)
+    loaded, by_stock = hsdp_state(2), hsdp_state(2)
+    dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
+    dcp.load(by_stock, storage_reader=dcp.FileSystemReader(path))
+    return same(loaded, state), same(by_stock, state), planner.report().ranks[0].items, str(planner.report())
+
+
+@pytest.mark.parametrize("ring_storage", (True, False), ids=("ring", "stock"))
+@pytest.mark.parametrize("writers", STRATEGIES)
+def test_hsdp_round_trip(tmp_path: Path, writers: Any, ring_storage: bool) -> None:
+    results = _distributed.run(4, round_trip, str(tmp_path), writers, ring_storage)
+    assert [result[:2] for result in results] == [(True, True)] * 4
+    sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path) if name.endswith(".distcp")}
+    writing = {int(re.match(r"__(\d+)_", name)[1]) for name, size in sizes.items() if size}  # type: ignore[index]
+    assert writing == ({0, 1} if writers in ("first_replica", 2) else {0, 1, 2, 3})
+    if ring_storage:
+        assert len(sizes) == len(writing), "ranks that write nothing make no file"
+    assert "replicas removed" in results[0][3]
+    if writers == "split":
+        assert max(sizes.values()) < 1.2 * sum(sizes.values()) / 4
+    if writers == "balanced":
+        assert max(sizes.values()) < 1.1 * 4096 * 16 * 4, "the embedding alone is the largest"
+
+
+def what_is_written(path: str, planner: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The chunks that this rank writes."""
+    written: list[tuple[str, tuple[int, ...]]] = []
+
+    class Watching(RingWriter):
+        def write_data(self, plan: SavePlan, planner: Any) -> Any:
+            written.extend((item.index.fqn, tuple(item.index.offset or ())) for item in plan.items)
+            return super().write_data(plan, planner)
+
+    dcp.save(hsdp_state(1), storage_writer=Watching(path), planner=planner)
+    return sorted(written)
+
+
+def written_twice(path: str) -> tuple[Any, Any, Any]:
+    first = what_is_written(path, RingSavePlanner(writers="split", split_bytes=4096))
+    second = what_is_written(path, RingSavePlanner(writers="split", split_bytes=4096))
+    return first, second, what_is_written(path, dcp.DefaultSavePlanner())
+
+
+def test_every_chunk_once_and_the_same_from_save_to_save(tmp_path: Path) -> None:
+    results = _distributed.run(4, written_twice, str(tmp_path))
+    assert all(first == second for first, second, _ in results)
+    ours = [chunk for first, _, _ in results for chunk in first]
+    assert len(ours) == len(set(ours))
+    stock = {chunk for _, _, theirs in results for chunk in theirs}
+    assert stock <= set(ours) and {name for name, _ in stock} == {name for name, _ in ours}
+
+
+# ---- errors ----
+
+
+def failure_of(function: Any) -> str:
+    try:
+        function()
+    except BaseException as error:
+        return str(error)
+    return ""
+
+
+def mixed(path: str, ring_ranks: list[int]) -> str:
+    planner = RingSavePlanner() if dist.get_rank() in ring_ranks else dcp.DefaultSavePlanner()
+    return failure_of(lambda: dcp.save(hsdp_state(1), storage_writer=RingWriter(path), planner=planner))
+
+
+@pytest.mark.parametrize("ring_ranks", ([0, 1, 2], [1, 2, 3], [3]))
+def test_mixed_planners(tmp_path: Path, ring_ranks: list[int]) -> None:
+    for message in _distributed.run(4, mixed, str(tmp_path), ring_ranks):
+        assert "pass planner=RingSavePlanner() on all ranks" in message
+
+
+def impossible(path: str, writers: Any) -> str:
+    planner = RingSavePlanner(writers=writers)
+    return failure_of(lambda: dcp.save(hsdp_state(1), storage_writer=RingWriter(path), planner=planner))
+
+
+@pytest.mark.parametrize("writers", (1, "per_node"))
+def test_a_limit_that_leaves_a_shard_out(tmp_path: Path, writers: Any) -> None:
+    for message in _distributed.run(4, impossible, str(tmp_path), writers):
+        assert "is not possible here" in message and "model.layers.0.weight" in message and "lowest holder" in message
+    assert not (tmp_path / ".metadata").exists()
+
+
+def disagreeing(path: str, kind: str) -> str:
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"good": torch.ones(3), "bad": torch.ones(4)}
+    if rank == 1:
+        state["bad"] = {"shape": torch.ones(5), "dtype": torch.ones(4).double(), "object": "text"}[kind]
+    return failure_of(lambda: dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner()))
+
+
+@pytest.mark.parametrize("kind", ("shape", "dtype", "object"))
+def test_ranks_that_disagree(tmp_path: Path, kind: str) -> None:
+    for message in _distributed.run(2, disagreeing, str(tmp_path), kind):
+        assert "'bad' is" in message and "on rank 1" in message and "ranks must agree" in message
+
+
+# ---- replicas ----
+
+
+def differing_replicas(path: str, check: Any) -> tuple[str, list[str], str]:
+    rank = dist.get_rank()
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dcpring")
+    log.addHandler(handler)
+    try:
+        state = {
+            "object": {"lr": 0.1 * (rank == 2)},
+            "small": torch.full((8,), float(rank == 1)),
+            "same": torch.ones(8),
+        }
+        planner = RingSavePlanner(check_replicas=check)
+        error = failure_of(lambda: dcp.save(state, storage_writer=RingWriter(path), planner=planner))
+        warned = [text for text in records if "different bytes" in text]
+        dcp.save(
+            {"same": state["same"], "nested": [1, "a", None, {"b": (2.5, b"x")}]},
+            checkpoint_id=path + "-2",
+            storage_writer=RingWriter(path + "-2"),
+            planner=RingSavePlanner(check_replicas="error"),
+        )
+        return error, warned, ""
+    finally:
+        log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("check", ("warn", "error", "off"))
+def test_replicas_that_differ(tmp_path: Path, check: str) -> None:
+    results = _distributed.run(3, differing_replicas, str(tmp_path / "checkpoint"), check)
+    text = results[0][0] if check == "error" else "".join(results[0][1])
+    if check == "off":
+        assert not text and not results[0][0]
+        return
+    assert "'object.lr' (rank 0 differs from 2)" in text and "'small' (rank 0 differs from 1)" in text
+    assert "'same'" not in text
+    assert all(bool(error) == (check == "error") for error, _, _ in results)
+
+
+# ---- caching ----
+
+
+def cached_saves(path: str) -> list[tuple[int, int, int]]:
+    planner = RingSavePlanner(enable_plan_caching=True, check_replicas="off")
+    found = []
+    state: dict[str, Any] = {"a": torch.ones(4), "b": torch.ones(8), "step": 1}
+
+    def save(one: RingSavePlanner) -> None:
+        dcp.save(state, storage_writer=RingWriter(path), planner=one)
+        loaded = {"a": torch.zeros(4, dtype=state["a"].dtype), "b": torch.zeros(8), "step": 0}
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(path))
+        assert torch.equal(loaded["a"], state["a"]) and loaded["step"] == state["step"]
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        assert metadata.state_dict_metadata["a"].properties.dtype == state["a"].dtype
+        found.append((one.report().cached, one.report().gathered_bytes, one.report().scattered_bytes))
+
+    save(planner)
+    state["step"] = 2
+    save(planner)
+    save(pickle.loads(pickle.dumps(planner)))
+    state["a"] = torch.ones(4, dtype=torch.bfloat16)
+    save(planner)
+    if dist.get_rank() == 1:
+        _caches.clear()
+    save(planner)
+    save(RingSavePlanner(enable_plan_caching=True, check_replicas="off"))
+    return found
+
+
+def test_plan_caching(tmp_path: Path) -> None:
+    """Nothing is sent while nothing changes; a change of dtype, a lost cache and another planner are noticed."""
+    reports = _distributed.run(2, cached_saves, str(tmp_path))[0]
+    assert [cached for cached, _, _ in reports] == [0, 2, 2, 0, 1, 0]
+    assert [gathered == 0 for _, gathered, _ in reports] == [False, True, True, False, False, False]
+    assert [scattered == 0 for _, _, scattered in reports] == [False, True, True, False, False, False]
+
+
+def coordinator_without_cache(path: str) -> tuple[str, str]:
+    planner = RingSavePlanner(enable_plan_caching=True, check_replicas="off")
+    state = {"a": torch.ones(4)}
+
+    def save() -> None:
+        dcp.save(state, storage_writer=RingWriter(path), planner=planner)
+
+    save()
+    if dist.get_rank() == 0:
+        _caches.clear()
+    return failure_of(save), failure_of(save)
+
+
+def test_a_coordinator_that_lost_its_cache(tmp_path: Path) -> None:
+    for first, second in _distributed.run(2, coordinator_without_cache, str(tmp_path)):
+        assert "no longer has it" in first and second == ""
+
+
+# ---- subclasses ----
+
+
+class HalfPlanner(RingSavePlanner):
+    """DCP's own example: the local plan says another dtype, and resolve_data makes it so."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.float16)
+
+
+def save_halves(path: str) -> bool:
+    state = {"a": torch.randn(16, 4), "b": torch.randn(3), "step": 1}
+    if dist.get_rank():
+        dist.barrier()
+    torch.manual_seed(0)
+    state = {"a": torch.randn(16, 4), "b": torch.randn(3), "step": 1}
+    if not dist.get_rank():
+        dist.barrier()
+    dcp.save(state, storage_writer=RingWriter(path), planner=HalfPlanner(writers="balanced"))
+    loaded: dict[str, Any] = {"a": torch.zeros(16, 4).half(), "b": torch.zeros(3).half(), "step": 0}
+    dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
+    return torch.equal(loaded["a"], state["a"].half()) and torch.equal(loaded["b"], state["b"].half())  # type: ignore[attr-defined]
+
+
+def test_a_subclass_that_changes_its_items(tmp_path: Path) -> None:
+    assert _distributed.run(2, save_halves, str(tmp_path)) == [True, True]
+
+
+# ---- loading ----
+
+
+def hand_on(path: str, share: Any, hosts: str, device_dtype: Any) -> tuple[bool, int, int, int, str]:
+    state = hsdp_state(1)
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+    dcpring.load_planner.host_id = lambda: hosts[dist.get_rank()]
+    loaded = hsdp_state(2)
+    if device_dtype is not None:
+        loaded["embedding"] = loaded["embedding"].to(device_dtype)
+    reader = RingReader(path)
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    dcp.load(loaded, storage_reader=reader, planner=planner)
+    assert reader.stats is not None
+    state["embedding"] = state["embedding"].to(loaded["embedding"].dtype)
+    stats = reader.stats
+    return same(loaded, state), stats.bytes, stats.sent_bytes, stats.received_bytes, str(planner.report())
+
+
+@pytest.mark.parametrize(
+    ("share", "hosts", "times"),
+    (
+        ("off", "aaaa", 4),
+        ("auto", "aaaa", 4),
+        ("host", "aaaa", 1),
+        ("host", "aabb", 2),
+        ("all", "aaaa", 1),
+        ("all", "aabb", 1),
+        ("all", "abcd", 1),
+        ("host", "abcd", 4),
+    ),
+)
+def test_each_byte_is_read_once(tmp_path: Path, share: str, hosts: str, times: int) -> None:
+    results = _distributed.run(4, hand_on, str(tmp_path), share, hosts, None)
+    assert all(good for good, *_ in results)
+    read, sent, received = (sum(result[at] for result in results) for at in (1, 2, 3))
+    embedding, sharded = 4096 * 16 * 4, (8 * 64 * 32 + 7 + 1) * 4
+    # Sharded tensors have two holders: on one host in "aaaa", on two in "aabb" and "abcd".
+    copies = {"off": 2, "auto": 2, "host": 1 if hosts == "aaaa" else 2, "all": 1}[share]
+    unique = times * embedding + copies * sharded
+    assert unique <= read <= unique + 200_000, "gaps between records and objects come on top"
+    nested = 2 * 4  # a tensor in a list, on all four
+    assert sent == received == 4 * embedding + 2 * sharded + 4 * nested - (unique + times * nested)
+    assert "from others'" in results[0][4]
+
+
+def test_handing_on_what_is_converted(tmp_path: Path) -> None:
+    for share in ("host", "all"):
+        results = _distributed.run(4, hand_on, str(tmp_path / share), share, "aabb", torch.bfloat16)
+        assert all(good for good, *_ in results)
+
+
+def failing_reader(path: str, share: str, hosts: str) -> str:
+    state = {"a": torch.randn(1 << 16), "b": torch.randn(1 << 16)}
+    torch.manual_seed(0)
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
+    dcpring.load_planner.host_id = lambda: hosts[dist.get_rank()]
+
+    class Failing(RingReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            if dist.get_rank() == 1:
+                with open(next(Path(path).glob("__1_*.distcp")), "r+b") as file:
+                    file.seek(70_000)
+                    file.write(b"damage")
+            dist.barrier()
+            return super().read_data(plan, planner)
+
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)  # type: ignore[arg-type]
+    return failure_of(lambda: dcp.load(state, storage_reader=Failing(path), planner=planner))
+
+
+@pytest.mark.parametrize(("share", "hosts"), (("host", "aaa"), ("all", "abc")))
+def test_a_reader_that_fails_leaves_nobody_waiting(tmp_path: Path, share: str, hosts: str) -> None:
+    for message in _distributed.run(3, failing_reader, str(tmp_path), share, hosts, timeout=60):
+        assert "could not read what it was to hand on" in message and "__1_" in message
+
+
+def wrong_group(path: str) -> str:
+    state = {"a": torch.ones(4)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+    group = dist.new_group([0, 1])
+    other = group if dist.get_rank() < 2 else dist.group.WORLD
+    planner = RingLoadPlanner(process_group=other, share="host")
+    return failure_of(lambda: dcp.load(state, storage_reader=RingReader(path), planner=planner))
+
+
+def test_another_group_than_the_loads(tmp_path: Path) -> None:
+    for message in _distributed.run(3, wrong_group, str(tmp_path)):
+        assert "is not that of the load" in message
+
+
+def reads_by_locality(path: str) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (4,))
+    state = {str(n): distribute_tensor(torch.randn(64, 8), mesh, [Shard(0)], src_data_rank=None) for n in range(4)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+    planner = RingLoadPlanner()
+    dcp.load(state, storage_reader=RingReader(path), planner=planner)
+    own = next(rank for rank in planner.report().ranks if rank.rank == dist.get_rank())
+    return own.own_bytes, own.other_bytes
+
+
+def test_the_same_layout_reads_what_it_wrote(tmp_path: Path) -> None:
+    assert _distributed.run(4, reads_by_locality, str(tmp_path)) == [(4 * 16 * 8 * 4, 0)] * 4
+
+
+# ---- one process ----
+
+
+def test_missing_keys_are_all_named(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    wanted = {"a": torch.zeros(2), **{f"new{n}": torch.zeros(2) for n in range(12)}}
+    message = failure_of(lambda: dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner()))
+    assert "Missing key in checkpoint state_dict: new0, new1," in message and "and 2 more" in message
+    partial = RingLoadPlanner(allow_partial_load=True)
+    dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=partial)
+    assert torch.equal(wanted["a"], torch.ones(2))
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2, 3)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    wanted = {"a": torch.zeros(3, 2)}
+    message = failure_of(lambda: dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner()))
+    assert "Size mismatch between saved [2, 3] and current: [3, 2] for a" in message
+
+
+@pytest.mark.parametrize(
+    "arguments", ({"writers": 0}, {"writers": "all"}, {"writers": True}, {"check_replicas": 1}, {"split_bytes": 0})
+)
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        RingSavePlanner(**arguments)
+    with pytest.raises(ValueError, match="share"):
+        RingLoadPlanner(share="none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("magic", "writers"), ((0x6969, "first_replica"), (0x65735546, "first_replica"), (0xEF53, "balanced"))
+)
+def test_auto_goes_by_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, magic: int, writers: str
+) -> None:
+    monkeypatch.setattr("dcpring._C.file_system", lambda path: magic)
+    planner = RingSavePlanner()
+    with caplog.at_level(logging.INFO, "dcpring"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / "new" / "deep"), planner=planner)
+    report = planner.report()
+    assert report.writers == writers and str(tmp_path) in report.reason
+    assert any(f"writers={writers}" in record.message and str(tmp_path) in record.message for record in caplog.records)
+
+
+def test_the_report_has_every_phase(tmp_path: Path) -> None:
+    planner = RingSavePlanner()
+    dcp.save({"a": torch.ones(2), "b": {"c": 1}}, storage_writer=RingWriter(tmp_path), planner=planner)
+    report = planner.report()
+    assert list(report.seconds) == ["local plan", "gather", "plan", "scatter", "write", "commit"]
+    assert (report.ranks[0].items, report.ranks[0].bytes, report.ranks[0].files) == (2, 8, 1)
+    assert "rank" in str(report) and report.imbalance == 1.0

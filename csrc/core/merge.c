@@ -247,7 +247,9 @@ static int add_row(struct dr_merge *merge, struct dr_row_view *view, const uint1
         *group = found;
     if (merge->row_print)
         merge->row_print[merge->row_count] = 0;
-    if (view->flags & DR_ROW_HASHED && prints->at && prints->left) {
+    if (view->flags & DR_ROW_HASHED && prints->at) {
+        if (!prints->left)
+            return dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too few fingerprints");
         merge->row_print[merge->row_count] = *prints->at ? *prints->at : 1;
         prints->at++;
         prints->left--;
@@ -258,11 +260,13 @@ static int add_row(struct dr_merge *merge, struct dr_row_view *view, const uint1
 
 int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
                  struct dr_error *error) {
-    struct dr_cursor cursor;
+    struct dr_cursor cursor = {0};
     struct prints left = {print_count ? prints : NULL, print_count};
     uint16_t *properties = NULL;
     uint32_t name = DR_NO_NAME, group = DR_NO_GROUP;
-    int rc = dr_cursor_open(&cursor, plan, size, error);
+    int rc = merge->broken ? dr_error_invalid(error, DR_NO_ITEM, "a plan before was bad") : 0;
+    if (!rc)
+        rc = dr_cursor_open(&cursor, plan, size, error);
     if (!rc)
         rc = global_properties(merge, &cursor, &properties, error);
     if (!rc)
@@ -275,5 +279,6 @@ int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const ui
     dr_cursor_close(&cursor);
     if (!rc)
         merge->rank_rows[++merge->added] = merge->row_count;
+    merge->broken = rc != 0;
     return rc;
 }

@@ -40,6 +40,7 @@ struct dr_merge {
     size_t row_count, row_room, print_room;
     uint64_t *rank_rows;    /* world + 1: where each rank's rows start */
     uint32_t added;         /* ranks so far; they come in order */
+    bool broken;            /* by a bad plan, of which something is left: nothing can be added or checked */
 
     uint32_t *holders;      /* ranks, group by group */
     uint64_t *holder_start; /* groups.count + 1 */

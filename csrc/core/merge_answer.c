@@ -74,7 +74,7 @@ int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kep
     struct dr_bytes bytes = {data, (const uint8_t *)data + size, false};
     if (dr_bytes_varint(&bytes) != row_count || bytes.bad)
         return bad_answer(error);
-    const uint8_t *bits = dr_bytes_take(&bytes, (row_count + 7) / 8);
+    const uint8_t *bits = dr_bytes_take(&bytes, row_count / 8 + (row_count % 8 != 0));
     if (!bits)
         return bad_answer(error);
     uint64_t piece[3];

@@ -180,9 +180,9 @@ static int cut(struct dr_merge *merge, uint32_t group, uint64_t most_bytes, stru
 static int make_pieces(struct dr_merge *merge, const struct dr_assignment *assignment, struct dr_error *error) {
     size_t count = merge->groups.count;
     uint64_t total = 0, most = UINT64_MAX;
-    if (assignment->strategy == DR_SPLIT) {
+    if (assignment->strategy == DR_SPLIT && merge->world) {
         for (uint32_t g = 0; g < count; g++)
-            total += weight(merge, g);
+            total = __builtin_add_overflow(total, weight(merge, g), &total) ? UINT64_MAX : total;
         most = total / ((uint64_t)merge->world * PIECES_PER_RANK) + 1;
         most = most > assignment->piece_bytes ? most : assignment->piece_bytes;
     }

@@ -61,6 +61,12 @@ static int find_holders(struct dr_merge *merge, struct dr_error *error) {
     merge->holders = malloc((merge->row_count + 1) * sizeof *merge->holders);
     int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : no_memory(error);
     free(last);
+    if (rc) { /* half sorted */
+        free(merge->holder_start);
+        merge->holder_start = NULL;
+        free(merge->order);
+        merge->order = NULL;
+    }
     return rc;
 }
 
@@ -315,6 +321,8 @@ static int check_run(const struct run *run, bool complete, struct dr_error *erro
 }
 
 int dr_merge_check(struct dr_merge *merge, bool complete, struct dr_error *error) {
+    if (merge->broken)
+        return dr_error_invalid(error, DR_NO_ITEM, "a plan was bad");
     int rc = find_holders(merge, error);
     if (!rc)
         rc = sort_groups(merge, error);

@@ -148,6 +148,11 @@ int dr_places_decode(struct dr_places *places, const void *data, size_t size, st
     return rc;
 }
 
+/* NULL for a place without CRCs, but not for one whose payload is empty, of which there are none. */
+static const void *crcs_of(const struct dr_places *places, const struct dr_place *place) {
+    return !place->has_crcs ? NULL : places->crcs.data ? places->crcs.data + place->crcs : (const uint8_t *)"";
+}
+
 int dr_places_merge(struct dr_places *places, const struct dr_places *from, const uint32_t *indices, size_t count,
                     struct dr_error *error) {
     if (count != from->count)
@@ -160,8 +165,7 @@ int dr_places_merge(struct dr_places *places, const struct dr_places *from, cons
         const struct dr_name *name = &from->files.names[place.file];
         int rc = dr_places_file(places, dr_table_text(&from->files, place.file), name->size, &place.file, error);
         if (!rc)
-            rc = dr_places_set(places, indices[i], &place, place.has_crcs ? from->crcs.data + place.crcs : NULL,
-                               error);
+            rc = dr_places_set(places, indices[i], &place, crcs_of(from, &from->places[i]), error);
         if (rc)
             return rc;
     }

@@ -141,6 +141,7 @@ struct dr_cursor {
     struct dr_properties *properties; /* of this encoding */
     size_t property_count;
     size_t rows_left;
+    uint64_t text_left; /* bytes of names and paths that may still come */
     char *name;
     size_t name_room;
     int64_t dims[3 * DR_TABLE_MAX_DIMS];

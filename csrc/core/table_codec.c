@@ -223,6 +223,9 @@ static int decode_properties(struct dr_cursor *cursor, struct dr_error *error) {
     return 0;
 }
 
+/* Front coding lets few bytes stand for long names: more than this for each is no plan, but an attack. */
+enum { MOST_TEXT_PER_BYTE = 1024, TEXT_ALLOWANCE = 16 << 20 };
+
 int dr_cursor_open(struct dr_cursor *cursor, const void *data, size_t size, struct dr_error *error) {
     *cursor = (struct dr_cursor){0};
     const uint8_t *at = data;
@@ -232,6 +235,7 @@ int dr_cursor_open(struct dr_cursor *cursor, const void *data, size_t size, stru
     if (crc != dr_crc32(0, at + HEADER_BYTES, size - HEADER_BYTES))
         return garbled(error, "its CRC-32 does not match");
     cursor->bytes = (struct dr_bytes){at + HEADER_BYTES, at + size, false};
+    cursor->text_left = (uint64_t)size * MOST_TEXT_PER_BYTE + TEXT_ALLOWANCE;
     int rc = decode_properties(cursor, error);
     if (rc)
         return rc;
@@ -318,21 +322,20 @@ int dr_cursor_next(struct dr_cursor *cursor, struct dr_error *error) {
         row->properties = (uint16_t)dr_bytes_limited(bytes, DR_MAX_PROPERTIES);
     if (bytes->bad)
         return garbled(error, "a row");
+    uint64_t text = *head & SAME_NAME ? 0 : (uint64_t)row->name_size + row->path_size;
+    if (text > cursor->text_left)
+        return garbled(error, "names");
+    cursor->text_left -= text;
     row->ndim = 0;
     if (row->type == DR_ROW_TENSOR || row->type == DR_ROW_SHARD)
         rc = decode_dims(cursor, *head & PARTIAL, error);
     return rc ? rc : 1;
 }
 
-/* Front coding lets few bytes stand for long names: more than this for each is no plan, but an attack. */
-enum { MOST_TEXT_PER_BYTE = 1024, TEXT_ALLOWANCE = 16 << 20 };
-
-static int append_from(struct dr_table *table, struct dr_cursor *cursor, size_t size, uint32_t *previous,
+static int append_from(struct dr_table *table, const struct dr_cursor *cursor, uint32_t *previous,
                        struct dr_error *error) {
     struct dr_row_view view = cursor->row;
     uint32_t name;
-    if (table->text_size > size * MOST_TEXT_PER_BYTE + TEXT_ALLOWANCE)
-        return garbled(error, "names");
     int rc = dr_table_name(table, view.name, view.name_size, view.path, view.path_size, *previous, &name, error);
     if (!rc && view.ndim == 0 && view.type != DR_ROW_TENSOR && view.type != DR_ROW_SHARD)
         view.properties = 0;
@@ -353,7 +356,7 @@ int dr_table_decode(struct dr_table *table, const void *data, size_t size, struc
     }
     uint32_t previous = DR_NO_NAME;
     while (rc == 0 && (rc = dr_cursor_next(&cursor, error)) > 0)
-        rc = append_from(table, &cursor, size, &previous, error);
+        rc = append_from(table, &cursor, &previous, error);
     dr_cursor_close(&cursor);
     return rc;
 }

@@ -197,7 +197,7 @@ static int group_of(struct dr_merge *merge, const struct dr_row_view *view, uint
 /* ---- one rank ---- */
 
 static int make_room(struct dr_merge *merge, size_t more, bool prints, struct dr_error *error) {
-    if (merge->row_room - merge->row_count < more) {
+    if (!merge->row_group || merge->row_room - merge->row_count < more) {
         size_t room = merge->row_room * 2 > merge->row_count + more ? merge->row_room * 2 : merge->row_count + more;
         uint32_t *grown = realloc(merge->row_group, (room + 1) * sizeof *grown);
         if (!grown)

@@ -330,7 +330,7 @@ static void ring(struct pickler *p, const struct dr_place *place) {
     integer(p, place->payload_offset);
     integer(p, place->payload_size);
     if (place->has_crcs)
-        bytes(p, p->places->crcs.data + place->crcs, 4 * dr_crc_count(place->payload_offset, place->payload_size));
+        bytes(p, dr_place_crcs(p->places, place), 4 * dr_crc_count(place->payload_offset, place->payload_size));
     else
         op(p, NONE);
     op(p, TUPLE);

@@ -45,6 +45,11 @@ int dr_places_set(struct dr_places *places, size_t index, const struct dr_place 
     return places->crcs.failed ? no_memory(error) : 0;
 }
 
+const uint8_t *dr_place_crcs(const struct dr_places *places, const struct dr_place *place) {
+    static const uint8_t none[1];
+    return !place->has_crcs ? NULL : places->crcs.data ? places->crcs.data + place->crcs : none;
+}
+
 /* ---- the encoded form ---- */
 
 static void encode_place(struct dr_buffer *out, const struct dr_places *places, const struct dr_place *place) {
@@ -58,7 +63,7 @@ static void encode_place(struct dr_buffer *out, const struct dr_places *places, 
     dr_buffer_varint(out, place->payload_offset - place->offset);
     dr_buffer_varint(out, place->payload_size);
     if (place->has_crcs)
-        dr_buffer_put(out, places->crcs.data + place->crcs,
+        dr_buffer_put(out, dr_place_crcs(places, place),
                       4 * dr_crc_count(place->payload_offset, place->payload_size));
 }
 
@@ -148,11 +153,6 @@ int dr_places_decode(struct dr_places *places, const void *data, size_t size, st
     return rc;
 }
 
-/* NULL for a place without CRCs, but not for one whose payload is empty, of which there are none. */
-static const void *crcs_of(const struct dr_places *places, const struct dr_place *place) {
-    return !place->has_crcs ? NULL : places->crcs.data ? places->crcs.data + place->crcs : (const uint8_t *)"";
-}
-
 int dr_places_merge(struct dr_places *places, const struct dr_places *from, const uint32_t *indices, size_t count,
                     struct dr_error *error) {
     if (count != from->count)
@@ -165,7 +165,7 @@ int dr_places_merge(struct dr_places *places, const struct dr_places *from, cons
         const struct dr_name *name = &from->files.names[place.file];
         int rc = dr_places_file(places, dr_table_text(&from->files, place.file), name->size, &place.file, error);
         if (!rc)
-            rc = dr_places_set(places, indices[i], &place, crcs_of(from, &from->places[i]), error);
+            rc = dr_places_set(places, indices[i], &place, dr_place_crcs(from, &from->places[i]), error);
         if (rc)
             return rc;
     }

@@ -39,6 +39,9 @@ int dr_places_file(struct dr_places *places, const char *name, uint32_t size, ui
 int dr_places_set(struct dr_places *places, size_t index, const struct dr_place *place, const void *crcs,
                   struct dr_error *error);
 
+/* NULL for a place without CRCs, but not for one that has none because its payload is empty. */
+const uint8_t *dr_place_crcs(const struct dr_places *places, const struct dr_place *place);
+
 int dr_places_encode(const struct dr_places *places, struct dr_buffer *out, struct dr_error *error);
 /* Ranges are checked: none overflows, and payloads lie within their records. */
 int dr_places_decode(struct dr_places *places, const void *data, size_t size, struct dr_error *error);

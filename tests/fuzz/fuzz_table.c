@@ -1,0 +1,262 @@
+/*
+ * Plans of two ranks, as the input has them: decoded, merged, checked, shared
+ * out, answered, matched and pickled, as far as they let themselves.
+ *
+ * Their headers and CRCs are made right, for a CRC keeps everything else out.
+ * The first bytes of the input choose limits, fingerprints, and how much is the
+ * first rank's.
+ */
+#include "fuzz.h"
+#include "match.h"
+#include "merge.h"
+#include "metadata_pickle.h"
+#include "plan.h"
+
+enum { RANKS = 2, MAX_PRINTS = 8, CHOICES = 5 };
+
+struct plan {
+    uint8_t *data;
+    size_t size;
+    struct dr_table table;
+    bool good;
+};
+
+static void prepare(struct plan *plan, const uint8_t *data, size_t size) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    *plan = (struct plan){.data = malloc(size + PLAN_HEADER), .size = size + PLAN_HEADER};
+    FUZZ_CHECK(plan->data);
+    memcpy(plan->data, "DRT\1", 4);
+    memcpy(plan->data + PLAN_HEADER, data, size);
+    plan_fix_crc(plan->data, plan->size);
+    dr_table_init(&plan->table);
+    int rc = dr_table_decode(&plan->table, plan->data, plan->size, &error);
+    FUZZ_CHECK(rc == -error.err);
+    plan->good = rc == 0;
+}
+
+/* What is decoded can be encoded, and is then the same. */
+static void encode_again(const struct dr_table *table) {
+    struct dr_buffer once, twice;
+    struct dr_table again;
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_table_init(&again);
+    FUZZ_CHECK(dr_table_encode(table, &once, &error) == 0);
+    FUZZ_CHECK(dr_table_decode(&again, once.data, once.size, &error) == 0);
+    FUZZ_CHECK(again.count == table->count);
+    for (size_t i = 0; i < table->count; i++)
+        FUZZ_CHECK(dr_row_bytes(table, &table->rows[i]) == dr_row_bytes(&again, &again.rows[i]));
+    FUZZ_CHECK(dr_table_encode(&again, &twice, &error) == 0);
+    FUZZ_CHECK(once.size == twice.size && memcmp(once.data, twice.data, once.size) == 0);
+    dr_buffer_destroy(&once);
+    dr_buffer_destroy(&twice);
+    dr_table_destroy(&again);
+}
+
+static void pickle(const struct dr_table *table) {
+    static const struct dr_fragment none = {"N", 1};
+    struct dr_fragment *properties = calloc(table->property_count + 1, sizeof *properties);
+    struct dr_places places;
+    struct dr_buffer out;
+    struct dr_error error;
+    dr_error_clear(&error);
+    FUZZ_CHECK(properties && dr_places_init(&places, table->count, &error) == 0);
+    for (size_t i = 0; i < table->count; i++) {
+        struct dr_place place = {.kind = (uint8_t)(i % 4), .length = 100, .payload_size = i % 2 ? 100 : 0};
+        FUZZ_CHECK(dr_places_file(&places, "file", 4, &place.file, &error) == 0);
+        FUZZ_CHECK(dr_places_set(&places, i, &place, i % 3 ? "crcs" : NULL, &error) == 0);
+    }
+    for (size_t i = 0; i < table->property_count; i++)
+        properties[i] = none;
+    for (int mappings = 0; mappings < 2; mappings++) {
+        struct dr_metadata_parts parts = {properties, none, none, mappings};
+        dr_error_clear(&error);
+        int rc = dr_metadata_pickle(table, mappings ? &places : NULL, &parts, &out, &error);
+        FUZZ_CHECK(rc == -error.err);
+        FUZZ_CHECK(rc < 0 || (out.data[0] == 0x80 && out.data[out.size - 1] == '.'));
+        dr_buffer_destroy(&out);
+    }
+    dr_places_destroy(&places);
+    free(properties);
+}
+
+/* Every overlap lies in both of its chunks. */
+static void match(const struct dr_table *wanted, const struct dr_table *stored) {
+    struct dr_match found;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = dr_match(&found, wanted, stored, &error);
+    FUZZ_CHECK(rc == -error.err);
+    for (size_t i = 0; i < found.count; i++) {
+        const struct dr_overlap *o = &found.overlaps[i];
+        FUZZ_CHECK(o->wanted < wanted->count && o->stored < stored->count);
+        const struct dr_row *w = &wanted->rows[o->wanted], *s = &stored->rows[o->stored];
+        FUZZ_CHECK(dr_row_is_tensor(w) == dr_row_is_tensor(s));
+        const int64_t *dims = found.dims + o->dims;
+        for (int d = 0; dr_row_is_tensor(w) && d < w->ndim; d++) {
+            int64_t length = dims[2 * w->ndim + d];
+            FUZZ_CHECK(length > 0 && dims[d] >= 0 && dims[w->ndim + d] >= 0);
+            FUZZ_CHECK(dims[d] <= dr_row_lengths(wanted, w)[d] - length);
+            FUZZ_CHECK(dims[w->ndim + d] <= dr_row_lengths(stored, s)[d] - length);
+        }
+    }
+    dr_match_destroy(&found);
+}
+
+/* ---- the coordinator ---- */
+
+struct items {
+    const struct dr_merge *merge;
+    const uint32_t *pieces;
+    uint32_t rank;
+    size_t at, count;
+};
+
+static int is_next(void *context, size_t row, int64_t start, int64_t rows) {
+    struct items *items = context;
+    FUZZ_CHECK(items->at < items->count);
+    const struct dr_piece *piece = &items->merge->pieces[items->pieces[items->at++]];
+    FUZZ_CHECK(piece->writer == items->rank && piece->rows == rows && (rows < 0 || piece->start == start));
+    FUZZ_CHECK(items->merge->row_group[items->merge->rank_rows[items->rank] + row] == piece->group);
+    return 0;
+}
+
+static void read_answers(const struct dr_merge *merge) {
+    size_t all = 0;
+    for (uint32_t rank = 0; rank < RANKS; rank++) {
+        struct items items = {.merge = merge, .rank = rank};
+        struct dr_buffer answer;
+        struct dr_error error;
+        uint32_t *pieces;
+        dr_error_clear(&error);
+        FUZZ_CHECK(dr_merge_answer(merge, rank, &answer, &error) == 0);
+        FUZZ_CHECK(dr_merge_items(merge, rank, &pieces, &items.count, &error) == 0);
+        items.pieces = pieces;
+        size_t rows = merge->rank_rows[rank + 1] - merge->rank_rows[rank];
+        FUZZ_CHECK(dr_answer_read(answer.data, answer.size, rows, is_next, &items, &error) == 0);
+        FUZZ_CHECK(items.at == items.count && items.count == merge->sums[rank].items);
+        all += items.count;
+        dr_buffer_destroy(&answer);
+        free(pieces);
+    }
+    FUZZ_CHECK(all == merge->piece_count && all >= merge->groups.count);
+}
+
+static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
+    static const uint32_t hosts[RANKS] = {7, 7};
+    for (int strategy = DR_BALANCED; strategy <= DR_PER_HOST; strategy++) {
+        struct dr_assignment assignment = {(enum dr_strategy)strategy, choices[0] % 4u, hosts, choices[1] + 1u};
+        struct dr_error error;
+        struct dr_table table;
+        dr_error_clear(&error);
+        int rc = dr_merge_assign(merge, &assignment, &error);
+        FUZZ_CHECK(rc == -error.err && (rc == 0 || strategy >= DR_LIMITED));
+        if (rc)
+            continue;
+        read_answers(merge);
+        dr_table_init(&table);
+        FUZZ_CHECK(dr_merge_table(merge, &table, &error) == 0 && table.count == merge->piece_count);
+        pickle(&table);
+        dr_table_destroy(&table);
+    }
+}
+
+static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHOICES]) {
+    static const uint32_t prints[MAX_PRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    struct dr_merge merge;
+    struct dr_error error;
+    dr_error_clear(&error);
+    FUZZ_CHECK(dr_merge_init(&merge, RANKS, &error) == 0);
+    int rc = 0;
+    for (int rank = 0; rank < RANKS && rc == 0; rank++) {
+        size_t count = choices[2] >> 4 * rank & 15;
+        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, prints, count % (MAX_PRINTS + 1), &error);
+        FUZZ_CHECK(rc == -error.err);
+    }
+    if (!rc)
+        rc = dr_merge_check(&merge, choices[0] & 16, &error);
+    FUZZ_CHECK(rc == -error.err);
+    if (!rc) {
+        uint8_t *different;
+        FUZZ_CHECK(dr_merge_differing(&merge, &different, &error) == 0);
+        for (uint32_t g = 0; g < merge.groups.count; g++)
+            FUZZ_CHECK(!different[g] || dr_merge_print(&merge, g, 0) != dr_merge_print(&merge, g, 1));
+        free(different);
+        share_out(&merge, choices);
+    }
+    dr_merge_destroy(&merge);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    struct plan plans[RANKS];
+    if (size < CHOICES)
+        return 0;
+    size_t left = size - CHOICES, first = (data[3] | (size_t)data[4] << 8) % (left + 1);
+    prepare(&plans[0], data + CHOICES, first);
+    prepare(&plans[1], data + CHOICES + first, left - first);
+    for (int i = 0; i < RANKS; i++)
+        if (plans[i].good) {
+            encode_again(&plans[i].table);
+            pickle(&plans[i].table);
+            match(&plans[i].table, &plans[i].table);
+        }
+    if (plans[0].good && plans[1].good)
+        match(&plans[0].table, &plans[1].table);
+    merge_both(plans, data);
+    for (int i = 0; i < RANKS; i++) {
+        dr_table_destroy(&plans[i].table);
+        free(plans[i].data);
+    }
+    return 0;
+}
+
+/* ---- seeds ---- */
+
+static void seed_plan(struct dr_table *table, unsigned seed, int64_t rank) {
+    static const char path[] = "\2\14\0";
+    plan_init(table);
+    int64_t dims[3 * DR_TABLE_MAX_DIMS] = {0};
+    if (seed == 0)
+        return;
+    for (int64_t layer = 0; layer < seed; layer++) {
+        char name[64];
+        snprintf(name, sizeof name, "layers.%d.weight", (int)layer);
+        plan_row(table, name, (uint32_t)strlen(name), path, sizeof path - 1,
+                 &(struct dr_row_view){.type = DR_ROW_SHARD,
+                                       .flags = DR_ROW_DIVISIBLE,
+                                       .ndim = 2,
+                                       .dims = (const int64_t[]){8, 4, seed % 2 ? 4 * rank : 0, 0, seed % 2 ? 4 : 8, 4}});
+    }
+    plan_row(table, "step", 4, "\1\0", 2, &(struct dr_row_view){.type = DR_ROW_BYTES, .flags = DR_ROW_HASHED});
+    if (seed == 2)
+        plan_name_only(table, "on the other stage");
+    plan_chunk(table, "scalar", 0, NULL, P_INT8, 0);
+    for (int64_t i = 0; i < 2 && seed > 2; i++) /* a grid: two chunks for each rank */
+        plan_chunk(table, "grid", 2, (const int64_t[]){6, 6, 3 * i, 3 * rank, 3, 3}, P_FLOAT32_GRAD, 0);
+    for (int d = 0; d < DR_TABLE_MAX_DIMS; d++)
+        dims[d] = dims[2 * DR_TABLE_MAX_DIMS + d] = 1;
+    if (seed == 4)
+        plan_chunk(table, "of many dimensions", DR_TABLE_MAX_DIMS, dims, P_INT8, DR_ROW_DIVISIBLE);
+}
+
+size_t fuzz_seed(unsigned index, uint8_t out[FUZZ_SEED_MAX]) {
+    enum { SEEDS = 6 };
+    if (index >= SEEDS)
+        return 0;
+    size_t size = CHOICES, sizes[RANKS];
+    for (int rank = 0; rank < RANKS; rank++) {
+        struct dr_table table;
+        seed_plan(&table, index, rank);
+        struct dr_buffer bytes = plan_encode(&table);
+        sizes[rank] = bytes.size - PLAN_HEADER;
+        FUZZ_CHECK(size + sizes[rank] <= FUZZ_SEED_MAX);
+        memcpy(out + size, bytes.data + PLAN_HEADER, sizes[rank]);
+        size += sizes[rank];
+        dr_buffer_destroy(&bytes);
+        dr_table_destroy(&table);
+    }
+    memcpy(out, (const uint8_t[CHOICES]){16 + 1, 3, index == 1 ? 0x11 : 0, (uint8_t)sizes[0], (uint8_t)(sizes[0] >> 8)},
+           CHOICES);
+    return size;
+}

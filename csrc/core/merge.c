@@ -232,22 +232,22 @@ struct prints {
     size_t left;
 };
 
-static int add_row(struct dr_merge *merge, struct dr_row_view *view, const uint16_t *properties, uint32_t *name,
+static int add_row(struct dr_merge *merge, const struct dr_row_view *row, const uint16_t *properties, uint32_t *name,
                    uint32_t *group, struct prints *prints, struct dr_error *error) {
-    int rc = dr_table_name(&merge->groups, view->name, view->name_size, view->path, view->path_size, *name + 1, name,
-                           error);
+    struct dr_row_view view = *row; /* the cursor's own stays: the next row may be as it */
+    int rc = dr_table_name(&merge->groups, view.name, view.name_size, view.path, view.path_size, *name + 1, name, error);
     if (rc)
         return rc;
-    bool stored = view->type != DR_ROW_NAME;
-    view->properties = view->type == DR_ROW_BYTES || !stored ? 0 : properties[view->properties];
+    bool stored = view.type != DR_ROW_NAME;
+    view.properties = view.type == DR_ROW_BYTES || !stored ? 0 : properties[view.properties];
     uint32_t found = DR_NO_GROUP;
-    if (stored && (rc = group_of(merge, view, *name, *group + 1, &found, error)))
+    if (stored && (rc = group_of(merge, &view, *name, *group + 1, &found, error)))
         return rc;
     if (stored)
         *group = found;
     if (merge->row_print)
         merge->row_print[merge->row_count] = 0;
-    if (view->flags & DR_ROW_HASHED && prints->at) {
+    if (view.flags & DR_ROW_HASHED && prints->at) {
         if (!prints->left)
             return dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too few fingerprints");
         merge->row_print[merge->row_count] = *prints->at ? *prints->at : 1;

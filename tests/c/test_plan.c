@@ -103,6 +103,40 @@ static void differences_that_do_not_matter(void) {
     end(&p);
 }
 
+/* Ranks number their properties each in their own way; rows that are "as the one before" keep theirs. */
+static void ranks_with_other_properties(void) {
+    const int64_t dims[] = {4, 0, 4};
+    struct plans p;
+    struct dr_error error;
+    begin(&p, 3);
+    for (uint32_t rank = 0; rank < 3; rank++) {
+        uint16_t index[P_COUNT];
+        struct dr_table known, *table = &p.of[rank];
+        plan_init(&known);
+        dr_table_destroy(table);
+        dr_error_clear(&error);
+        for (uint32_t i = 0; i < P_COUNT; i++) {
+            uint32_t turned = (i + rank) % P_COUNT;
+            CHECK_OK(dr_table_properties(table, &known.properties[turned], &index[turned], &error), &error);
+        }
+        for (int i = 0; i < 30; i++) {
+            char name[] = {(char)('0' + rank), (char)('0' + i), 0};
+            if (i % 7 == 6)
+                plan_object(table, name);
+            else
+                plan_chunk(table, name, 1, dims, index[i / 4 % P_COUNT], 0);
+        }
+        dr_table_destroy(&known);
+    }
+    CHECK_OK(check_all(&p, true), &p.error);
+    for (uint32_t g = 0; g < p.merge.groups.count; g++) {
+        const struct dr_row *row = &p.merge.groups.rows[g];
+        if (dr_row_is_tensor(row))
+            CHECK_EQ(row->properties, g % 30 / 4 % P_COUNT);
+    }
+    end(&p);
+}
+
 static void disagreements(void) {
     const int64_t whole[] = {4, 4, 0, 0, 4, 4}, other[] = {4, 5, 0, 0, 4, 5}, flat[] = {16, 0, 16};
     struct plans p;
@@ -1026,7 +1060,7 @@ static void matches_that_fail(void) {
 }
 
 CHECK_MAIN({"groups_and_holders", groups_and_holders},
-           {"differences_that_do_not_matter", differences_that_do_not_matter}, {"disagreements", disagreements},
+           {"differences_that_do_not_matter", differences_that_do_not_matter}, {"ranks_with_other_properties", ranks_with_other_properties}, {"disagreements", disagreements},
            {"chunks_that_do_not_fit", chunks_that_do_not_fit}, {"long_messages", long_messages},
            {"empty_chunks", empty_chunks}, {"incomplete_plans", incomplete_plans},
            {"after_a_bad_plan", after_a_bad_plan}, {"names_without_end", names_without_end},

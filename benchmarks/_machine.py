@@ -47,3 +47,8 @@ def _first_value(path: str, field: str) -> str:
             if name.strip() == field:
                 return value.strip()
     return "unknown"
+
+
+def available_bytes() -> int:
+    """Memory that processes can still have."""
+    return int(_first_value("/proc/meminfo", "MemAvailable").split()[0]) * 1024

@@ -1,7 +1,7 @@
 """Synthetic jobs for the planners: what each rank of an FSDP, HSDP, DDP or TP x FSDP job holds.
 
-The model is a decoder with the names of Hugging Face's Llama, saved with AdamW's moments. Its vocabulary is no multiple of
-any number of ranks, so that shards are uneven. Rows are cut as DTensor cuts them, empty shards included.
+The model is a decoder with the names of Hugging Face's Llama, saved with AdamW's moments. Its vocabulary is no multiple
+of any number of ranks, so that shards are uneven. Rows are cut as DTensor cuts them, empty shards included.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from _planning_report import Planned, medians_as_json, print_growth, print_job, 
 from _targets import print_targets
 
 RESULTS = Path(__file__).parent / "results"
-STOCK_SECONDS = 120.0
 OF_MEMORY = 0.4
 
 Result = TypeVar("Result")
@@ -51,9 +50,9 @@ FULL = JobSet(
         Job(FSDP, 1000, 256),
         Job(FSDP, 4000, 64),
         Job(REPLICATED, 1000, 256),
-        Job(HSDP, 1000, 256),
-        Job(TP_FSDP, 1000, 256),
-        Job(ADAMW, 1000, 256),
+        Job(HSDP, 1000, 128),
+        Job(TP_FSDP, 1000, 128),
+        Job(ADAMW, 1000, 128),
     ),
     growth=tuple(Job(FSDP, 2000, 2**power) for power in range(4, 13)),
 )
@@ -73,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help=f"default: {RESULTS.name}/planning.json; with --quick: none")
     parser.add_argument("--png", type=Path, help=f"default: {RESULTS.name}/planning.png; with --quick: none")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="for what is gathered, 300 MiB (default: here)")
+    parser.add_argument("--stock-seconds", type=float, default=40.0, help="CPU seconds that a sample of stock may take")
     parser.add_argument("--quick", action="store_true", help="small jobs: a smoke test, not a measurement")
     arguments = parser.parse_args()
     if arguments.rounds is None:
@@ -86,10 +86,10 @@ def parse_arguments() -> argparse.Namespace:
 # ---- running ----
 
 
-def run(jobs: JobSet, rounds: int, directory: Path) -> list[PlanSample]:
+def run(jobs: JobSet, rounds: int, stock_seconds: float, directory: Path) -> list[PlanSample]:
     samples: list[PlanSample] = []
     for job in (*jobs.jobs, *jobs.growth):
-        contestants = [STOCK, OURS] if _stock_can(job, samples) else [OURS]
+        contestants = [STOCK, OURS] if _stock_can(job, samples, stock_seconds) else [OURS]
         samples += _run_job(job, contestants, rounds, directory)
         contents = {sample.content for sample in samples if _is_of(sample, job) and sample.content}
         if len(contents) > 1:
@@ -97,7 +97,7 @@ def run(jobs: JobSet, rounds: int, directory: Path) -> list[PlanSample]:
     return samples
 
 
-def _stock_can(job: Job, samples: Sequence[PlanSample]) -> bool:
+def _stock_can(job: Job, samples: Sequence[PlanSample], seconds: float) -> bool:
     """Whether stock's time and memory, in proportion to its largest job so far, allow this one."""
     before = [sample for sample in samples if sample.who == STOCK]
     if not before:
@@ -105,7 +105,7 @@ def _stock_can(job: Job, samples: Sequence[PlanSample]) -> bool:
     largest = max(before, key=lambda sample: sample.items)
     larger = job.items / largest.items
     memory = (largest.peak_bytes or 0) * larger
-    return largest.cpu_seconds * larger <= STOCK_SECONDS and memory <= OF_MEMORY * _machine.available_bytes()
+    return largest.cpu_seconds * larger <= seconds and memory <= OF_MEMORY * _machine.available_bytes()
 
 
 def _run_job(job: Job, contestants: Sequence[str], rounds: int, directory: Path) -> Iterator[PlanSample]:
@@ -157,7 +157,7 @@ def main() -> None:
     print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()))
     print(f"load average before: {os.getloadavg()[0]:.1f}; rounds: {arguments.rounds}")
     with tempfile.TemporaryDirectory(prefix="planning-", dir=arguments.dir) as scratch:
-        samples = run(jobs, arguments.rounds, Path(scratch))
+        samples = run(jobs, arguments.rounds, arguments.stock_seconds, Path(scratch))
     planned = Planned(samples)
     growth = [sample for sample in samples if any(_is_of(sample, job) for job in jobs.growth)]
     for job in jobs.jobs:

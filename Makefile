@@ -3,6 +3,8 @@
 #   make demo    train, save, resume on fewer processes, compare with stock DCP
 #   make test    C tests, Python tests, linters
 #   make bench   benchmarks/save_load.py with everything in it
+#   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
+#   make example-hsdp     who writes what, with each strategy, on 4 processes
 #   make asan    the suite under AddressSanitizer and UBSan
 
 SHELL := /bin/bash
@@ -16,7 +18,7 @@ TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 
-.PHONY: setup demo test test-c test-python lint bench asan sdist clean
+.PHONY: setup demo test test-c test-python lint bench bench-planning example-hsdp asan sdist clean
 
 setup: build/.installed
 
@@ -69,6 +71,13 @@ lint: setup
 
 bench: setup
 	@$(PY) benchmarks/save_load.py
+
+bench-planning: setup
+	@$(PY) benchmarks/planning.py
+	@$(PY) benchmarks/small_tensors.py
+
+example-hsdp: setup
+	@$(PY) -W ignore examples/hsdp.py
 
 # libtorch is not built with sanitizers: preload theirs, and look only at our own memory.
 asan: setup build/.test-system

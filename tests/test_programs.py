@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,27 @@ def test_benchmark(tmp_path: Path) -> None:
     )
     assert "dcpring" in out
     assert report.stat().st_size > 0
+
+
+def test_planning_benchmark(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    out = run("benchmarks/planning.py", "--quick", "--dir", tmp_path, "--json", report, "--png", tmp_path / "plot.png")
+    assert "FSDP" in out
+    results = json.loads(report.read_text())
+    assert {entry["who"] for entry in results["medians"]} == {"stock", "dcpring"}
+    assert results["growth"]["stock, cpu_seconds"] is not None
+
+
+def test_small_tensors_benchmark(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    out = run("benchmarks/small_tensors.py", "--quick", "--dir", tmp_path, "--json", report)
+    assert "dcpring storage and planners" in out
+    assert report.stat().st_size > 0
+
+
+def test_hsdp_example(tmp_path: Path) -> None:
+    out = run("examples/hsdp.py", "--dir", tmp_path)
+    assert "WRONG" not in out
+    for writers in ("auto", "balanced", "split", "first_replica"):
+        assert f"writers={writers!r}" in out
+    assert out.count("refused") == 2

@@ -1,10 +1,10 @@
 """Fast, safe storage for ``torch.distributed.checkpoint`` (DCP), in C on io_uring.
 
     import torch.distributed.checkpoint as dcp
-    from dcpring import RingReader, RingWriter
+    from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 
-    dcp.save(state_dict, storage_writer=RingWriter("ckpt/step-100"))
-    dcp.load(state_dict, storage_reader=RingReader("ckpt/step-100"))
+    dcp.save(state_dict, storage_writer=RingWriter("ckpt/step-100"), planner=RingSavePlanner())
+    dcp.load(state_dict, storage_reader=RingReader("ckpt/step-100"), planner=RingLoadPlanner())
 
 What either writes, stock DCP reads, and the reverse.
 """

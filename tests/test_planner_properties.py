@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcpring import RingSavePlanner, _C
+from dcpring import _C, RingSavePlanner
 from dcpring import _plan as plans
 from dcpring.errors import CheckpointError
 
@@ -274,7 +274,9 @@ def test_like_stock_but_for_who_writes(writers: Any) -> None:
 def test_pieces(writers: Any) -> None:
     for seed in range(ROUNDS):
         layout = random_layout(seed)
-        written, metadata, _ = global_plan(layout, writers=writers, split_bytes=random.Random(seed).choice([1, 64, 999]))
+        written, metadata, _ = global_plan(
+            layout, writers=writers, split_bytes=random.Random(seed).choice([1, 64, 999])
+        )
         check_pieces(layout, written)
         chunks = {
             (name, (tuple(chunk.offsets), tuple(chunk.sizes)))
@@ -399,13 +401,12 @@ def test_one_large_tensor_is_cut() -> None:
 
 
 def llama(layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    names = [f"layers.{layer}.{name}.weight" for layer in range(layers) for name in projections]
-    return [
-        (f"{prefix}{name}{suffix}", (4096, 4096))
-        for prefix, suffix in (("model.", ""), ("optim.state.model.", ".exp_avg"), ("optim.state.model.", ".exp_avg_sq"))
-        for name in names
+    projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
     ]
+    names = [f"layers.{layer}.{name}.weight" for layer in range(layers) for name in projections]
+    moments = [f"optim.state.model.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq") for name in names]
+    return [(name, (4096, 4096)) for name in (*(f"model.{name}" for name in names), *moments)]
 
 
 def test_bytes_sent_for_an_item() -> None:

@@ -306,7 +306,7 @@ static PyObject *read_answer(PyObject *module, PyObject *args) {
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
-    PyObject *list = PyList_New(0);
+    PyObject *list = count < 0 ? PyErr_Format(PyExc_ValueError, "%zd rows", count) : PyList_New(0);
     if (list && dr_answer_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
         Py_CLEAR(list);
         if (!PyErr_Occurred())
@@ -327,9 +327,11 @@ struct shares {
 static int parse_shares(struct shares *s, PyObject *list, unsigned world) {
     size_t used = 0, total = 0;
     for (Py_ssize_t i = 0; i < s->count; i++) {
-        PyObject *holders = PyTuple_GetItem(PyList_GetItem(list, i), 1);
-        if (!holders)
+        PyObject *share = PyList_GetItem(list, i), *holders = PyTuple_Check(share) ? PyTuple_GetItem(share, 1) : NULL;
+        if (!holders || !PyTuple_Check(holders)) {
+            PyErr_SetString(PyExc_TypeError, "a share is a tuple of its bytes and a tuple of its holders");
             return -1;
+        }
         total += (size_t)PyTuple_Size(holders);
     }
     s->holders = PyMem_Calloc(total + 1, sizeof *s->holders);

@@ -1,0 +1,291 @@
+"""Plans, answers and places that are garbled, or wrongly typed: errors, never a crash, and nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from dcpring import _C, RingSavePlanner
+from dcpring import _plan as plans
+from dcpring.errors import CheckpointError
+
+ERRORS = (ValueError, CheckpointError, TypeError, OverflowError, MemoryError, SystemError)
+ENCODING, DTYPE_BYTES = plans.encode_properties(TensorProperties(dtype=torch.float32))
+
+
+def row(size: Any = (4, 2), offsets: Any = (0, 0), lengths: Any = (4, 2), **changed: Any) -> tuple[Any, ...]:
+    kind, item_bytes, encoding = changed.get("kind", 2), changed.get("item_bytes", 4), changed.get("encoding", ENCODING)
+    return kind, size, offsets, lengths, encoding, changed.get("dtype_bytes", DTYPE_BYTES), item_bytes, 2
+
+
+def make(values: dict[str, Any]) -> _C.Table:
+    return _C.make_table(list(values), None, list(values.values()), bytes(len(values)), lambda tensor: row())
+
+
+def plan() -> bytes:
+    chunks = [row((8, 2), (start, 0), (4, 2)) for start in (0, 4)]
+    return make({"step": None, "weights": chunks, "scalar": row((), (), ()), "elsewhere": ..., "größe": row()}).encode()
+
+
+def places() -> bytes:
+    made = _C.Places(3)
+    made.put(
+        [("__0_0.distcp", 0, 0, 100, 64, 8, b"crc!"), ("f", 1, 100, 50, 100, 50, None), ("f", 2, 150, 9, 0, 0, None)]
+    )
+    return made.encode()
+
+
+def with_crc(data: bytes) -> bytes:
+    return data[:4] + zlib.crc32(data[8:]).to_bytes(4, "little") + data[8:]
+
+
+def mutations(data: bytes, count: int, seed: int = 1) -> list[bytes]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        changed = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(8, len(data))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+        found.append(with_crc(bytes(changed[: rng.randrange(8, len(data) + 1) if rng.random() < 0.2 else len(data)])))
+    return found
+
+
+def look_at(table: _C.Table) -> None:
+    """Everything that Python does with a table."""
+    table.encode(), table.types(), table.flags(), table.sizes()
+    encodings = table.properties()
+    for index in range(len(table)):
+        try:
+            table.row(index)
+        except UnicodeDecodeError:
+            continue
+    for use in (table.names, lambda: table.pickle(None, [b"N"] * len(encodings), b"N", b"N", True)):
+        try:
+            use()
+        except ERRORS:
+            continue
+
+
+def coordinate(sent: list[bytes]) -> None:
+    merge = _C.Merge(len(sent))
+    for data in sent:
+        merge.add(data, b"")
+    merge.check(False)
+    for strategy in range(5):
+        merge.assign(strategy, 1, bytes(4 * len(sent)), 1)
+        for rank, data in enumerate(sent):
+            items = plans.Items(data, merge.answer(rank))
+            assert len(items.kept) == merge.sums()[rank][0]
+        look_at(merge.table())
+
+
+@pytest.mark.parametrize("decode", [_C.decode_table, _C.decode_places], ids=["table", "places"])
+def test_every_truncation_and_changed_byte_is_refused(decode: Callable[[bytes], Any]) -> None:
+    data = plan() if decode is _C.decode_table else places()
+    assert len(decode(data))
+    for size in range(len(data)):
+        for cut in (data[:size], with_crc(data[:size])) if size >= 8 else (data[:size],):
+            with pytest.raises(ValueError, match="garbled or truncated"):
+                decode(cut)
+    for index in range(len(data)):
+        changed = bytearray(data)
+        changed[index] ^= 1 << index % 8
+        with pytest.raises(ValueError, match="garbled or truncated"):
+            decode(bytes(changed))
+    with pytest.raises(ValueError, match="garbled"):
+        decode(with_crc(data + b"\0"))
+
+
+def test_mutated_plans() -> None:
+    survivors = 0
+    for data in mutations(plan(), 1500):
+        try:
+            look_at(_C.decode_table(data))
+            survivors += 1
+            coordinate([plan(), data])
+        except ERRORS:
+            continue
+    assert survivors > 100
+
+
+def test_mutated_places() -> None:
+    survivors = 0
+    for data in mutations(places(), 1500):
+        try:
+            decoded = _C.decode_places(data)
+        except ValueError:
+            continue
+        survivors += 1
+        assert _C.decode_places(decoded.encode()).encode() == decoded.encode()
+        try:
+            decoded.file_sizes()
+            [decoded.get(index) for index in range(len(decoded))]
+        except UnicodeDecodeError:
+            continue
+    assert survivors > 100
+
+
+def test_mutated_answers() -> None:
+    merge = _C.Merge(2)
+    for _ in range(2):
+        merge.add(make({f"w{index}": row((64, 8), (0, 0), (64, 8)) for index in range(20)}).encode(), b"")
+    merge.check(True)
+    merge.assign(1, 0, bytes(8), 1)
+    answer = merge.answer(0)
+    assert any(isinstance(kept, tuple) for kept in _C.read_answer(answer, 20))
+    for rows in (0, 19, 21, -1, -(1 << 62)):
+        with pytest.raises(ValueError):
+            _C.read_answer(answer, rows)
+    with pytest.raises(ValueError):
+        _C.read_answer(b"\xff" * 9 + b"\1", -1)
+    rng = random.Random(1)
+    for _ in range(1000):
+        changed = bytearray(answer[: rng.randrange(len(answer) + 1)])
+        if changed:
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        try:
+            _C.read_answer(bytes(changed), 20)
+        except ValueError:
+            continue
+
+
+def test_a_garbled_plan_names_its_rank() -> None:
+    sent = [
+        plans.RingPlan([], message=plans.LocalMessage(rank, "h", data, str(rank), b"", False))
+        for rank, data in enumerate([plan(), plan()[:-1]])
+    ]
+    with pytest.raises(CheckpointError, match=r"the plan of rank 1: .*garbled or truncated"):
+        RingSavePlanner().create_global_plan(sent)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        row(size=(-1, 2)),
+        row(offsets=(-1, 0)),
+        row(lengths=(-4, 2)),
+        row(size=(1 << 40, 1 << 40)),
+        row(lengths=(1 << 40, 1 << 40)),
+        row(offsets=((1 << 63) - 1, 0)),
+        row(size=(1 << 64, 1)),
+        row(size=(4,)),
+        row(offsets=(0,)),
+        row(lengths=(4, 2, 1)),
+        row(size=[4, 2]),
+        row(size=("4", "2")),
+        row(size=(1,) * 65, offsets=(0,) * 65, lengths=(1,) * 65),
+        row(encoding=b"x" * 5000),
+        row(encoding="text"),
+        row(dtype_bytes=100),
+        row()[:-1],
+        [row(), "no row"],
+        "no tensor",
+        7,
+    ],
+)
+def test_bad_rows(value: Any) -> None:
+    with pytest.raises(ERRORS):
+        make({"before": row(), "key": value})
+
+
+def test_bad_names() -> None:
+    with pytest.raises(ValueError, match=r"'a' comes twice"):
+        _C.make_table(["a", "a"], None, [None, None], bytes(2), lambda tensor: row())
+    with pytest.raises(UnicodeEncodeError):
+        make({"\ud800": None})
+    with pytest.raises(CheckpointError, match="UTF-8"):
+        plans.make_table(plans.Flat({"\ud800": 1}, {}, [b""]))
+    for bad in (
+        (["a"], None, [], b"\0", None),
+        (["a"], None, [None], b"", None),
+        (["a"], [], [None], b"\0", None),
+        (["a"], ["text"], [None], b"\0", None),
+        ([1], None, [None], b"\0", None),
+        (("a",), None, [None], b"\0", None),
+        (["a"], None, None, b"\0", None),
+    ):
+        with pytest.raises(ERRORS):
+            _C.make_table(*bad)  # type: ignore[arg-type]
+    raw = plan().replace("größe".encode(), b"gr\xff\xfe\xfd\xfce")
+    table = _C.decode_table(with_crc(raw))
+    with pytest.raises(ValueError):
+        table.names()
+
+
+def test_calls_in_the_wrong_order_or_of_the_wrong_kind() -> None:
+    merge, table, stored = _C.Merge(2), make({"a": row()}), _C.Places(1)
+    calls: list[Callable[[], Any]] = [
+        merge.sums, merge.table, lambda: merge.answer(0), lambda: merge.items(0), lambda: merge.differing(1),
+        lambda: merge.assign(0, 0, bytes(8), 1), lambda: merge.check(True),
+        lambda: merge.add("text", b""), lambda: merge.add(b"", b""), lambda: _C.Merge("2"), lambda: table.row(1),
+        lambda: table.row(-1), lambda: table.row("0"), lambda: stored.get(1), lambda: stored.put([]),
+        lambda: stored.put([("f", 3, 0, 0, 0, 0, None)]), lambda: stored.put([("f", 0, 0, 9, 0, 9, b"123")]),
+        lambda: stored.put(["no place"]), lambda: stored.merge(table, b""), lambda: stored.merge(stored, bytes(4)),
+        lambda: table.pickle(_C.Places(2), [b"N"], b"N", b"N", True), lambda: table.pickle(None, [], b"N", b"N", True),
+        lambda: table.pickle(None, ["N"], b"N", b"N", True), lambda: _C.Match(table, stored),
+        lambda: _C.decode_table(1),
+        lambda: _C.share_out([(1, (0, 1, 2)), (1, 5), (1, 5)], 3), lambda: _C.share_out([5], 3),
+        lambda: _C.share_out([(1, ())], 3), lambda: _C.share_out([(1, (3,))], 3),
+        lambda: _C.share_out([(1, (1, 0))], 3),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises((*ERRORS, IndexError)):
+            call()
+
+
+def test_a_merge_goes_no_further_after_a_bad_plan() -> None:
+    merge = _C.Merge(2)
+    merge.add(plan(), b"")
+    with pytest.raises(ValueError, match="too many fingerprints"):
+        merge.add(plan(), bytes(4))
+    for call in (lambda: merge.add(plan(), b""), lambda: merge.check(True), lambda: merge.differing(1)):
+        with pytest.raises(ValueError):
+            call()
+    twice = make({"a": [row(), row()]}).encode()
+    merge = _C.Merge(1)
+    merge.add(twice, b"")
+    for call in (lambda: merge.check(True), lambda: merge.differing(1), lambda: merge.assign(2, 0, bytes(4), 1)):
+        with pytest.raises(ValueError):
+            call()
+
+
+def test_nothing_leaks() -> None:
+    bad = [*mutations(plan(), 40), b"", plan()[:-1]]
+
+    def turn() -> None:
+        coordinate([plan(), plan()])
+        for data in bad:
+            try:
+                coordinate([plan(), data])
+            except ERRORS:
+                continue
+        stored = _C.decode_places(places())
+        _C.Places(3).merge(stored, b"".join(i.to_bytes(4, "little") for i in range(3)))
+        stored.file_sizes()
+        for value in (row(size=(-1, 2)), "no tensor", [row(), 1]):
+            try:
+                make({"a": row(), "b": value})
+            except ERRORS:
+                continue
+
+    for _ in range(20):
+        turn()
+    gc.collect()
+    before = _resident()
+    for _ in range(60):
+        turn()
+    gc.collect()
+    assert "DCPRING_SANITIZED" in os.environ or _resident() - before < 4 << 20
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -46,7 +46,7 @@ struct dr_merge {
     uint64_t *holder_start; /* groups.count + 1 */
     uint32_t *order;        /* groups by name, then offsets */
 
-    struct dr_piece *pieces; /* in the order of the metadata: by name, then offsets */
+    struct dr_piece *pieces; /* in the order of the metadata: by group in `order`, then by first row */
     size_t piece_count, piece_room;
     uint64_t *group_pieces;  /* groups.count + 1, by `order`: where the pieces of each start */
     uint32_t *order_of;      /* group -> its place in order */

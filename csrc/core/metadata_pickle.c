@@ -272,8 +272,11 @@ static int path(struct pickler *p, uint32_t index, struct dr_error *error) {
             return dr_error_invalid(error, DR_NO_ITEM, "the path of a name in a compact plan is garbled");
         if (head & 1) {
             uint64_t number = 0;
-            for (uint64_t c = 0; c < part && number < INT64_MAX / 20; c++)
+            for (uint64_t c = 0; c < part; c++) {
+                if (at[c] < '0' || at[c] > '9' || number > INT64_MAX / 20)
+                    return dr_error_invalid(error, DR_NO_ITEM, "the path of a name in a compact plan is garbled");
                 number = 10 * number + (uint64_t)(at[c] - '0');
+            }
             integer(p, number);
         } else if (part == n->size) {
             name(p, index);

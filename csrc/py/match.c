@@ -261,6 +261,26 @@ static void describe_read(const struct planned *p, const struct dr_overlap *o, s
     };
 }
 
+static int describe_reads(const struct planned *p, const char *mask, struct job *job) {
+    Py_ssize_t count = job->count;
+    job->count = 0;
+    if ((size_t)job->name_count < p->places->files.name_count) {
+        PyErr_SetString(PyExc_ValueError, "fewer files than the places name");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const struct dr_overlap *o = &p->match->core.overlaps[i];
+        if (!mask[i])
+            continue;
+        if (!is_straight(p->match, o, p->places, &p->targets->views[o->wanted])) {
+            PyErr_Format(PyExc_ValueError, "overlap %zd cannot be read straight into its target", i);
+            return -1;
+        }
+        describe_read(p, o, &job->reads[job->count++]);
+    }
+    return 0;
+}
+
 /* The reads whose byte in the mask is 1, in their order. */
 static PyObject *load_matched(PyObject *module, PyObject *args) {
     const char *directory, *mask;
@@ -275,16 +295,8 @@ static PyObject *load_matched(PyObject *module, PyObject *args) {
     if ((size_t)mask_size != p.match->core.count)
         return PyErr_Format(PyExc_ValueError, "a mask of the wrong length");
     struct job job = {0};
-    if (job_init(&job, files, options, mask_size) == 0) {
-        job.count = 0;
-        for (Py_ssize_t i = 0; i < mask_size; i++)
-            if (mask[i])
-                describe_read(&p, &p.match->core.overlaps[i], &job.reads[job.count++]);
-        if ((size_t)job.name_count < p.places->files.name_count)
-            PyErr_SetString(PyExc_ValueError, "fewer files than the places name");
-        else
-            result = job_run(state, directory, &job);
-    }
+    if (job_init(&job, files, options, mask_size) == 0 && describe_reads(&p, mask, &job) == 0)
+        result = job_run(state, directory, &job);
     job_free(&job);
     return result;
 }

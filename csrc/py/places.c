@@ -57,6 +57,10 @@ static int set_entry(struct dr_places *places, Py_ssize_t index, PyObject *entry
                           &payload_size, &crcs, &crcs_size))
         return -1;
     bool sums = crcs && crcs_size;
+    if (offset > INT64_MAX || length > INT64_MAX - offset ||
+        (kind != DR_PLACE_OTHER && (payload_offset < offset || payload_size > length ||
+                                    payload_offset - offset > length - payload_size)))
+        return PyErr_Format(PyExc_ValueError, "a place that is out of range"), -1;
     if (kind > DR_PLACE_OTHER || file_size > INT32_MAX ||
         (sums && (size_t)crcs_size != 4 * dr_crc_count(payload_offset, payload_size))) {
         PyErr_SetString(PyExc_ValueError, "a bad place");

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcpring.load_planner
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.planner import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
@@ -52,7 +52,10 @@ def round_trip(path: str, writers: Any, ring_storage: bool) -> tuple[bool, bool,
     state = hsdp_state(1)
     writer = RingWriter(path) if ring_storage else dcp.FileSystemWriter(path)
     planner = RingSavePlanner(writers=writers, split_bytes=4096)
-    dcp.save(state, storage_writer=writer, planner=planner)
+    metadata = dcp.save(state, storage_writer=writer, planner=planner)
+    stored = dcp.FileSystemReader(path).read_metadata()
+    assert metadata.state_dict_metadata == stored.state_dict_metadata and metadata.planner_data == stored.planner_data
+    assert metadata.storage_data == stored.storage_data, "on every rank"
     loaded, by_stock = hsdp_state(2), hsdp_state(2)
     dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
     dcp.load(by_stock, storage_reader=dcp.FileSystemReader(path))
@@ -434,6 +437,27 @@ def test_auto_goes_by_the_file_system(
     report = planner.report()
     assert report.writers == writers and str(tmp_path) in report.reason
     assert any(f"writers={writers}" in record.message and str(tmp_path) in record.message for record in caplog.records)
+
+
+def test_file_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _C.file_system("/proc") == _C.file_system("/proc/nothing/here") == 0x9FA0
+    assert (
+        _C.file_system(str(tmp_path)) == _C.file_system("new/deep") == _C.file_system("new/") == _C.file_system("new")
+    )
+    with pytest.raises(OSError, match="statfs"):
+        _C.file_system("/proc/version/below a file")
+
+
+def test_what_dcp_save_returns_after_another_save(tmp_path: Path) -> None:
+    """In another process the file stands for it, so it can only be looked at while the file is there."""
+    saved = dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    sent = pickle.dumps(saved)
+    assert len(sent) < 1000 and list(pickle.loads(sent).state_dict_metadata) == ["a"]
+    dcp.save({"b": torch.ones(2)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    assert list(saved.state_dict_metadata) == ["a"], "in this process it is the save's own"
+    with pytest.raises(CheckpointError, match="another save has replaced it"):
+        _ = pickle.loads(sent).state_dict_metadata
 
 
 def test_the_report_has_every_phase(tmp_path: Path) -> None:

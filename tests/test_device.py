@@ -12,7 +12,7 @@ from _kinds import DTYPES, assert_same_bits, everything, load, of_all_views, poi
 from test_slices import _load_boxes
 from torch import Tensor
 
-from dcpring import _C, _load, writer
+from dcpring import _C, _load, _save, writer
 from dcpring._device import Downloader, Piece
 
 CPU = torch.device("cpu")
@@ -77,15 +77,15 @@ def test_downloader_works_ahead_by_one_piece_in_two_buffers() -> None:
 @pytest.fixture(params=[64, 1000, 70_000, 10_000_000])
 def _all_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Plain CPU tensors are taken for a device's; yields the writer's options."""
-    original = writer._kinds
+    original = _save.handles_and_kinds
 
-    def kinds(tensors: list[Tensor]) -> list[int]:
+    def kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
         untouched = list(tensors)
-        found = original(tensors)
+        handles, found = original(tensors)
         tensors[:] = untouched
-        return [writer._DEVICE if kind == writer._PLAIN else kind for kind in found]
+        return handles, bytes(_save._DEVICE if kind == _save._PLAIN else kind for kind in found)
 
-    monkeypatch.setattr(writer, "_kinds", kinds)
+    monkeypatch.setattr(_save, "handles_and_kinds", kinds)
     yield {"per_thread_copy_ahead": request.param}
 
 
@@ -106,8 +106,13 @@ def test_the_same_file_with_and_without_a_device(
 ) -> None:
     saved = {key: tensor for key, tensor in everything().items() if not tensor.requires_grad}
     save(saved, tmp_path / "plain")
-    original = writer._kinds
-    monkeypatch.setattr(writer, "_kinds", lambda tensors: [min(1, kind + 1) for kind in original(tensors)])
+    original = _save.handles_and_kinds
+
+    def kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
+        handles, found = original(tensors)
+        return handles, bytes(max(kind, _save._DEVICE) for kind in found)
+
+    monkeypatch.setattr(_save, "handles_and_kinds", kinds)
     save(saved, tmp_path / "device", per_thread_copy_ahead=50_000)
     (plain,), (device,) = (list((tmp_path / name).glob("*.distcp")) for name in ("plain", "device"))
     assert plain.read_bytes() == device.read_bytes()

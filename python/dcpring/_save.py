@@ -331,11 +331,11 @@ _PLAIN, _DEVICE, _OTHER = 0, 1, 2
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
     """The tensors for the core, and how each can be taken: as it lies in memory, through a copy from its device, or
-    only by torch.save. Conjugate and negative views are resolved, in place of the list.
+    only by torch.save. Conjugate and negative views in CPU memory are resolved, in the list.
     """
     other = [index for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES]
     for index, tensor in enumerate(tensors):
-        if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+        if (tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())) and tensor.device.type == "cpu":
             tensors[index] = tensor.resolve_conj().resolve_neg()
     if not other:
         handles = _C.Tensors(tensors)

@@ -12,26 +12,42 @@ What either writes, stock DCP reads, and the reverse.
 from __future__ import annotations
 
 from dcpring import _torch as _torch
+from dcpring.checkpointer import Checkpointer, ComponentReport
+from dcpring.components import Elastic, PerRank, Replicated, Sharded
+from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
 from dcpring.reader import RingReader
 from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+from dcpring.rng import RNG
+from dcpring.schedules import LRSchedule
 from dcpring.writer import RingWriter
 
 __all__ = [
+    "RNG",
     "CheckpointError",
+    "Checkpointer",
+    "ComponentReport",
     "CorruptCheckpointError",
+    "Elastic",
+    "ElasticDataset",
+    "ElasticLoader",
+    "ElasticSampler",
     "IOStats",
+    "LRSchedule",
     "LoadReport",
+    "PerRank",
     "PlanReport",
     "RankReport",
     "ReadReport",
+    "Replicated",
     "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",
     "RingWriter",
+    "Sharded",
     "UntrustedCheckpointError",
 ]
 __version__ = "0.1.0"

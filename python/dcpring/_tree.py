@@ -1,0 +1,132 @@
+"""States as trees of plain data: made so that DCP gives them back exactly, and compared between ranks.
+
+DCP flattens every mapping of a state dict and rebuilds it from the names: keys become strings, empty mappings vanish,
+a Counter comes back as a dict. Such a mapping is stored as one object instead, marked so that it can be told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcpring.errors import CheckpointError
+
+MARK = "dcpring.object"
+"""First of the pair that stands for something stored as one object."""
+
+_SCALARS = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS = (dict, list, tuple, OrderedDict, Counter)
+"""What a ``weights_only`` load reads without being told to."""
+
+
+def encode(state: Any) -> Any:
+    """A state that comes back from DCP as it was, once ``decode`` has been over it."""
+    if isinstance(state, Mapping):
+        if type(state) is dict and state and all(type(key) is str for key in state):
+            return {key: encode(value) for key, value in state.items()}
+        return MARK, state
+    if type(state) is list:
+        return [encode(value) for value in state]
+    return (MARK, state) if _is_marked(state) else state
+
+
+def decode(state: Any) -> Any:
+    if _is_marked(state):
+        return state[1]
+    if isinstance(state, dict):
+        return {key: decode(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [decode(value) for value in state]
+    return state
+
+
+def _is_marked(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and value[0] == MARK
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no mapping, list or tuple, with its path: "a.b[2]"."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def refuse_sharded(state: Any) -> None:
+    """Raises CheckpointError if a state that is no rank's part of anything holds a part of something."""
+    for path, value in leaves(state):
+        if isinstance(value, DTensor):
+            raise CheckpointError(f"{path!r} is a DTensor, of which each rank has a part; wrap the object in Sharded()")
+
+
+def refuse_unloadable(state: Any, safe_globals: list[Any]) -> None:
+    """Raises CheckpointError for an object that no load without ``trusted`` would read back."""
+    for path, value in _unusual(state):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        try:
+            with torch.serialization.safe_globals(safe_globals):
+                torch.load(stream, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise CheckpointError(
+                f"{path!r} is a {kind}: a load would refuse it, as it is no plain data. Keep numbers, strings, tensors "
+                f"and containers of them in the state, or pass reader_options={{'safe_globals': [{kind}]}}"
+            ) from error
+
+
+def _unusual(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What is neither a plain container, nor a tensor, nor a scalar."""
+    if isinstance(tree, Mapping) and type(tree) in _CONTAINERS:
+        for key, value in tree.items():
+            yield from _unusual(value, f"{path}.{key}" if path else str(key))
+    elif type(tree) in _CONTAINERS:
+        for index, value in enumerate(tree):
+            yield from _unusual(value, f"{path}[{index}]")
+    elif not isinstance(tree, Tensor) and type(tree) not in _SCALARS:
+        yield path, tree
+
+
+def digests(state: Any) -> dict[str, str]:
+    """A digest of every leaf, by path; containers that differ in kind or length differ in their leaves' paths."""
+    found = {path: _digest(value) for path, value in leaves(state)}
+    found[""] = _shape(state)
+    return found
+
+
+def digest(state: Any) -> str:
+    return hashlib.blake2b(repr(sorted(digests(state).items())).encode(), digest_size=16).hexdigest()
+
+
+def _shape(tree: Any) -> str:
+    """The containers alone, empty ones included."""
+    if isinstance(tree, Mapping):
+        return f"{type(tree).__name__}({','.join(f'{key!r}:{_shape(value)}' for key, value in tree.items())})"
+    if isinstance(tree, list | tuple):
+        return f"{type(tree).__name__}({','.join(map(_shape, tree))})"
+    return "."
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        data = f"{plain.dtype} {list(plain.shape)} ".encode() + ctypes.string_at(plain.data_ptr(), plain.nbytes)
+    elif isinstance(value, _SCALARS):
+        data = f"{type(value).__name__} {value!r}".encode()
+    else:
+        data = pickle.dumps(value)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

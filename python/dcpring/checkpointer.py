@@ -1,0 +1,571 @@
+"""Checkpointer: what a training script holds to save all of its state, and to go on from it on any number of ranks.
+
+Checkpoints are folders ``step-N``; one counts once its ``.metadata`` is there, which RingWriter's last rename brings
+about. The calling thread collects and compares states, and copies them for a save in the background; one thread of
+the Checkpointer's own writes that, over a process group of its own, so that it never meets the training's collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dcpring import _dcp, _layout, _tree
+from dcpring._metadata import METADATA_NAME
+from dcpring._ranks import Failure, Ranks, described, failure_of, together
+from dcpring._recognise import as_component, model_of
+from dcpring._staging import StagingBuffer
+from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored, ranks, spans
+from dcpring.components import Component, ModelState, Place, Plan, some, some_are
+from dcpring.errors import CheckpointError
+from dcpring.writer import RingWriter
+
+__all__ = ["Checkpointer", "ComponentReport", "LoadReport"]
+
+logger = logging.getLogger("dcpring")
+
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_DOOMED = re.compile(r"\.step-\d+\.removed")
+
+Action = Literal["loaded", "resharded", "skipped"]
+
+
+@dataclass(frozen=True)
+class ComponentReport:
+    """What became of one component.
+
+    Attributes:
+        kind: "sharded", "replicated", "per_rank", "elastic"; "" where the checkpoint does not say.
+        action: "loaded" as it was saved, "resharded" to other ranks or another mesh, or "skipped".
+        detail: in words.
+    """
+
+    kind: str
+    action: Action
+    detail: str
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did; the same on every rank.
+
+    Attributes:
+        step: that was loaded; None if there was no checkpoint and ``missing_ok``.
+        path: its folder.
+        saved_world_size: ranks that saved it, None where it does not say.
+        world_size: ranks that loaded it.
+        components: by name.
+    """
+
+    step: int | None
+    path: str = ""
+    saved_world_size: int | None = None
+    world_size: int = 1
+    components: dict[str, ComponentReport] = field(default_factory=dict)
+
+    def names(self, action: Action) -> list[str]:
+        return [name for name, report in self.components.items() if report.action == action]
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return "no checkpoint to load"
+        lines = [f"  {name}: {report.action}, {report.detail}" for name, report in self.components.items()]
+        saved = ranks(self.saved_world_size) if self.saved_world_size else "an unknown number of ranks"
+        return "\n".join([f"{self.path}: saved by {saved}, loaded by {ranks(self.world_size)}", *lines])
+
+
+class Checkpointer:
+    """Saves and loads a training state by components, each of which knows how it comes back on other ranks.
+
+        checkpointer = Checkpointer("ckpt", {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler,
+                                             "dataloader": ElasticLoader(loader), "rng": RNG(),
+                                             "train_state": Replicated(train_state)}, keep_last=3)
+        report = checkpointer.load(missing_ok=True)
+        ...
+        checkpointer.save(step, blocking=False)
+
+    Making one, ``save``, ``load``, ``wait`` and ``close`` are collective: all ranks call them, in the same order.
+
+    Args:
+        folder: where the ``step-N`` folders go, the same on all ranks; made if missing.
+        components: by name. Models, optimizers, LR schedulers, generators and ``ElasticLoader`` are recognised; all
+            else says what it is: ``Sharded``, ``Replicated``, ``PerRank``, ``Elastic``, ``RNG``.
+        keep_last: checkpoints to keep, the newest; None keeps all. Older ones go once a newer one is committed.
+        keep_every: keep every step that is a multiple of this too.
+        busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
+        process_group: whose ranks take part; default: all.
+        writer_options: for ``RingWriter``.
+        reader_options: for ``RingReader``.
+
+    Raises:
+        TypeError: it cannot be told how a component reshards.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        components: Mapping[str, Any],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        busy: Literal["wait", "skip"] = "wait",
+        process_group: dist.ProcessGroup | None = None,
+        writer_options: Mapping[str, Any] | None = None,
+        reader_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
+        if busy not in ("wait", "skip"):
+            raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+        self.folder = Path(folder)
+        self.components = _recognised(components)
+        self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
+        self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
+        self._parent = process_group
+        self._ranks = Ranks(process_group)
+        self._place = Place(self._ranks.rank, self._ranks.world_size)
+        self._background: Ranks | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._staging = StagingBuffer()
+        self._is_open = True
+        if self._ranks.group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # that is intended
+
+    # ---- what is there ----
+
+    def path(self, step: int) -> Path:
+        """The folder of a step, whether or not there is a checkpoint in it."""
+        return self.folder / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """The steps that have been committed, ascending, as this rank sees them. Not collective."""
+        return [step for step in _step_folders(self.folder) if (self.path(step) / METADATA_NAME).is_file()]
+
+    def latest(self) -> int | None:
+        """The last committed step, None if there is none. Not collective."""
+        return max(self.steps(), default=None)
+
+    # ---- save ----
+
+    def save(self, step: int, blocking: bool = True) -> bool:
+        """Saves all components as ``step-N``.
+
+        Args:
+            step: of the training, from 0. A checkpoint of that step that is there is replaced.
+            blocking: return when it is committed and durable. If not, return when the state has been copied; what goes
+                wrong then is raised by the next call of any method that is collective.
+
+        Returns:
+            False if it was skipped, as an earlier save is not over yet and ``busy="skip"``.
+
+        Raises:
+            CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
+        """
+        self._require_open()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step={step!r}: must be an int of at least 0")
+        if not self._settle(may_skip=not blocking):
+            return False
+        try:
+            state = self._collect(step)
+            if blocking:
+                self._write(state, step, self._ranks)
+            else:
+                self._start(state, step)
+        finally:
+            for component in self.components.values():
+                component.done()
+        return True
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises what went wrong with the last one in the background."""
+        self._require_open()
+        self._settle(may_skip=False)
+
+    def _settle(self, may_skip: bool) -> bool:
+        """Waits for the save in the background, or says no if it is to be skipped for."""
+        if self._pending is None:
+            return True
+        if may_skip and self.busy == "skip" and not all(self._ranks.gather(self._pending.done())):
+            return False
+        pending, self._pending = self._pending, None
+        pending.result()
+        return True
+
+    def _collect(self, step: int) -> dict[str, Any]:
+        """What this rank hands to DCP, once all ranks agree that it makes one checkpoint."""
+        states: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
+        failures: dict[str, Failure] = {}
+        cause: Exception | None = None
+        for name, component in self.components.items():
+            try:
+                states[name] = component.state()
+                if not component.in_place:
+                    self._check_plain(states[name])
+                notes[name] = component.note(states[name], self._place)
+            except Exception as error:
+                failures[name], cause = failure_of(error), cause or error
+        gathered = self._ranks.gather((notes, failures))
+        self._raise_failures(f"cannot save step {step}", [failed for _, failed in gathered], cause)
+        by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
+        self._raise_disagreements(step, states, by_name)
+        parts = {
+            name: component.to_save(states[name], by_name[name], self._place)
+            for name, component in self.components.items()
+        }
+        state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
+        if self._place.rank == 0:
+            state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
+        return state
+
+    def _check_plain(self, state: Any) -> None:
+        _tree.refuse_sharded(state)
+        if not self._reader_options.get("trusted", False):
+            _tree.refuse_unloadable(state, list(self._reader_options.get("safe_globals", ())))
+
+    def _raise_failures(self, what: str, failures: Sequence[dict[str, Failure]], cause: Exception | None) -> None:
+        names = [name for name in self.components if any(name in failed for failed in failures)]
+        for name in names:
+            by_rank = {rank: failed[name] for rank, failed in enumerate(failures) if name in failed}
+            raise together(f"{what}: component {name!r}", by_rank) from cause
+
+    def _raise_disagreements(self, step: int, states: dict[str, Any], notes: dict[str, list[Any]]) -> None:
+        for name, component in self.components.items():
+            problems = component.disagreements(notes[name])
+            if not problems:
+                continue
+            items = [set(digests.items()) for digests in self._ranks.gather(_tree.digests(states[name]))]
+            differing = {key for each in items for key, _ in each ^ items[0] if key}
+            where = f" ({some_are(differing)} not the same)" if differing else ""
+            raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")
+
+    def _manifest(self, step: int, notes: dict[str, list[Any]]) -> Manifest:
+        entries = {
+            name: {"kind": component.kind, "type": component.type_name, **component.entry(notes[name])}
+            for name, component in self.components.items()
+        }
+        return Manifest(step, self._place.world_size, entries)
+
+    def _write(self, state: dict[str, Any], step: int, group: Ranks) -> None:
+        path = self.path(step)
+        group.with_dcp(
+            f"cannot save {path}",
+            lambda: dcp.save(
+                state,
+                storage_writer=RingWriter(path, **self._writer_options),
+                planner=_dcp.SavePlanner(),
+                process_group=group.group,
+                no_dist=group.group is None,
+            ),
+        )
+        if group.rank == 0:
+            self._remove_old(step)
+
+    # ---- save in the background ----
+
+    def _start(self, state: dict[str, Any], step: int) -> None:
+        """Copies the state and has it written; a copy that failed on one rank fails the save on all."""
+        if self._background is None:
+            self._background = Ranks(self._parent)
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
+        assert self._executor is not None
+        try:
+            staged, error = self._staging.stage(state), None
+        except (MemoryError, RuntimeError) as caught:
+            staged, error = None, caught
+        self._pending = self._executor.submit(self._write_staged, staged, error, step, self._background)
+
+    def _write_staged(self, staged: Any, error: Exception | None, step: int, group: Ranks) -> None:
+        def check() -> None:
+            if error is not None:
+                raise error
+
+        group.attempt(f"cannot save step {step}: copying the state", check)
+        self._write(staged, step, group)
+
+    # ---- retention, on rank 0 ----
+
+    def _remove_old(self, saved: int) -> None:
+        """Removes what a checkpoint that was just committed makes superfluous; a failure is none of the save."""
+        newer = [step for step in self.steps() if step > saved]
+        if newer:
+            logger.warning(
+                "%s is older than step %d, which latest() still gives; it stays", self.path(saved), newer[-1]
+            )
+        try:
+            for doomed in [path for path in self.folder.iterdir() if _DOOMED.fullmatch(path.name)]:
+                shutil.rmtree(doomed)
+            for step in self._superfluous(saved):
+                doomed = self.folder / f".step-{step}.removed"
+                self.path(step).rename(doomed)
+                shutil.rmtree(doomed)
+            for step in set(_step_folders(self.folder)) - set(self.steps()):
+                _layout.remove_leftovers(self.path(step))
+                with contextlib.suppress(OSError):  # holds files that no save made
+                    self.path(step).rmdir()
+        except OSError as error:
+            logger.warning("older checkpoints stay in %s: %s", self.folder, error)
+
+    def _superfluous(self, saved: int) -> list[int]:
+        if self.keep_last is None:
+            return []
+        older = [step for step in self.steps() if step <= saved]
+        return [step for step in older[: -self.keep_last] if not self.keep_every or step % self.keep_every]
+
+    # ---- load ----
+
+    def load(
+        self,
+        step: int | None = None,
+        components: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+        *,
+        missing_ok: bool = False,
+    ) -> LoadReport:
+        """Loads a checkpoint. All ranks first compare what they need with what is there, and go on only if all can.
+
+        Args:
+            step: which; None: the last committed one.
+            components: only these; None: all, which must then be those of the checkpoint.
+            exclude: but not these.
+            missing_ok: without a checkpoint in the folder, change nothing and return a report whose ``step`` is None.
+
+        Raises:
+            CheckpointError: on all ranks, with one report of what does not fit. Nothing was changed then, unless
+                data turned out to be damaged while a model's or optimizer's tensors were read; the message says so.
+        """
+        self._require_open()
+        self._settle(may_skip=False)
+        found = self._choose_step(step)
+        if found is None:
+            if not missing_ok:
+                raise CheckpointError(f"there is no checkpoint in {self.folder}")
+            return LoadReport(None, world_size=self._place.world_size)
+        path = self.path(found)
+        reader = OnceReader(path, **self._reader_options)
+        stored = self._ranks.attempt(f"cannot load {path}", lambda: Stored(reader))
+        chosen = self._ranks.attempt(
+            f"cannot load {path}", lambda: self._choose_components(stored, components, exclude)
+        )
+        try:
+            plans = self._plan(stored, chosen)
+            self._read(stored, plans, in_place=False)
+            ready = self._prepare(stored, plans, in_place=False)
+            self._read(stored, plans, in_place=True)
+        except BaseException:
+            for name in chosen:
+                self.components[name].undo()
+            raise
+        ready |= self._prepare(stored, plans, in_place=True)
+        self._apply(path, plans, ready)
+        return self._report(found, stored, plans)
+
+    def _choose_step(self, step: int | None) -> int | None:
+        """The step that rank 0 sees, for all."""
+        found = self._ranks.gather((step, self.latest() if step is None else step))
+        if len({asked for asked, _ in found}) > 1:
+            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _ in found})}")
+        chosen = found[0][1]
+        if step is not None and not all(self._ranks.gather((self.path(step) / METADATA_NAME).is_file())):
+            raise CheckpointError(f"there is no checkpoint in {self.path(step)}; there are steps {self.steps()}")
+        return chosen
+
+    def _choose_components(
+        self, stored: Stored, components: Iterable[str] | None, exclude: Iterable[str]
+    ) -> dict[str, Component]:
+        """Those to load, in the order in which they are applied."""
+        left_out = set(exclude)
+        wanted = set(self.components if components is None else components)
+        for name, component in self.components.items():
+            if isinstance(component, ModelState) and stored.manifest is None:
+                stored.adopt_flat(name, set(component.state()), self.components)
+        known = self.components.keys() | stored.keys.keys()
+        unknown = sorted((wanted | left_out) - known)
+        if unknown:
+            raise CheckpointError(f"there is no component {some(unknown)}; there are {', '.join(sorted(known))}")
+        foreign = sorted(wanted - self.components.keys())
+        if foreign:
+            raise CheckpointError(
+                f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components"
+            )
+        unclaimed = stored.keys.keys() - self.components.keys() - left_out if components is None else set()
+        chosen = {name: component for name, component in self.components.items() if name in wanted - left_out}
+        absent = [name for name in chosen if name not in stored.keys]
+        if unclaimed or absent:
+            raise CheckpointError(self._mismatch(stored, sorted(unclaimed), absent))
+        return dict(sorted(chosen.items(), key=lambda item: not item[1].in_place))
+
+    def _mismatch(self, stored: Stored, unclaimed: list[str], absent: list[str]) -> str:
+        lines = [f"cannot load {stored.path} ({stored.origin}):"]
+        lines += [f"  {name}: in the checkpoint, but not in this Checkpointer (removed since?)" for name in unclaimed]
+        lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
+        return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])
+
+    def _plan(self, stored: Stored, chosen: dict[str, Component]) -> dict[str, Plan]:
+        plans: dict[str, Plan] = {}
+        for name, component in chosen.items():
+            try:
+                plans[name] = component.plan(name, stored, self._place)
+            except Exception as error:
+                logger.debug("planning the load of %s", name, exc_info=True)
+                plans[name] = Plan(problems=[failure_of(error).text])
+        seen = self._ranks.gather({name: (plan.problems, plan.unexpected) for name, plan in plans.items()})
+        problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
+        if any(problems.values()):
+            raise CheckpointError(self._refusal(stored, plans, problems))
+        return plans
+
+    def _refusal(self, stored: Stored, plans: dict[str, Plan], problems: dict[str, list[str]]) -> str:
+        """One report for all ranks of why nothing was loaded."""
+        bad = [name for name in plans if problems[name]]
+        lines = [
+            f"cannot load {stored.path} ({stored.origin}) on {ranks(self._place.world_size)}; nothing was changed:"
+        ]
+        for name, plan in plans.items():
+            kind = self.components[name].kind
+            outcome = "; ".join(problems[name]) if problems[name] else f"loads, {plan.change}"
+            lines.append(f"  {name} ({kind}): {outcome}")
+        return "\n".join([*lines, f"To load the rest: exclude={bad}"])
+
+    def _read(self, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
+        chosen = [name for name in plans if self.components[name].in_place == in_place]
+        target = {key: value for name in chosen for key, value in plans[name].target.items()}
+        if not any(self._ranks.gather(bool(target))):
+            return
+        changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
+        self._ranks.with_dcp(
+            f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
+            lambda: dcp.load(
+                target,
+                storage_reader=stored.reader,
+                planner=_dcp.LoadPlanner(),
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
+            ),
+        )
+        for name in chosen:
+            plans[name].target = {key: target[key] for key in plans[name].target}
+
+    def _prepare(self, stored: Stored, plans: dict[str, Plan], in_place: bool) -> dict[str, Any]:
+        ready: dict[str, Any] = {}
+        failures: dict[str, Failure] = {}
+        cause: Exception | None = None
+        for name, plan in plans.items():
+            component = self.components[name]
+            if component.in_place != in_place:
+                continue
+            try:
+                ready[name] = component.prepare(name, stored, plan.target, self._place)
+            except Exception as error:
+                failures[name], cause = failure_of(error), cause or error
+        seen = self._ranks.gather(failures)
+        problems: dict[str, list[str]] = {name: [] for name in plans}
+        for name in {name for each in seen for name in each}:
+            problems[name] = [described({rank: each[name] for rank, each in enumerate(seen) if name in each})]
+        if any(problems.values()):
+            raise CheckpointError(self._refusal(stored, plans, problems)) from cause
+        return ready
+
+    def _apply(self, path: Path, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
+        def work() -> None:
+            applied: list[Component] = []
+            for name in plans:
+                try:
+                    self.components[name].apply(ready[name], applied)
+                except Exception as error:
+                    raise CheckpointError(f"component {name!r}: {failure_of(error).text}") from error
+                applied.append(self.components[name])
+
+        self._ranks.attempt(f"{path} was read, but could not be taken over; make the components anew", work)
+
+    def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> LoadReport:
+        reports: dict[str, ComponentReport] = {}
+        for name in [*self.components, *(stored.keys.keys() - self.components.keys())]:
+            kind = self.components[name].kind if name in self.components else stored.entry(name).get("kind", "")
+            plan = plans.get(name)
+            if plan is None:
+                where = "left out" if name in stored.keys else "not in the checkpoint"
+                reports[name] = ComponentReport(kind, "skipped", where)
+            else:
+                reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.change)
+        return LoadReport(step, stored.path, stored.world_size, self._place.world_size, reports)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Waits for the save in the background, and gives back the thread, the buffer and the process groups."""
+        if not self._is_open:
+            return
+        try:
+            self._settle(may_skip=False)
+        finally:
+            self._is_open = False
+            if self._executor is not None:
+                self._executor.shutdown()
+            self._staging.release()
+            for group in (self._background, self._ranks):
+                if group is not None:
+                    group.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("this Checkpointer has been closed")
+
+
+def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
+    if not components:
+        raise ValueError("components: there is nothing to save")
+    for name in components:
+        if not isinstance(name, str) or not name or "." in name or name == MANIFEST_KEY:
+            raise ValueError(f"component {name!r}: a name is a string without dots, and not {MANIFEST_KEY!r}")
+    models = [model for model in map(model_of, components.values()) if model is not None]
+    return {name: as_component(name, value, models) for name, value in components.items()}
+
+
+def _step_folders(folder: Path) -> list[int]:
+    """The steps that have a folder, ascending, committed or not."""
+    try:
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+
+def _problems(component: Component, seen: Sequence[tuple[list[str], set[str]]]) -> list[str]:
+    """What any rank found wrong, and the keys that none has a place for."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (problems, _) in enumerate(seen):
+        for text in problems:
+            by_text.setdefault(text, []).append(rank)
+    found = [text if len(at) == len(seen) else f"{spans(at)}: {text}" for text, at in by_text.items()]
+    nowhere = set.intersection(*(unexpected for _, unexpected in seen))
+    if nowhere and not found and getattr(component, "strict", True):
+        found.append(
+            f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"
+        )
+    return found

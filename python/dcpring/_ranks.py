@@ -51,15 +51,17 @@ class Ranks:
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
+        self._is_part = parent is not None
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(parent or dist.group.WORLD)
             if dist.get_rank() not in members:
                 raise ValueError(f"rank {dist.get_rank()} is no member of the process group given, {spans(members)}")
-            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=self._is_part)
             self.rank, self.world_size = dist.get_rank(self.group), len(members)
 
     def close(self) -> None:
-        if self.group is not None and dist.is_initialized():
+        # A group that only its members made is named after them; another of that name would meet what it left behind.
+        if self.group is not None and dist.is_initialized() and not self._is_part:
             dist.destroy_process_group(self.group)
         self.group = None
 

@@ -346,5 +346,5 @@ def torchdata_batches(state: Any) -> int:
         if "_snapshot" in state:
             return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
         return int(state["_num_yielded"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is no state of torchdata's StatefulDataLoader: {error}") from error

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcpring import _tree
@@ -101,7 +102,10 @@ class Stored:
         state: dict[str, Any] = {MANIFEST_KEY: None}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is done without the other ranks is intended
-            dcp.load(state, storage_reader=self.reader, no_dist=True)
+            try:
+                dcp.load(state, storage_reader=self.reader, no_dist=True)
+            except CheckpointException as error:
+                raise error.failures[0][0] from None
         return Manifest.parse(state[MANIFEST_KEY], self.path)
 
     @functools.cached_property

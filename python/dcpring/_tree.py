@@ -102,9 +102,9 @@ def _unusual(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(state: Any) -> dict[str, str]:
-    """A digest of every leaf, by path; containers that differ in kind or length differ in their leaves' paths."""
+    """A digest of every leaf, by path, and below "" the containers."""
     found = {path: _digest(value) for path, value in leaves(state)}
-    found[""] = _shape(state)
+    found[""] = found.get("", "") + _shape(state)
     return found
 
 
@@ -115,7 +115,8 @@ def digest(state: Any) -> str:
 def _shape(tree: Any) -> str:
     """The containers alone, empty ones included."""
     if isinstance(tree, Mapping):
-        return f"{type(tree).__name__}({','.join(f'{key!r}:{_shape(value)}' for key, value in tree.items())})"
+        parts = sorted(f"{key!r}:{_shape(value)}" for key, value in tree.items())
+        return f"{type(tree).__name__}({','.join(parts)})"
     if isinstance(tree, list | tuple):
         return f"{type(tree).__name__}({','.join(map(_shape, tree))})"
     return "."

@@ -335,6 +335,8 @@ class OptimizerState(Sharded):
         own = len(self.object.param_groups)
         if groups and len(groups) != own:
             plan.problems = [f"{len(groups)} parameter groups in the checkpoint, {own} here"]
+        if self._stateless:
+            plan.change += f"; {len(self._stateless)} parameters had no state yet"
         options = f"{name}.param_groups."
         plan.unexpected = {key for key in plan.unexpected if not key.startswith(options)}
         return plan

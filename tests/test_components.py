@@ -1,0 +1,576 @@
+"""Kinds of components, each with its own rule: schedules, generators, states of ranks; and others' checkpoints."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _resume import adamw, error_of, everything, same, spread, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import lr_scheduler
+
+from dcpring import RNG, Checkpointer, CheckpointError, Elastic, LRSchedule, PerRank, Replicated, Sharded
+from dcpring._tree import decode, digest, encode
+
+# ---- learning rate schedules ----
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda step: 0.9**step] * len(o.param_groups)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, [lambda step: 0.9] * len(o.param_groups)),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(o, 8)], [3]
+    ),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)], o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+}
+
+
+def test_no_scheduler_is_forgotten() -> None:
+    public = {name for name in dir(lr_scheduler) if isinstance(getattr(lr_scheduler, name), type)}
+    schedulers = {name for name in public if issubclass(getattr(lr_scheduler, name), lr_scheduler.LRScheduler)}
+    assert schedulers - {"LRScheduler", "_LRScheduler"} == SCHEDULERS.keys()
+
+
+def sgd(groups: int = 2, tensor_lr: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(groups))
+    rate: Any = torch.tensor(0.2) if tensor_lr else 0.2
+    return model, torch.optim.SGD([{"params": part.parameters(), "lr": rate} for part in model], momentum=0.9)
+
+
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    """Trains, and returns all rates on the way."""
+    rates = []
+    for step in range(steps):
+        sum(part(torch.ones(1, 2)).sum() for part in model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metric = [float(step // 3)] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []
+        scheduler.step(*metric)
+        rates += [float(group["lr"]) for group in optimizer.param_groups]
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("with_optimizer", (True, False), ids=("with-optimizer", "without"))
+def test_schedules_go_on(tmp_path: Path, name: str, with_optimizer: bool) -> None:
+    model, optimizer = sgd(tensor_lr=name == "CosineAnnealingLR")
+    scheduler = SCHEDULERS[name](optimizer)
+    advance(model, optimizer, scheduler, 5)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
+        checkpointer.save(5)
+    expected = advance(model, optimizer, scheduler, 7)
+    model, optimizer = sgd(tensor_lr=name == "CosineAnnealingLR")
+    scheduler = SCHEDULERS[name](optimizer)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
+        checkpointer.load(exclude=[] if with_optimizer else ["optimizer"])
+    assert advance(model, optimizer, scheduler, 7) == expected
+
+
+PROPORTIONAL = {
+    "LambdaLR": lambda o, n: lr_scheduler.LambdaLR(o, lambda step: 1 - step / (12 * n)),
+    "StepLR": lambda o, n: lr_scheduler.StepLR(o, 4 * n),
+    "MultiStepLR": lambda o, n: lr_scheduler.MultiStepLR(o, [4 * n, 8 * n]),
+    "ExponentialLR": lambda o, n: lr_scheduler.ExponentialLR(o, 0.5 ** (1 / n)),
+    "SequentialLR": lambda o, n: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 4 * n), lr_scheduler.CosineAnnealingLR(o, 8 * n)], [4 * n]
+    ),
+    "CosineAnnealingLR": lambda o, n: lr_scheduler.CosineAnnealingLR(o, 12 * n),
+    "ChainedScheduler": lambda o, n: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2 * n), lr_scheduler.ExponentialLR(o, 0.9 ** (1 / n))], o
+    ),
+    "CyclicLR": lambda o, n: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4 * n),
+    "CosineAnnealingWarmRestarts": lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, 4 * n),
+    "OneCycleLR": lambda o, n: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12 * n + 1, pct_start=1 / 3),
+}
+"""Schedules over twelve units of n steps each."""
+
+
+@pytest.mark.parametrize("name", PROPORTIONAL)
+def test_rescaled_schedules_are_where_they_would_be(tmp_path: Path, name: str) -> None:
+    """Saved half way through on few steps per epoch: the new, longer schedule goes on from its own middle."""
+    model, optimizer = sgd()
+    scheduler = PROPORTIONAL[name](optimizer, 1)
+    advance(model, optimizer, scheduler, 6)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
+        checkpointer.save(6)
+    model, optimizer = sgd()
+    scheduler = PROPORTIONAL[name](optimizer, 2)
+    parts = {"model": model, "optimizer": optimizer, "schedule": LRSchedule(scheduler, rescale=2)}
+    with Checkpointer(tmp_path, parts) as checkpointer:
+        assert checkpointer.load().components["schedule"].detail == "rescaled by 2"
+    rates = advance(model, optimizer, scheduler, 12)
+    model, optimizer = sgd()
+    scheduler = PROPORTIONAL[name](optimizer, 2)
+    assert advance(model, optimizer, scheduler, 24)[-len(rates) :] == rates
+
+
+def save_by_steps(folder: Path) -> None:
+    """As many steps per epoch as there are batches for each of the ranks."""
+    model, optimizer = sgd()
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // dist.get_world_size() + 1)
+    advance(model, optimizer, scheduler, 120 // dist.get_world_size())
+    with Checkpointer(folder, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
+        checkpointer.save(1)
+
+
+def load_by_steps(folder: Path) -> tuple[int, float, str]:
+    model, optimizer = sgd()
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // dist.get_world_size() + 1)
+    parts = {"model": model, "optimizer": optimizer, "schedule": LRSchedule(scheduler, rescale="world_size")}
+    with Checkpointer(folder, parts) as checkpointer:
+        detail = checkpointer.load().components["schedule"].detail
+    return scheduler.last_epoch, optimizer.param_groups[0]["lr"], detail
+
+
+def test_rescaled_by_world_size(tmp_path: Path) -> None:
+    _distributed.run(4, save_by_steps, tmp_path)
+    for world, ratio in ((2, "2"), (3, "4/3")):
+        for position, rate, detail in _distributed.run(world, load_by_steps, tmp_path):
+            model, optimizer = sgd()
+            scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // world + 1)
+            assert rate == advance(model, optimizer, scheduler, 120 // world)[-1]
+            assert position == 120 // world
+            assert detail == f"rescaled by {ratio}"
+
+
+def refused_schedule(folder: Path, groups: int, make: Any, **options: Any) -> str:
+    _, optimizer = sgd(groups)
+    schedule = LRSchedule(make(optimizer), **options)
+    with Checkpointer(folder, {"schedule": schedule}) as checkpointer:
+        before = dict(schedule.object.state_dict())
+        message = error_of(checkpointer.load)
+        assert schedule.object.state_dict() == before
+    return message
+
+
+def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
+    _, optimizer = sgd()
+    scheduler = SCHEDULERS["StepLR"](optimizer)
+    with Checkpointer(tmp_path / "ours", {"schedule": scheduler}) as checkpointer:
+        checkpointer.save(1)
+    state = {"schedule": scheduler.state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "stock" / "step-1"), no_dist=True)
+    for folder in (tmp_path / "ours", tmp_path / "stock"):
+        message = refused_schedule(folder, 3, SCHEDULERS["StepLR"])
+        assert "saved with 2 parameter groups, here the optimizer has 3" in message
+        message = refused_schedule(folder, 2, SCHEDULERS["OneCycleLR"])
+        assert "saved from a StepLR" in message or "not saved from a OneCycleLR: its state lacks" in message
+    stepped = lambda o: _stepped(SCHEDULERS["StepLR"](o))  # noqa: E731
+    assert "has not been stepped" in refused_schedule(tmp_path / "ours", 2, stepped, rescale=2)
+    assert "give a number" in refused_schedule(tmp_path / "stock", 2, SCHEDULERS["StepLR"], rescale="world_size")
+    for rescale in (0, -1, "epochs"):
+        with pytest.raises(ValueError, match="rescale="):
+            LRSchedule(scheduler, rescale)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric"):
+        LRSchedule(SCHEDULERS["ReduceLROnPlateau"](optimizer), rescale=2)
+
+
+def _stepped(scheduler: Any) -> Any:
+    scheduler.optimizer.step()
+    scheduler.step()
+    return scheduler
+
+
+# ---- optimizers ----
+
+
+def test_an_optimizer_that_never_stepped(tmp_path: Path) -> None:
+    """It is saved and loaded as such: DCP would have counted a step."""
+    model = spread("single", 1)
+    optimizer = adamw(model)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1, blocking=False)
+        checkpointer.wait()
+        assert not optimizer.state
+        train(model, optimizer)
+        checkpointer.load(0)
+        assert not optimizer.state
+    train(model, optimizer)
+    other = spread("single", 1)
+    other_optimizer = adamw(other)
+    train(other, other_optimizer)
+    assert same(everything(model, optimizer), everything(other, other_optimizer))
+
+
+def test_gradients_survive_a_save_and_a_load(tmp_path: Path) -> None:
+    model = spread("single", 1)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    saved = everything(model, optimizer)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(1)
+    model = spread("single", 2)
+    optimizer = adamw(model)
+    model(torch.arange(5)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.load()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert same(everything(model, optimizer), saved)
+
+
+class Branches(nn.Module):
+    """One of two parts is used; the other never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_parameters_without_state(tmp_path: Path) -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.used(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(1)
+    other = Branches()
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    with Checkpointer(tmp_path, {"model": other, "optimizer": other_optimizer}) as checkpointer:
+        report = checkpointer.load()
+    assert "2 parameters had no state yet" in report.components["optimizer"].detail
+    assert {id(parameter) for parameter in other_optimizer.state} == {id(p) for p in other.used.parameters()}
+
+
+def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+    model, optimizer = sgd()
+    advance(model, optimizer, SCHEDULERS["StepLR"](optimizer), 1)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(1)
+    adam = torch.optim.AdamW([{"params": part.parameters()} for part in model])
+    with Checkpointer(tmp_path, {"model": model, "optimizer": adam}) as checkpointer:
+        message = error_of(checkpointer.load)
+        assert "'optimizer.state.0.bias.exp_avg', 'optimizer.state.0.bias.exp_avg_sq'" in message
+    one_group = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Checkpointer(tmp_path, {"model": model, "optimizer": one_group}) as checkpointer:
+        assert "2 parameter groups in the checkpoint, 1 here" in error_of(checkpointer.load)
+    assert not adam.state and not one_group.state
+
+
+def test_not_strict(tmp_path: Path) -> None:
+    small, large = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    before = large.bias.detach().clone()
+    for first, second in ((small, large), (large, small)):
+        with Checkpointer(tmp_path, {"model": first}) as checkpointer:
+            checkpointer.save(1)
+        with Checkpointer(tmp_path, {"model": second}) as checkpointer:
+            assert "Sharded(..., strict=False)" in error_of(checkpointer.load)
+        with Checkpointer(tmp_path, {"model": Sharded(second, strict=False)}) as checkpointer:
+            detail = checkpointer.load().components["model"].detail
+        assert ("'model.bias' is not in the checkpoint, left as it was" in detail) == (second is large)
+    assert torch.equal(small.weight, large.weight)
+    assert torch.equal(large.bias, before)
+
+
+# ---- states of ranks ----
+
+
+class Cursor:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "empty": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["empty"] == {}
+        self.value = state["value"]
+
+
+def merged(states: list[Any], old_world: int, new_world: int, rank: int) -> dict[str, Any]:
+    """Lists of work, dealt out anew."""
+    work = [item for state in states for item in state["value"]]
+    assert len(states) == old_world
+    return {"value": work[rank::new_world], "empty": {}}
+
+
+def save_work(folder: Path, work: list[int]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = {
+        "work": PerRank(Cursor(work[rank::world]), reshard=merged),
+        "pairs": PerRank(Cursor(rank // 2), rank=rank // 2, world_size=-(-world // 2)),
+        "generator": torch.Generator().manual_seed(rank),
+    }
+    with Checkpointer(folder, parts) as checkpointer:
+        checkpointer.save(1)
+
+
+def load_work(folder: Path) -> tuple[list[int], str]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cursor, pair = Cursor(None), Cursor(None)
+    generator = torch.Generator().manual_seed(99)
+    parts = {
+        "work": PerRank(cursor, reshard=merged),
+        "pairs": PerRank(pair, rank=rank % 2, world_size=2),
+        "generator": generator,
+    }
+    with Checkpointer(folder, parts) as checkpointer:
+        message = error_of(checkpointer.load) if world != 4 else ""
+        report = checkpointer.load(exclude=["generator"] if world != 4 else [])
+    assert pair.value == rank % 2
+    expected = torch.Generator().manual_seed(rank) if world == 4 else torch.Generator().manual_seed(99)
+    assert torch.equal(generator.get_state(), expected.get_state())
+    assert (report.components["work"].action == "resharded") == (world != 4)
+    return cursor.value, message
+
+
+def test_states_of_ranks(tmp_path: Path) -> None:
+    work = list(range(50))
+    _distributed.run(4, save_work, tmp_path, work)
+    for world in (4, 2, 3):
+        results = _distributed.run(world, load_work, tmp_path)
+        assert sorted(item for value, _ in results for item in value) == work
+        for _, message in results:
+            assert ("generator (per_rank): it belongs to ranks" in message) == (world != 4)
+
+
+def bad_hook(folder: Path) -> str:
+    def raising(*_: Any) -> Any:
+        raise KeyError("no such cursor")
+
+    cursor = Cursor("mine")
+    parts = {"work": PerRank(cursor, reshard=raising), "counter": Replicated({"step": 5})}
+    with Checkpointer(folder, parts) as checkpointer:
+        message = error_of(checkpointer.load, components=["work"])
+    assert cursor.value == "mine"
+    return message
+
+
+def test_a_hook_that_raises(tmp_path: Path) -> None:
+    _distributed.run(4, save_work, tmp_path, [1])
+    for message in _distributed.run(2, bad_hook, tmp_path):
+        assert "work (per_rank): ranks 0-1: KeyError: 'no such cursor'" in message
+        assert "nothing was changed" in message
+
+
+def test_another_kind_than_was_saved(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, {"it": PerRank(Cursor(1))}) as checkpointer:
+        checkpointer.save(1)
+    for wrapped in (Replicated(Cursor(2)), Elastic(Cursor(2)), Sharded(Cursor(2))):
+        with Checkpointer(tmp_path, {"it": wrapped}) as checkpointer:
+            assert "saved as per_rank" in error_of(checkpointer.load) or "pass Elastic" in error_of(checkpointer.load)
+    for rank, world in ((None, 2), (2, 2), (0, None), (0, 0)):
+        with pytest.raises(ValueError, match="rank"):
+            PerRank(Cursor(1), rank=rank, world_size=world)
+
+
+def elastic_disagreement(folder: Path) -> str:
+    with Checkpointer(folder, {"it": Elastic(Cursor(dist.get_rank() // 2))}) as checkpointer:
+        return error_of(checkpointer.save, 1)
+
+
+def test_elastic_progress_that_differs(tmp_path: Path) -> None:
+    for message in _distributed.run(4, elastic_disagreement, tmp_path):
+        assert "the progress of ranks 2-3 is not that of rank 0 ('value' is not the same)" in message
+
+
+# ---- generators ----
+
+
+def draw() -> list[Any]:
+    return [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+
+
+def save_generators(folder: Path) -> list[Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(7 + rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    draw()
+    with Checkpointer(folder, {"rng": RNG(seed=1234)}) as checkpointer:
+        checkpointer.save(1)
+    return draw()
+
+
+def load_generators(folder: Path) -> tuple[list[Any], str, list[Any]]:
+    rng = RNG()
+    with Checkpointer(folder, {"rng": rng}) as checkpointer:
+        report = checkpointer.load(1)
+        drawn = draw()
+        checkpointer.load(1)
+        assert draw() == drawn
+        checkpointer.save(2)
+        checkpointer.load(2)
+    assert rng.seed == 1234
+    return drawn, report.components["rng"].detail, rng.derived
+
+
+def test_generators(tmp_path: Path) -> None:
+    expected = _distributed.run(4, save_generators, tmp_path)
+    results = _distributed.run(4, load_generators, tmp_path)
+    assert [drawn for drawn, _, _ in results] == expected
+    assert all(derived == [] and detail == "as saved" for _, detail, derived in results)
+    results = _distributed.run(2, load_generators, tmp_path)
+    for drawn, detail, derived in results:
+        assert detail == "from 4 ranks to 2, new seeds derived from the one that was saved"
+        assert derived == [{"from": 4, "to": 2}]
+        assert drawn not in expected
+    assert results[0][0] != results[1][0]
+
+
+# ---- states as trees ----
+
+TREES: list[Any] = [
+    {"a": 1, "b": {"c": [1, 2, {"d": 3}]}},
+    {},
+    {"empty": {}, "list": [], "nested": [{}, [], [{}]]},
+    {1: "int key", "2": {3.0: None}},
+    Counter({30: 1, 80: 1}),
+    {"milestones": Counter({30: 1}), "order": OrderedDict([("z", 1), ("a", 2)])},
+    {"tuple": (1, {"a": 2}), "marked": ("dcpring.object", {"a": 1})},
+    {"tensors": [torch.arange(3), {"deep": torch.ones(2, dtype=torch.bfloat16)}], "scalar": torch.tensor(3)},
+    {"bytes": b"\x00\xff", "complex": 1j, "inf": float("inf"), "none": None, "bool": True},
+    torch.arange(4),
+    "a string",
+]
+
+
+class Tree:
+    def __init__(self, tree: Any = None) -> None:
+        self.tree = tree
+
+    def state_dict(self) -> Any:
+        return self.tree
+
+    def load_state_dict(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def test_states_come_back_exactly(tmp_path: Path) -> None:
+    parts = {f"tree{index}": Replicated(Tree(tree)) for index, tree in enumerate(TREES)}
+    ranks = {f"rank{index}": PerRank(Tree(tree)) for index, tree in enumerate(TREES)}
+    with Checkpointer(tmp_path, {**parts, **ranks}) as checkpointer:
+        checkpointer.save(1, blocking=False)
+        for part in (*parts.values(), *ranks.values()):
+            part.object.tree = None
+        checkpointer.load()
+    for index, tree in enumerate(TREES):
+        for part in (parts[f"tree{index}"], ranks[f"rank{index}"]):
+            assert digest(part.object.tree) == digest(tree), tree
+            assert type(part.object.tree) is type(tree)
+    assert all(digest(decode(encode(tree))) == digest(tree) for tree in TREES)
+
+
+def test_digests_tell_states_apart() -> None:
+    trees = [*TREES, {"a": 1, "b": {"c": [1, 2, {"d": 4}]}}, [], None, 1, 1.0, True, "1", torch.arange(4).float()]
+    assert len({digest(tree) for tree in trees}) == len(trees)
+
+
+def test_a_dict_is_loaded_in_place(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"step": 3, "gone": 1}
+    with Checkpointer(tmp_path, {"state": Replicated(state)}) as checkpointer:
+        checkpointer.save(3)
+        state.update(step=9, extra=2)
+        checkpointer.load()
+    assert state == {"step": 3, "gone": 1}
+
+
+# ---- checkpoints of other programs ----
+
+
+def save_like_torchtitan(folder: Path) -> None:
+    model = spread("fsdp", 4)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    expected = everything(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        **get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "lr_scheduler": SCHEDULERS["LambdaLR"](optimizer).state_dict(),
+        "train_state": {"step": torch.tensor(7, dtype=torch.int32), "losses": [1.5, 1.25]},
+        "dataloader": {f"dp_rank_{dist.get_rank()}": b"\x80\x04K\x03.", "world_size": dist.get_world_size()},
+    }
+    dcp.save(state, checkpoint_id=str(folder / "step-7"))
+    if dist.get_rank() == 0:
+        torch.save(expected, folder / "expected.pt")
+
+
+def load_like_torchtitan(folder: Path) -> tuple[bool, Any, str, str]:
+    model = spread("fsdp-3", 5)
+    optimizer = adamw(model)
+    train_state = Tree()
+    loader = Tree()
+    scheduler = SCHEDULERS["LambdaLR"](optimizer)
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": scheduler,
+        "train_state": Replicated(train_state),
+        "dataloader": PerRank(loader),
+    }
+    with Checkpointer(folder, parts) as checkpointer:
+        assert checkpointer.steps() == [7]
+        message = error_of(checkpointer.load)
+    parts["dataloader"] = PerRank(loader, reshard=lambda states, old, new, rank: sum(states) + 10 * old + rank)
+    with Checkpointer(folder, parts) as checkpointer:
+        report = checkpointer.load()
+    good = same(everything(model, optimizer), torch.load(folder / "expected.pt"))
+    assert loader.tree == 12 + 40 + dist.get_rank()
+    return good, train_state.tree, message, str(report)
+
+
+def test_torchtitan_layout(tmp_path: Path) -> None:
+    _distributed.run(4, save_like_torchtitan, tmp_path)
+    for good, train_state, message, report in _distributed.run(3, load_like_torchtitan, tmp_path):
+        assert good
+        assert train_state == {"step": torch.tensor(7), "losses": [1.5, 1.25]}
+        assert "(saved by at least 4 ranks, without a manifest) on 3 ranks" in message
+        assert "dataloader (per_rank): it belongs to ranks, and was saved by 4 ranks, not 3" in message
+        assert "saved by an unknown number of ranks, loaded by 3 ranks" in report
+
+
+def test_a_pickle_inside_that_runs_code(tmp_path: Path) -> None:
+    attack = b"cposix\nsystem\n(S'touch /tmp/dcpring-was-here'\ntR."
+    dcp.save({"loader": {"dp_rank_0": attack}}, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
+    with Checkpointer(tmp_path, {"loader": PerRank(Tree())}) as checkpointer:
+        assert "refers to posix.system" in error_of(checkpointer.load)
+
+
+def test_stock_checkpoints_lie_by_component(tmp_path: Path) -> None:
+    model = spread("single", 4)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    expected = everything(model, optimizer)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "step": 9,
+        "epoch": {"number": 2},
+    }
+    dcp.save(state, checkpoint_id=str(tmp_path / "step-9"), no_dist=True)
+    model = spread("single", 5)
+    optimizer = adamw(model)
+    step, epoch = Tree(), {"number": 0}
+    parts = {"model": model, "optimizer": optimizer, "step": Replicated(step), "epoch": Replicated(epoch)}
+    with Checkpointer(tmp_path, parts) as checkpointer:
+        checkpointer.load()
+    assert same(everything(model, optimizer), expected)
+    assert (step.tree, epoch) == (9, {"number": 2})
+    with Checkpointer(tmp_path, {"model": model}) as checkpointer:
+        with pytest.raises(CheckpointError, match="epoch: in the checkpoint, but not in this Checkpointer"):
+            checkpointer.load()
+        assert checkpointer.load(components=["model"]).names("skipped") == ["optimizer", "step", "epoch"]

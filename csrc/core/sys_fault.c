@@ -64,6 +64,10 @@ static int fault_ftruncate(int fd, off_t size) {
     return fails("ftruncate") ? -armed.err : dr_sys_real.ftruncate(fd, size);
 }
 
+static int fault_file_system(const char *path, uint64_t *out) {
+    return fails("file_system") ? -armed.err : dr_sys_real.file_system(path, out);
+}
+
 static int fault_fdatasync(int fd) { return fails("fdatasync") ? -armed.err : dr_sys_real.fdatasync(fd); }
 
 static int fault_fsync(int fd) { return fails("fsync") ? -armed.err : dr_sys_real.fsync(fd); }
@@ -140,6 +144,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .unlink = fault_unlink,
         .cached = fault_cached,
         .direct_alignment = fault_direct_alignment,
+        .file_system = fault_file_system,
         .map = fault_map,
         .unmap = dr_sys_real.unmap,
         .uring_init = fault_uring_init,

@@ -1,24 +1,25 @@
 # `make demo` and `make test` do all their own set-up; the second time that costs seconds.
 #
-#   make demo    train, save, resume on fewer processes, compare with stock DCP
-#   make test    C tests, Python tests, linters
-#   make bench   benchmarks/save_load.py with everything in it
+#   make demo             train, save, resume on fewer processes, compare with stock DCP
+#   make elastic          train on 4 processes, kill -9 in the middle of a save, resume on 2 and on 3
+#   make test             C tests, Python tests, linters
+#   make bench            benchmarks/save_load.py with everything in it
 #   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
-#   make asan    the suite under AddressSanitizer and UBSan
+#   make asan             the suite under AddressSanitizer and UBSan
 
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
-DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy
+DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy torchdata
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 
-.PHONY: setup demo test test-c test-python lint bench bench-planning example-hsdp asan sdist clean
+.PHONY: setup demo elastic test test-c test-python lint bench bench-planning example-hsdp asan sdist clean
 
 setup: build/.installed
 
@@ -37,7 +38,7 @@ build/.system:
 	@$(call install_packages,$(SYSTEM_PACKAGES))
 	@touch $@
 
-build/.venv: build/.system
+build/.venv: build/.system Makefile
 	@echo "== Python environment in $(VENV), with $(TORCH) (CPU)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dcpring needs Python 3.11 or newer; make PYTHON=... names one")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -55,6 +56,9 @@ build/.test-system: build/.system
 
 demo: setup
 	@$(PY) examples/demo.py
+
+elastic: setup
+	@$(PY) -W ignore examples/elastic_resume.py
 
 test: lint test-c test-python
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch.distributed.checkpoint import DefaultLoadPlanner as LoadPlanner
-from torch.distributed.checkpoint import DefaultSavePlanner as SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -11,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+
+from dcpring.planner import RingSavePlanner as SavePlanner
 
 __all__ = [
     "LoadPlanner",

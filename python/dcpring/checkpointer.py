@@ -497,7 +497,7 @@ class Checkpointer:
 
     def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> LoadReport:
         reports: dict[str, ComponentReport] = {}
-        for name in [*self.components, *(stored.keys.keys() - self.components.keys())]:
+        for name in dict.fromkeys([*self.components, *stored.keys]):
             kind = self.components[name].kind if name in self.components else stored.entry(name).get("kind", "")
             plan = plans.get(name)
             if plan is None:

@@ -1,6 +1,6 @@
 """An epoch on 4 processes, then 2, then 3: killed in the middle of a save, every sample is still seen exactly once.
 
-1. 4 processes train through one epoch, undisturbed: so we know what every loss should be.
+1. One process trains through one epoch, undisturbed: so we know what every loss should be.
 2. 4 processes do the same, and save every few steps in the background. In the middle of a save all get `kill -9`.
 3. 2 processes go on from the last checkpoint that was committed, up to another one.
 4. 3 processes go on from that, to the end of the epoch.
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from gpt import GPT
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -44,6 +44,7 @@ STEPS = math.ceil(SAMPLES / GLOBAL_BATCH)
 SAVE_EVERY = 3
 KILLED_AT, STOPPED_AT = 9, 12
 LAYERS = 2
+"""Fewer than in the demo."""
 LEARNING_RATE = 3e-4
 WARM_UP_STEPS = 10
 KILL_ATTEMPTS = 5
@@ -104,8 +105,8 @@ class Training:
     def __init__(self, leg: Leg, world: int) -> None:
         self.leg, self.world = leg, world
         torch.manual_seed(0)
-        self.model = GPT()
-        self.model.blocks = self.model.blocks[:LAYERS]
+        gpt.LAYERS = LAYERS
+        self.model = gpt.GPT()
         for module in (*self.model.blocks, self.model):
             fully_shard(module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -180,9 +181,9 @@ class Story:
         self.failures += not passed
 
     def run(self) -> None:
-        self.console.rule(f"1/4  {STEPS} steps on 4 processes, undisturbed", align="left")
-        reference = self.finish(Leg("reference", self.root, None, STEPS), 4)
-        self.console.rule("2/4  the same, killed in the middle of a save", align="left")
+        self.console.rule(f"1/4  {STEPS} steps on one process, undisturbed", align="left")
+        reference = self.finish(Leg("reference", self.root, None, STEPS), 1)
+        self.console.rule("2/4  the same on 4, killed in the middle of a save", align="left")
         killed = self.kill_in_a_save()
         committed = self.committed()
         self.console.rule(f"3/4  2 processes go on from step {committed[-1]}", align="left")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint import DefaultLoadPlanner as LoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from dcpring.load_planner import RingLoadPlanner as LoadPlanner
 from dcpring.planner import RingSavePlanner as SavePlanner
 
 __all__ = [

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcpring import _tree
+from dcpring._lazy import LazyMetadata
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.reader import RingReader, _spans
 
@@ -76,12 +77,15 @@ class Manifest:
 
 
 class OnceReader(RingReader):
-    """A RingReader for several loads from one checkpoint, which reads its metadata once."""
+    """A RingReader for several loads from one checkpoint, which unpickles its metadata once.
+
+    Lazy metadata is read again for every load: to look at it costs it the tables by which RingLoadPlanner plans.
+    """
 
     _kept: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._kept is None:
+        if self._kept is None or isinstance(self._kept, LazyMetadata):
             self._kept = super().read_metadata(*args, **kwargs)
         return self._kept
 

@@ -455,7 +455,7 @@ class Checkpointer:
             lambda: dcp.load(
                 target,
                 storage_reader=stored.reader,
-                planner=_dcp.LoadPlanner(),
+                planner=_dcp.LoadPlanner(process_group=self._ranks.group),
                 process_group=self._ranks.group,
                 no_dist=self._ranks.group is None,
             ),

@@ -161,7 +161,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._report = LoadReport()
         with collection_paused():
             flat = self._flat(state_dict)
-            if any(isinstance(value, Tensor) and value.is_meta for value in flat.values.values()):
+            if any(_is_meta(value) for value in flat.values.values()):
                 _init_state_dict(state_dict)
                 flat = self._flat(state_dict)
         kinds = set(map(type, flat.values.values()))
@@ -340,3 +340,8 @@ def _missing(names: list[str]) -> str:
         f"Missing key in checkpoint state_dict: {shown}{more}. "
         "Pass allow_partial_load=True to leave what is missing as it is"
     )
+
+
+def _is_meta(value: Any) -> bool:
+    """A ShardedTensor of which this rank has no shard does not say."""
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.is_meta

@@ -442,6 +442,7 @@ TREES: list[Any] = [
     {"milestones": Counter({30: 1}), "order": OrderedDict([("z", 1), ("a", 2)])},
     {"tuple": (1, {"a": 2}), "marked": ("dcpring.object", {"a": 1})},
     {"tensors": [torch.arange(3), {"deep": torch.ones(2, dtype=torch.bfloat16)}], "scalar": torch.tensor(3)},
+    {"rank_0": 1, "rank_1": {"a": 2}},
     {"bytes": b"\x00\xff", "complex": 1j, "inf": float("inf"), "none": None, "bool": True},
     torch.arange(4),
     "a string",
@@ -544,7 +545,7 @@ def test_torchtitan_layout(tmp_path: Path) -> None:
 
 
 def test_a_pickle_inside_that_runs_code(tmp_path: Path) -> None:
-    attack = b"cposix\nsystem\n(S'touch /tmp/dcpring-was-here'\ntR."
+    attack = b"\x80\x02cposix\nsystem\n(S'touch /tmp/dcpring-was-here'\ntR."
     dcp.save({"loader": {"dp_rank_0": attack}}, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
     with Checkpointer(tmp_path, {"loader": PerRank(Tree())}) as checkpointer:
         assert "refers to posix.system" in error_of(checkpointer.load)

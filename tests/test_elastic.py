@@ -28,6 +28,8 @@ from dcpring import (
 )
 from dcpring.data import Permutation, distributed_order, torchdata_batches
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+
 SIZE = 211
 """A prime: no number of ranks or batch size divides it."""
 
@@ -204,6 +206,11 @@ def test_an_iterator_goes_on_where_the_last_stopped() -> None:
     next(iter(loader))
     loader.set_epoch(1)
     assert loader.consumed == 3
+    batches = iter(loader)
+    next(batches)
+    assert len(loader) == -(-(SIZE - 6) // 3)
+    next(batches)
+    assert loader.consumed == 9, "to ask for the length changes nothing"
     loader.set_epoch(4)
     assert (loader.epoch, loader.consumed) == (4, 0)
 

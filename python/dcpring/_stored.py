@@ -29,6 +29,7 @@ from dcpring.reader import RingReader, _spans
 
 MANIFEST_KEY = "dcpring"
 MANIFEST_VERSION = 1
+PER_RANK = "per_rank"
 
 Path = tuple[str | int, ...]
 
@@ -168,6 +169,8 @@ class Stored:
     def rank_keys(self, name: str) -> dict[int, list[str]]:
         """The keys of a component that belong to ranks ("rank_3", or "dp_rank_3"), by rank."""
         found: dict[int, list[str]] = {}
+        if self.entry(name).get("kind", PER_RANK) != PER_RANK:
+            return found
         for key in self.keys.get(name, ()):
             match = _RANK.fullmatch(str(self.paths[key][1])) if len(self.paths[key]) > 1 else None
             if match:
@@ -210,7 +213,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def unpickled(value: bytes, trusted: bool) -> Any:
-    """What torchtitan pickled before it gave it to DCP: numbers, strings and containers, unless ``trusted``."""
+    """What torchtitan pickled before it gave it to DCP: numbers, strings and containers, unless ``trusted``.
+
+    Bytes that are no pickle are left as they are.
+    """
+    if not value.startswith(pickle.PROTO):
+        return value
     return pickle.loads(value) if trusted else _PlainUnpickler(io.BytesIO(value)).load()
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcpring import _dcp, _tree
-from dcpring._stored import Stored, rank_key, ranks, spans, unpickled
+from dcpring._stored import PER_RANK, Stored, rank_key, ranks, spans, unpickled
 from dcpring.errors import CheckpointError
 
 __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
@@ -93,7 +93,7 @@ class Component:
         return []
 
     def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
-        """What this rank hands to DCP below the component's name; empty if nothing."""
+        """What this rank hands to DCP below the component's name; below "" for all of it; empty if nothing."""
         raise NotImplementedError
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
@@ -516,7 +516,7 @@ class PerRank(Component):
         world_size: the number of such ranks.
     """
 
-    kind = "per_rank"
+    kind = PER_RANK
 
     def __init__(
         self,

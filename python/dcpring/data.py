@@ -142,17 +142,21 @@ class ElasticSampler(Sampler[int]):
         self._pass[0], self._pass[1] = epoch, origin
 
     def __len__(self) -> int:
-        """Samples that this rank gets in a pass from the origin."""
-        left = max(0, self.size - self.origin)
+        """Samples that this rank gets in the pass under way."""
+        return self.share(self.origin)
+
+    def share(self, origin: int) -> int:
+        """Samples that this rank gets in a pass from an origin."""
+        left = max(0, self.size - origin)
         if self.remainder == "drop":
             return left // self.world_size
         if self.remainder == "repeat":
             return -(-left // self.world_size)
         return max(0, -(-(left - self.rank) // self.world_size))
 
-    def used(self, per_rank: int) -> int:
-        """Samples of the epoch that are used once each rank has been given ``per_rank`` (or all of its own)."""
-        return min(self.origin + per_rank * self.world_size, self.size)
+    def used(self, origin: int, per_rank: int) -> int:
+        """Samples of the epoch that are used once each rank was given ``per_rank`` (or all of its share) of a pass."""
+        return min(origin + per_rank * self.world_size, self.size)
 
     def __iter__(self) -> Iterator[int]:
         return self.indices(0, 1, 1)
@@ -225,8 +229,7 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """Batches left for this rank in this epoch."""
-        self.sampler.seek(self.epoch, self.consumed)
-        return -(-len(self.sampler) // self._batch_size)
+        return -(-self.sampler.share(self.consumed) // self._batch_size)
 
     @property
     def _batch_size(self) -> int:
@@ -238,12 +241,12 @@ class ElasticLoader:
             self.epoch, self.consumed, self._ran_out = epoch, 0, False
 
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.seek(self.epoch, self.consumed)
-        own, given = len(self.sampler), 0
+        origin, given = self.consumed, 0
+        self.sampler.seek(self.epoch, origin)
         for batch in self.loader:
             given += self._batch_size
-            self.consumed = self.sampler.used(given)
-            self._ran_out = given >= own
+            self.consumed = self.sampler.used(origin, given)
+            self._ran_out = given >= self.sampler.share(origin)
             yield batch
         self.epoch, self.consumed, self._ran_out = self.epoch + 1, 0, False
 

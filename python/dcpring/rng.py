@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from dcpring.components import Component, PerRank, Place, Plan
 from dcpring.errors import CheckpointError
 
 __all__ = ["RNG"]
+
+logger = logging.getLogger("dcpring")
 
 _SEED_BYTES = 8
 _NUMPY_SEEDS = 1 << 32
@@ -87,6 +90,8 @@ class RNG(PerRank):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type in state:
             torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
+        elif accelerator is not None:
+            logger.warning("the checkpoint has no state of a %s generator: that goes on as it is", accelerator.type)
 
 
 def _seed_all(number: int) -> None:

@@ -480,6 +480,11 @@ def failing_saves(folder: Path, blocking: bool) -> dict[str, str]:
         with checkpointer:
             messages[name] = error_of(checkpointer.save, 2, blocking)
             assert fresh and not parts["optimizer"].state
+    with train_state(1, folder)[1] as checkpointer:
+        messages["steps"] = error_of(checkpointer.save, 2 + (rank == 3), blocking)
+    with train_state(1, folder, **({"more": Replicated({})} if rank else {}))[1] as checkpointer:
+        messages["parts"] = error_of(checkpointer.save, 2, blocking)
+        messages["load"] = error_of(checkpointer.load, 1 + rank)
     nth = 1 if rank == 2 else NEVER
     with train_state(1, folder)[1] as checkpointer, fault("fdatasync", nth):
         if blocking:
@@ -506,6 +511,13 @@ def test_a_save_fails_on_all_ranks_or_none(tmp_path: Path, blocking: bool) -> No
     assert "ranks 1-3 differ from the first process that has the same PerRank rank" in found["generator"]
     assert "different world sizes: [4, 5, 6, 7]" in found["worlds"]
     assert "rank 2: OSError: [Errno 5]" in found["disk"]
+    assert "rank 0 saves step 2 of model, " in found["steps"]
+    assert "but rank 3: step 3 of model, " in found["steps"]
+    assert (
+        "but ranks 1-3: step 2 of model, optimizer, lr_scheduler, dataloader, rng, counter, mine, more"
+        in found["parts"]
+    )
+    assert "ranks asked for different steps: ['1', '2', '3', '4']" in found["load"]
 
 
 def failing_take_over(folder: Path) -> str:

@@ -222,9 +222,10 @@ class Checkpointer:
                 notes[name] = component.note(states[name], self._place)
             except Exception as error:
                 failures[name], cause = failure_of(error), cause or error
-        gathered = self._ranks.gather((notes, failures))
-        self._raise_failures(f"cannot save step {step}", [failed for _, failed in gathered], cause)
-        by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
+        gathered = self._ranks.gather((notes, failures, (step, list(self.components))))
+        _refuse_other_calls([call for _, _, call in gathered])
+        self._raise_failures(f"cannot save step {step}", [failed for _, failed, _ in gathered], cause)
+        by_name = {name: [noted[name] for noted, _, _ in gathered] for name in self.components}
         self._raise_disagreements(step, states, by_name)
         parts = {
             name: component.to_save(states[name], by_name[name], self._place)
@@ -288,7 +289,7 @@ class Checkpointer:
         assert self._executor is not None
         try:
             staged, error = self._staging.stage(state), None
-        except (MemoryError, RuntimeError) as caught:
+        except Exception as caught:
             staged, error = None, caught
         self._pending = self._executor.submit(self._write_staged, staged, error, step, self._background)
 
@@ -545,6 +546,14 @@ def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
             raise ValueError(f"component {name!r}: a name is a string without dots, and not {MANIFEST_KEY!r}")
     models = [model for model in map(model_of, components.values()) if model is not None]
     return {name: as_component(name, value, models) for name, value in components.items()}
+
+
+def _refuse_other_calls(calls: Sequence[tuple[int, list[str]]]) -> None:
+    """All ranks save the same step of the same components, in the same order."""
+    others = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    if others:
+        first, other = (f"step {step} of {', '.join(names)}" for step, names in (calls[0], calls[others[0]]))
+        raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
 
 
 def _step_folders(folder: Path) -> list[int]:

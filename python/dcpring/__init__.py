@@ -12,7 +12,7 @@ What either writes, stock DCP reads, and the reverse.
 from __future__ import annotations
 
 from dcpring import _torch as _torch
-from dcpring.checkpointer import Checkpointer, ComponentReport
+from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
 from dcpring.components import Elastic, PerRank, Replicated, Sharded
 from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -43,6 +43,7 @@ __all__ = [
     "RankReport",
     "ReadReport",
     "Replicated",
+    "ResumeReport",
     "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",

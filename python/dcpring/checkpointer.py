@@ -33,7 +33,7 @@ from dcpring.components import Component, ModelState, Place, Plan, some, some_ar
 from dcpring.errors import CheckpointError
 from dcpring.writer import RingWriter
 
-__all__ = ["Checkpointer", "ComponentReport", "LoadReport"]
+__all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
 
 logger = logging.getLogger("dcpring")
 
@@ -59,7 +59,7 @@ class ComponentReport:
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class ResumeReport:
     """What a load did; the same on every rank.
 
     Attributes:
@@ -339,7 +339,7 @@ class Checkpointer:
         exclude: Iterable[str] = (),
         *,
         missing_ok: bool = False,
-    ) -> LoadReport:
+    ) -> ResumeReport:
         """Loads a checkpoint. All ranks first compare what they need with what is there, and go on only if all can.
 
         Args:
@@ -358,7 +358,7 @@ class Checkpointer:
         if found is None:
             if not missing_ok:
                 raise CheckpointError(f"there is no checkpoint in {self.folder}")
-            return LoadReport(None, world_size=self._place.world_size)
+            return ResumeReport(None, world_size=self._place.world_size)
         path = self.path(found)
         reader = OnceReader(path, **self._reader_options)
         stored = self._ranks.attempt(f"cannot load {path}", lambda: Stored(reader))
@@ -450,11 +450,12 @@ class Checkpointer:
         target = {key: value for name in chosen for key, value in plans[name].target.items()}
         if not any(self._ranks.gather(bool(target))):
             return
+        nested = _below_their_heads(target)
         changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
         self._ranks.with_dcp(
             f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
             lambda: dcp.load(
-                target,
+                nested,
                 storage_reader=stored.reader,
                 planner=_dcp.LoadPlanner(process_group=self._ranks.group),
                 process_group=self._ranks.group,
@@ -462,7 +463,7 @@ class Checkpointer:
             ),
         )
         for name in chosen:
-            plans[name].target = {key: target[key] for key in plans[name].target}
+            plans[name].target = {key: _taken(nested, key) for key in plans[name].target}
 
     def _prepare(self, stored: Stored, plans: dict[str, Plan], in_place: bool) -> dict[str, Any]:
         ready: dict[str, Any] = {}
@@ -496,7 +497,7 @@ class Checkpointer:
 
         self._ranks.attempt(f"{path} was read, but could not be taken over; make the components anew", work)
 
-    def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> LoadReport:
+    def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> ResumeReport:
         reports: dict[str, ComponentReport] = {}
         for name in dict.fromkeys([*self.components, *stored.keys]):
             kind = self.components[name].kind if name in self.components else stored.entry(name).get("kind", "")
@@ -506,7 +507,7 @@ class Checkpointer:
                 reports[name] = ComponentReport(kind, "skipped", where)
             else:
                 reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.change)
-        return LoadReport(step, stored.path, stored.world_size, self._place.world_size, reports)
+        return ResumeReport(step, stored.path, stored.world_size, self._place.world_size, reports)
 
     # ---- the end ----
 
@@ -546,6 +547,23 @@ def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
             raise ValueError(f"component {name!r}: a name is a string without dots, and not {MANIFEST_KEY!r}")
     models = [model for model in map(model_of, components.values()) if model is not None]
     return {name: as_component(name, value, models) for name, value in components.items()}
+
+
+def _below_their_heads(flat: dict[str, Any]) -> dict[str, Any]:
+    """The same names to DCP, but few of them at the top: it looks at each value there, which takes its time."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        head, _, rest = key.partition(".")
+        if rest and head not in flat:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            nested[key] = value
+    return nested
+
+
+def _taken(nested: dict[str, Any], key: str) -> Any:
+    head, _, rest = key.partition(".")
+    return nested[key] if key in nested else nested[head][rest]
 
 
 def _refuse_other_calls(calls: Sequence[tuple[int, list[str]]]) -> None:

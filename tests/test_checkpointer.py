@@ -485,6 +485,7 @@ def failing_saves(folder: Path, blocking: bool) -> dict[str, str]:
     with train_state(1, folder, **({"more": Replicated({})} if rank else {}))[1] as checkpointer:
         messages["parts"] = error_of(checkpointer.save, 2, blocking)
         messages["load"] = error_of(checkpointer.load, 1 + rank)
+        messages["choice"] = error_of(checkpointer.load, components=["rng" if rank else "mine"])
     nth = 1 if rank == 2 else NEVER
     with train_state(1, folder)[1] as checkpointer, fault("fdatasync", nth):
         if blocking:
@@ -517,6 +518,7 @@ def test_a_save_fails_on_all_ranks_or_none(tmp_path: Path, blocking: bool) -> No
         "but ranks 1-3: step 2 of model, optimizer, lr_scheduler, dataloader, rng, counter, mine, more"
         in found["parts"]
     )
+    assert "ranks chose different components" in found["choice"]
     assert "ranks asked for different steps: ['1', '2', '3', '4']" in found["load"]
 
 

@@ -365,6 +365,8 @@ class Checkpointer:
         chosen = self._ranks.attempt(
             f"cannot load {path}", lambda: self._choose_components(stored, components, exclude)
         )
+        if len(set(map(tuple, self._ranks.gather(list(chosen))))) > 1:
+            raise CheckpointError(f"cannot load {path}: ranks chose different components; call load() alike on all")
         try:
             plans = self._plan(stored, chosen)
             self._read(stored, plans, in_place=False)
@@ -414,7 +416,7 @@ class Checkpointer:
         return dict(sorted(chosen.items(), key=lambda item: not item[1].in_place))
 
     def _mismatch(self, stored: Stored, unclaimed: list[str], absent: list[str]) -> str:
-        lines = [f"cannot load {stored.path} ({stored.origin}):"]
+        lines = [f"{stored.origin}, with other components:"]
         lines += [f"  {name}: in the checkpoint, but not in this Checkpointer (removed since?)" for name in unclaimed]
         lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
         return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])

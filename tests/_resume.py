@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dcpring import Checkpointer
+from dcpring import CheckpointError
 from dcpring._tree import leaves
 
 WORLDS = {"single": 1, "ddp": 2, "fsdp": 4, "fsdp-3": 3, "hsdp": 4, "tp-fsdp": 4, "fsdp1": 2}
@@ -89,8 +89,6 @@ def _whole(value: Any) -> Any:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a model and its optimizer hold, by the names of the bare model. Collective."""
     if isinstance(model, FullyShardedDataParallel):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
         options = StateDictOptions(full_state_dict=True)
         return whole(
             {
@@ -116,14 +114,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
     """The message of the CheckpointError that a call raises; the test fails if it raises none."""
-    from dcpring import CheckpointError
-
     try:
         call(*args, **kwargs)
     except CheckpointError as error:
         return str(error)
     raise AssertionError("no error was raised")
-
-
-def checkpointer(folder: Any, **components: Any) -> Checkpointer:
-    return Checkpointer(folder, components)

@@ -12,18 +12,28 @@ What either writes, stock DCP reads, and the reverse.
 from __future__ import annotations
 
 from dcpring import _torch as _torch
-from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring._wrapping import register_wrapper
+from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
 from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
 from dcpring.reader import RingReader
 from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+from dcpring.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from dcpring.writer import RingWriter
 
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "IOStats",
+    "KeyMismatchError",
     "LoadReport",
     "PlanReport",
     "RankReport",
@@ -33,5 +43,12 @@ __all__ = [
     "RingSavePlanner",
     "RingWriter",
     "UntrustedCheckpointError",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "register_wrapper",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 __version__ = "0.1.0"

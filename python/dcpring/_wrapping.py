@@ -1,0 +1,305 @@
+"""What wrappers put into the names of a model's tensors, told by the types of its modules.
+
+A *raw* name is one that ``model.state_dict()`` gives, and ``load_state_dict`` takes. A *canonical* name is the one that
+the tensor would have if no module were wrapped. A *path* is the way through the modules' attributes; raw names differ
+from it where a wrapper's own hooks take its part out (FSDP1, activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dcpring import _C
+
+__all__ = ["register_wrapper"]
+
+_Node = tuple[str, int, int]
+_ROOT: _Node = ("", 0, _C.KEY_PLAIN)
+
+
+class Wrapper(NamedTuple):
+    """How a type of module wraps another one.
+
+    Attributes:
+        attribute: the name of the child that is wrapped.
+        hooked: the wrapper's own state-dict hooks keep that name out of raw names.
+    """
+
+    attribute: str
+    hooked: bool
+
+
+# By name, so that none of them has to be imported: without the import there is no instance to be found either.
+_BY_NAME: dict[str, Wrapper] = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": Wrapper("module", False),
+    "torch.nn.parallel.data_parallel.DataParallel": Wrapper("module", False),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": Wrapper(
+        "_fsdp_wrapped_module", True
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": Wrapper(
+        "_checkpoint_wrapped_module", True
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": Wrapper("_orig_mod", False),
+    "torch.optim.swa_utils.AveragedModel": Wrapper("module", False),
+    "peft.tuners.tuners_utils.BaseTunerLayer": Wrapper("base_layer", False),
+}
+_BY_TYPE: dict[type, Wrapper] = {}
+
+
+def register_wrapper(cls: type[nn.Module], attribute: str, *, hooked: bool = False) -> None:
+    """Makes names look through a type of wrapper: what it wraps is named as if it were not wrapped.
+
+    Args:
+        cls: the wrapper's class; subclasses count too.
+        attribute: the name of the child module that it wraps. What else the wrapper owns keeps its name.
+        hooked: the class has state-dict hooks that keep the attribute out of ``state_dict()`` already.
+
+    Raises:
+        TypeError: ``cls`` is not a class of modules.
+        ValueError: the attribute cannot be a module's name, or the class is registered with another one.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"register_wrapper takes a class of nn.Module, not {cls!r}")
+    if not attribute or "." in attribute:
+        raise ValueError(f"{attribute!r} cannot be the name of a child of {cls.__qualname__}")
+    wrapper = Wrapper(attribute, hooked)
+    if _BY_TYPE.setdefault(cls, wrapper) != wrapper:
+        raise ValueError(f"{cls.__qualname__} is registered already, as {_BY_TYPE[cls]}, not {wrapper}")
+    _found.clear()
+
+
+_found: weakref.WeakKeyDictionary[type, Wrapper | None] = weakref.WeakKeyDictionary()
+"""What was found for each class; forgotten when one is registered."""
+
+
+def _wrapper_of_type(cls: type) -> Wrapper | None:
+    if cls not in _found:
+        by_base = (_BY_TYPE.get(base) or _BY_NAME.get(f"{base.__module__}.{base.__qualname__}") for base in cls.__mro__)
+        _found[cls] = next((wrapper for wrapper in by_base if wrapper), None)
+    return _found[cls]
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """How the module wraps another one, None when it does not."""
+    wrapper = _wrapper_of_type(type(module))
+    return wrapper if wrapper and module._modules.get(wrapper.attribute) is not None else None
+
+
+def _hidden_children(module: nn.Module, modifiers: str) -> dict[str, bool]:
+    """The children whose names are no part of canonical names, and whether raw names lack them too."""
+    hidden: dict[str, bool] = {}
+    modified = getattr(module, modifiers, None)
+    if callable(modified):
+        hidden |= {name: True for name in modified().values() if module._modules.get(name) is not None}
+    if wrapper := wrapper_of(module):
+        hidden[wrapper.attribute] = wrapper.hooked
+    return hidden
+
+
+def _renamed_parametrizations(module: nn.Module) -> list[str]:
+    """The parametrized tensors that are still stored as they were before: one tensor each, put in unchanged.
+
+    A parametrization with a ``right_inverse`` stores another tensor, in coordinates of its own.
+    """
+    lists = module._modules.get("parametrizations")
+    if not isinstance(lists, nn.ModuleDict):
+        return []
+    return [
+        name
+        for name, chain in lists.items()
+        if isinstance(chain, nn.utils.parametrize.ParametrizationList)
+        and chain.is_tensor
+        and not any(hasattr(step, "right_inverse") for step in chain)
+    ]
+
+
+def _own_tensors(module: nn.Module) -> list[str]:
+    """Of the names in a module, those of tensors. FSDP1 keeps those that it has flattened as plain attributes."""
+    plain = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    names = dict.fromkeys((*module._parameters, *module._buffers, *plain))
+    return [*names, nn.modules.module._EXTRA_STATE_KEY_SUFFIX]
+
+
+class _NodeList:
+    """The tree that the core wants: what leads to hidden children, and what their owners own besides them."""
+
+    def __init__(self, modifiers: str) -> None:
+        self.nodes: list[_Node] = [_ROOT]
+        self._modifiers = modifiers
+
+    def _add(self, name: str, parent: int, kind: int = _C.KEY_PLAIN) -> int:
+        self.nodes.append((name, parent, kind))
+        return len(self.nodes) - 1
+
+    def add_below(self, module: nn.Module, node: int) -> bool:
+        """Adds what is below a module, which ``node`` stands for; False when there is nothing worth listing."""
+        hidden = _hidden_children(module, self._modifiers)
+        parametrized = self._add_parametrizations(module, node)
+        found = parametrized
+        owns = any(not hooked for hooked in hidden.values())
+        if owns:
+            for name in _own_tensors(module):
+                self._add(name, node)
+        for name, child in module._modules.items():
+            if child is None or name in hidden or (parametrized and name == "parametrizations"):
+                continue
+            below = self._add(name, node)
+            if self.add_below(child, below):
+                found = True
+            elif not owns:
+                del self.nodes[below:]
+        for name, hooked in hidden.items():
+            child = module._modules[name]
+            assert child is not None
+            found |= self.add_below(child, node if hooked else self._add(name, node, _C.KEY_WRAPPED))
+        return found or owns
+
+    def _add_parametrizations(self, module: nn.Module, node: int) -> bool:
+        names = _renamed_parametrizations(module)
+        lists = self._add("parametrizations", node) if names else node
+        for name in names:
+            self._add("original", self._add(name, lists), _C.KEY_ORIGINAL)
+        return bool(names)
+
+
+class Entry(NamedTuple):
+    """A tensor of a model, under one of its names.
+
+    Attributes:
+        path: through the modules' attributes.
+        raw: as in ``state_dict()``.
+        tensor: the parameter or buffer.
+        chain: the types of the wrappers around it, outermost first.
+    """
+
+    path: str
+    raw: str
+    tensor: Tensor
+    chain: tuple[str, ...]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _entries(
+    module: nn.Module, modifiers: str, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
+) -> Iterator[Entry]:
+    """The tensors that ``state_dict()`` shows, in its order; a flat parameter (FSDP1) as the parameters in it."""
+    hidden = _hidden_children(module, modifiers)
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None or name in module._non_persistent_buffers_set:
+            continue
+        for flat_name in getattr(tensor, "_fqns", (name,)):
+            yield Entry(_join(path, name), _join(raw, flat_name), tensor, chain)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        inner = (*chain, type(module).__name__) if wrapper_of(module) and name in hidden else chain
+        yield from _entries(child, modifiers, _join(path, name), raw if hidden.get(name) else _join(raw, name), inner)
+
+
+@dataclass
+class ModelKeys:
+    """The names of a model's tensors.
+
+    Attributes:
+        nodes: the tree of wrappers, for the core.
+        entries: every name of every tensor.
+        names: the canonical name of each entry.
+        slots: for each parameter or buffer the names that stand for it. A flat parameter (FSDP1) has several slots,
+            one for each parameter in it; a slot has several names when tensors are tied.
+    """
+
+    nodes: list[_Node]
+    entries: list[Entry]
+    names: list[str] = field(init=False)
+    slots: dict[Tensor, list[list[str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = self.canonical([entry.raw for entry in self.entries])
+        self.slots = {}
+        for entry, name in zip(self.entries, self.names, strict=True):
+            slots = self.slots.setdefault(entry.tensor, [])
+            if slots and not hasattr(entry.tensor, "_fqns"):
+                slots[0].append(name)
+            else:
+                slots.append([name])
+
+    def canonical(self, raw: list[str]) -> list[str]:
+        """Canonical names of raw ones.
+
+        Raises:
+            ValueError: two of them would be one; the message names both.
+            TypeError: one is not a str.
+        """
+        return _C.canonical_keys(self.nodes, raw)
+
+    def raw(self, canonical: list[str]) -> list[str]:
+        """Raw names of canonical ones: what ``load_state_dict`` takes. Raises what ``canonical`` does."""
+        return _C.raw_keys(self.nodes, canonical)
+
+    def prefix(self, raw_module: str) -> str:
+        """The canonical name of a module, with a dot behind it; "" for the root."""
+        return self.canonical([_join(raw_module, "_")])[0].removesuffix("_")
+
+
+def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys:
+    """Walks through a model once.
+
+    Args:
+        model: any module.
+        modifiers: the method by which modules tell which children their hooks keep out of raw names
+            (``StateDictOptions.dsd_fqn_modifiers``).
+    """
+    tree = _NodeList(modifiers)
+    tree.add_below(model, 0)
+    return ModelKeys(tree.nodes, list(_entries(model, modifiers)))
+
+
+def raw_module_names(
+    module: nn.Module, modifiers: str = "_fqn_modifiers", raw: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, under the names that raw names of their tensors begin with."""
+    yield raw, module
+    hidden = _hidden_children(module, modifiers)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from raw_module_names(child, modifiers, raw if hidden.get(name) else _join(raw, name))
+
+
+# ---- tensors that wrap tensors ----
+
+_TENSOR_WRAPPERS = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+}
+
+
+def _inner_tensor(tensor: Tensor) -> Tensor | None:
+    name = _TENSOR_WRAPPERS.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
+    return getattr(tensor, name) if name else None
+
+
+def plain_tensor(value: object) -> object:
+    """The same memory as a plain tensor, where a wrapper of tensors (float8 all-gather) holds it; else the value.
+
+    Such a wrapper says how a weight is communicated, not what it is; a plain model has no use for it.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        local = value._local_tensor
+        inner = _inner_tensor(local)
+        if inner is None:
+            return value
+        return torch.distributed.tensor.DTensor.from_local(
+            inner, value.device_mesh, value.placements, run_check=False, shape=value.size(), stride=value.stride()
+        )
+    inner = _inner_tensor(value)
+    return value if inner is None else inner

@@ -134,18 +134,18 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
         if not isinstance(key, str):
             raise TypeError(f"the state dict has a key of type {type(key).__name__}, {key!r:.200}; keys must be str")
     on_path: set[int] = set()
-    stack: list[tuple[int, str, Iterator[tuple[Any, Any]]]] = [(id(state_dict), "", iter(state_dict.items()))]
+    stack: list[tuple[int, str, Iterator[Any]]] = [(id(state_dict), "", iter(state_dict.items()))]
     on_path.add(id(state_dict))
     while stack:
         owner, path, rest = stack[-1]
-        key, value = next(rest, (None, stack))
+        step, value = next(rest, ("", stack))
         if value is stack:
             stack.pop()
             on_path.discard(owner)
             continue
         if not isinstance(value, (Mapping, list, tuple)):
             continue
-        here = f"{path}.{key}" if path else str(key)
+        here = f"{path}.{step}" if path else str(step)
         if id(value) in on_path:
             raise ValueError(f"the state dict contains itself, at {_shown(here)!r}; DCP cannot flatten it")
         on_path.add(id(value))
@@ -158,7 +158,7 @@ def diff_entries(wanted: Mapping[str, Entry], stored: Mapping[str, Entry]) -> Ke
     missing = [key for key in wanted if key not in stored]
     unexpected = [key for key in stored if key not in wanted]
     pairs = _Matcher(missing, unexpected).pairs()
-    back = {candidate: (key, cause) for key, (candidate, cause) in pairs.items()}
+    back: dict[str, tuple[str | None, str]] = {there: (key, cause) for key, (there, cause) in pairs.items()}
     nothing: tuple[str | None, str] = (None, "")
     diff = KeyDiff(
         [Unmatched(key, *pairs.get(key, nothing)) for key in missing],

@@ -360,11 +360,13 @@ class _Loaded:
         key = f"{_GROUPS}.{name}.{option}"
         return key in self._given, self._given.get(key)
 
-    def state(self, name: str, parts: Iterable[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    def state(self, name: str, parts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         """The state of a parameter, None when there is none, and the keys that are missing of it."""
         if self.nested:
             found = self._given[_STATE].get(name)
-            return found, [] if found is not None else [f"{_STATE}.{name}"]
+            if found is None:
+                return None, [f"{_STATE}.{name}"] if parts else []
+            return found, [f"{_STATE}.{name}.{part}" for part in parts if part not in found]
         state: dict[str, Any] = {}
         missing = []
         for part in parts:

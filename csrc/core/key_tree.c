@@ -115,24 +115,58 @@ static void drop_lists(const struct dr_key_tree *tree, uint32_t original, struct
     text->size -= dropped;
 }
 
-static int make_canonical(const struct dr_key_tree *tree, struct dr_key name, struct dr_key_text *text,
-                          struct dr_error *error) {
-    uint32_t node = 0;
-    for (size_t offset = 0;;) {
-        struct dr_key part = dr_key_component(name, offset);
-        bool last = offset + part.size == name.size;
-        node = dr_key_table_get(&tree->by_parent, node, part);
-        if (node == DR_KEY_ABSENT)
-            return dr_key_text_join(text, dr_key_rest(name, offset), error);
-        enum dr_key_kind kind = tree->nodes[node].kind;
+/* How far the name before this one was looked up: names of a model share their beginnings with their neighbours. */
+struct walk {
+    struct dr_key name;
+    size_t depth;
+    struct step {
+        size_t offset, made; /* where the next component begins; how much of the canonical name there is */
+        uint32_t node;
+        bool started;
+    } steps[16];
+};
+
+static size_t common_prefix(struct dr_key a, struct dr_key b) {
+    size_t size = a.size < b.size ? a.size : b.size, i = 0;
+    while (i < size && a.text[i] == b.text[i])
+        i++;
+    return i;
+}
+
+/* Goes back to where both names still agree; steps[0] is the root. */
+static struct step resume(struct walk *walk, struct dr_key name, struct dr_key_text *text) {
+    size_t common = walk->depth > 1 ? common_prefix(walk->name, name) : 0;
+    while (walk->depth > 1 && walk->steps[walk->depth - 1].offset > common)
+        walk->depth--;
+    walk->depth = walk->depth ? walk->depth : 1;
+    walk->name = name;
+    struct step step = walk->steps[walk->depth - 1];
+    text->size = step.made;
+    text->started = step.started;
+    return step;
+}
+
+static int make_canonical(const struct dr_key_tree *tree, struct dr_key name, struct walk *walk,
+                          struct dr_key_text *text, struct dr_error *error) {
+    struct step step = resume(walk, name, text);
+    for (;;) {
+        struct dr_key part = dr_key_component(name, step.offset);
+        bool last = step.offset + part.size == name.size;
+        step.node = dr_key_table_get(&tree->by_parent, step.node, part);
+        if (step.node == DR_KEY_ABSENT)
+            return dr_key_text_join(text, dr_key_rest(name, step.offset), error);
+        enum dr_key_kind kind = tree->nodes[step.node].kind;
         if (last && kind == DR_KEY_ORIGINAL) {
-            drop_lists(tree, node, text);
+            drop_lists(tree, step.node, text);
+            walk->depth = 0;
             return 0;
         }
         int rc = last || kind != DR_KEY_WRAPPED ? dr_key_text_join(text, part, error) : 0;
         if (rc < 0 || last)
             return rc;
-        offset += part.size + 1;
+        step = (struct step){step.offset + part.size + 1, text->size, step.node, text->started};
+        if (walk->depth < sizeof walk->steps / sizeof *walk->steps)
+            walk->steps[walk->depth++] = step;
     }
 }
 
@@ -181,16 +215,13 @@ static int make_raw(const struct dr_key_tree *tree, struct dr_key name, struct d
 
 /* ---- batches ---- */
 
-typedef int make_name(const struct dr_key_tree *tree, struct dr_key name, struct dr_key_text *text,
-                      struct dr_error *error);
-
-static int make_all(const struct dr_key_tree *tree, make_name *make, const struct dr_key *names, size_t count,
-                    struct dr_key_batch *batch, struct dr_error *error) {
+int dr_key_canonical(const struct dr_key_tree *tree, const struct dr_key *names, size_t count,
+                     struct dr_key_batch *batch, struct dr_error *error) {
     struct dr_key_text text = {0};
+    struct walk walk = {0};
     int rc = dr_key_batch_init(batch, count, error);
     for (size_t i = 0; i < count && rc == 0; i++) {
-        dr_key_text_clear(&text);
-        rc = make(tree, names[i], &text, error);
+        rc = make_canonical(tree, names[i], &walk, &text, error);
         if (rc == 0)
             rc = dr_key_batch_keep(batch, i, names[i], &text, error);
     }
@@ -198,12 +229,16 @@ static int make_all(const struct dr_key_tree *tree, make_name *make, const struc
     return rc;
 }
 
-int dr_key_canonical(const struct dr_key_tree *tree, const struct dr_key *names, size_t count,
-                     struct dr_key_batch *batch, struct dr_error *error) {
-    return make_all(tree, make_canonical, names, count, batch, error);
-}
-
 int dr_key_raw(const struct dr_key_tree *tree, const struct dr_key *names, size_t count, struct dr_key_batch *batch,
                struct dr_error *error) {
-    return make_all(tree, make_raw, names, count, batch, error);
+    struct dr_key_text text = {0};
+    int rc = dr_key_batch_init(batch, count, error);
+    for (size_t i = 0; i < count && rc == 0; i++) {
+        dr_key_text_clear(&text);
+        rc = make_raw(tree, names[i], &text, error);
+        if (rc == 0)
+            rc = dr_key_batch_keep(batch, i, names[i], &text, error);
+    }
+    dr_key_text_free(&text);
+    return rc;
 }

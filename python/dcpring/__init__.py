@@ -12,8 +12,8 @@ What either writes, stock DCP reads, and the reverse.
 from __future__ import annotations
 
 from dcpring import _torch as _torch
-from dcpring._wrapping import register_wrapper
 from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
+from dcpring.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
 from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
@@ -33,7 +33,9 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "IOStats",
+    "KeyDiff",
     "KeyMismatchError",
+    "KeyTable",
     "LoadReport",
     "PlanReport",
     "RankReport",
@@ -43,10 +45,13 @@ __all__ = [
     "RingSavePlanner",
     "RingWriter",
     "UntrustedCheckpointError",
+    "diff_keys",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "print_keys",
     "register_wrapper",
+    "saved_key_map",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ def entries_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Entry]:
     """
     check_state_dict(state_dict)
     flat, _ = flatten_state_dict(dict(state_dict))
-    return {key: _entry_of_value(value) for key, value in flat.items()}
+    return {key: entry_of_value(value) for key, value in flat.items()}
 
 
 def entries_of_metadata(metadata: Metadata) -> dict[str, Entry]:
@@ -116,7 +116,8 @@ def entries_of_metadata(metadata: Metadata) -> dict[str, Entry]:
     return {key: _entry_of_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
 
 
-def _entry_of_value(value: Any) -> Entry:
+def entry_of_value(value: Any) -> Entry:
+    """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
     if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
         return Entry(tuple(value.size()), value.dtype)
     return Entry(None, None)
@@ -181,6 +182,15 @@ def _guess(names: list[str]) -> list[str]:
         return names
 
 
+def _bare_all(names: list[str]) -> list[str]:
+    return [_bare(name) for name in _guess(names)]
+
+
+def bare_forms() -> tuple[Callable[[list[str]], list[str]], ...]:
+    """Ways to compare names without what wrappers put into them, the surest first."""
+    return _guess, _bare_all
+
+
 class _Matcher:
     """Pairs missing and unexpected names, the surest reasons first; each name is used once."""
 
@@ -191,8 +201,8 @@ class _Matcher:
 
     def pairs(self) -> dict[str, tuple[str, str]]:
         """For each missing name that has one, its candidate and the cause."""
-        self._match(_guess)
-        self._match(lambda names: [_bare(name) for name in _guess(names)])
+        for forms in bare_forms():
+            self._match(forms)
         self._match_suffixes()
         self._match_spelling()
         return self._pairs
@@ -201,7 +211,7 @@ class _Matcher:
         del self._missing[missing], self._unexpected[candidate]
         self._pairs[missing] = (candidate, _cause(missing, candidate))
 
-    def _match(self, forms: Any) -> None:
+    def _match(self, forms: Callable[[list[str]], list[str]]) -> None:
         """Pairs names that are the same in some form of theirs, and the only ones."""
         names: dict[str, list[str]] = defaultdict(list)
         unexpected = list(self._unexpected)

@@ -175,12 +175,14 @@ class Entry(NamedTuple):
         path: through the modules' attributes.
         raw: as in ``state_dict()``.
         tensor: the parameter or buffer.
+        shape: of the tensor, or of the part of a flat parameter (FSDP1) that has this name.
         chain: the types of the wrappers around it, outermost first.
     """
 
     path: str
     raw: str
     tensor: Tensor
+    shape: tuple[int, ...]
     chain: tuple[str, ...]
 
 
@@ -196,8 +198,9 @@ def _entries(
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or name in module._non_persistent_buffers_set:
             continue
-        for flat_name in getattr(tensor, "_fqns", (name,)):
-            yield Entry(_join(path, name), _join(raw, flat_name), tensor, chain)
+        names, shapes = getattr(tensor, "_fqns", (name,)), getattr(tensor, "_shapes", (tensor.shape,))
+        for one, shape in zip(names, shapes, strict=True):
+            yield Entry(_join(path, name), _join(raw, one), tensor, tuple(shape), chain)
     for name, child in module._modules.items():
         if child is None:
             continue

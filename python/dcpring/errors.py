@@ -31,8 +31,8 @@ class UntrustedCheckpointError(CheckpointError):
     """The checkpoint's pickles ask for more than plain data; the message says what, and which argument allows it."""
 
 
-class KeyMismatchError(CheckpointError, RuntimeError):
+class KeyMismatchError(CheckpointError, RuntimeError, ValueError):
     """Names, shapes or dtypes of a state dict and of what is to be loaded do not match; the message lists all of them.
 
-    A ``RuntimeError`` too, as that is what stock DCP and ``load_state_dict`` raise.
+    A ``RuntimeError`` and a ``ValueError`` too, as that is what stock raises for missing keys and for other shapes.
     """

@@ -73,6 +73,19 @@ static void check_distinct(const struct dr_key *names, const struct dr_key_batch
     FUZZ_CHECK(rc == 0 || (error.item > 0 && (size_t)error.item < batch->count));
 }
 
+/* Names of a batch are looked up from where they differ from the one before: that changes nothing. */
+static void check_each_alone(const struct dr_key_tree *tree, const struct dr_key *names,
+                             const struct dr_key_batch *together) {
+    for (size_t i = 0; i < together->count; i++) {
+        struct dr_error error;
+        struct dr_key_batch alone;
+        dr_error_clear(&error);
+        FUZZ_CHECK(dr_key_canonical(tree, &names[i], 1, &alone, &error) == 0);
+        FUZZ_CHECK(same(alone.keys[0], together->keys[i]));
+        dr_key_batch_destroy(&alone);
+    }
+}
+
 /* What a name's raw form is canonically is a fixed point: raw and canonical forms of it stay as they are. */
 static void check_there_and_back(const struct dr_key_tree *tree, const struct dr_key *names, size_t count) {
     struct dr_error error;
@@ -87,6 +100,7 @@ static void check_there_and_back(const struct dr_key_tree *tree, const struct dr
         FUZZ_CHECK(!same(again.keys[i], canonical.keys[i]) || same(last.keys[i], raw.keys[i]));
     }
     check_distinct(names, &canonical);
+    check_each_alone(tree, names, &canonical);
     dr_key_batch_destroy(&last);
     dr_key_batch_destroy(&again);
     dr_key_batch_destroy(&raw);

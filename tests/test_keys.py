@@ -55,15 +55,16 @@ def _failure(path: Path, state: dict[str, Any], planner: Any = None, **options: 
 
 
 def test_a_hundred_thousand_names_in_20_ms() -> None:
+    """Of processor time, in the best of many tries: other processes slow this down too."""
     nodes = [("", 0, _C.KEY_PLAIN), ("module", 0, _C.KEY_WRAPPED), ("layers", 1, _C.KEY_PLAIN)]
     for layer in range(1000):
         nodes += [(str(layer), 2, _C.KEY_PLAIN), ("_orig_mod", len(nodes), _C.KEY_WRAPPED)]
     raw = [f"module.layers.{i // 100}._orig_mod.feed_forward.w{i % 100}.weight" for i in range(100_000)]
     best = float("inf")
     for _ in range(1 if SANITIZED else 100):
-        start = time.perf_counter()
+        start = time.thread_time()
         canonical = _C.canonical_keys(nodes, raw)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
         if best < 0.02:
             break
     assert canonical[-1] == "layers.999.feed_forward.w99.weight"

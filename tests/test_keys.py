@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 import dcpring
-from dcpring import _C, KeyMismatchError, KeyTable, RingLoadPlanner, RingReader, RingWriter, _layout
+from dcpring import _C, KeyMismatchError, KeyTable, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _layout
 from dcpring._key_diff import compressed
 from dcpring._key_map import KeyMap
 from dcpring.errors import CheckpointError
@@ -206,10 +206,19 @@ def test_a_map_on_load(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded["b.w"], saved["a.w"])
 
 
+SAVERS: dict[str, Any] = {
+    "writer": lambda path, key_map: (RingWriter(path, key_map=key_map), None),
+    "writer with a planner": lambda path, key_map: (RingWriter(path, key_map=key_map), RingSavePlanner()),
+    "planner": lambda path, key_map: (RingWriter(path), RingSavePlanner(key_map=key_map)),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("name", MAPS)
-def test_a_map_on_save(name: str, tmp_path: Path) -> None:
+def test_a_map_on_save(name: str, saver: str, tmp_path: Path) -> None:
     saved = _state(a__w=(3, 4), c=(2,))
-    _save(tmp_path, saved, key_map=MAPS[name])
+    writer, planner = SAVERS[saver](tmp_path, MAPS[name])
+    dcp.save(saved, storage_writer=writer, planner=planner, no_dist=True)
     loaded = {"b.w": torch.zeros(3, 4), "c": torch.zeros(2)}
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path), no_dist=True)
     assert torch.equal(loaded["b.w"], saved["a.w"])
@@ -218,6 +227,17 @@ def test_a_map_on_save(name: str, tmp_path: Path) -> None:
     again = _zeros(saved)
     _load(tmp_path, again, key_map=table.inverse())
     assert all(torch.equal(again[key], saved[key]) for key in saved)
+
+
+def test_the_planners_map_works_with_any_storage(tmp_path: Path) -> None:
+    saved = {"a": {"_orig_mod.w": torch.rand(2)}, "n": [{"x": 1}]}
+    planner = RingSavePlanner(key_map="normalize")
+    dcp.save(saved, storage_writer=FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    assert metadata.planner_data["a.w"] == ("a", "w") and metadata.planner_data["n.0.x"] == ("n", 0, "x")
+    loaded = {"a": {"w": torch.zeros(2)}, "n": [{"x": 0}]}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(loaded["a"]["w"], saved["a"]["_orig_mod.w"]) and loaded["n"] == [{"x": 1}]
 
 
 def test_normalize_both_ways(tmp_path: Path) -> None:

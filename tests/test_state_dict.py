@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _wrapper_table import PAGE, in_page, table
 from _wrappers import OWN, WIDTH, WRAPPERS, Case, Lora, Net, build, cases, full_tensor, plain_values, quiet, raw_keys
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -137,6 +138,11 @@ def test_interchange_with_stock(case: Case) -> None:
         other = build(case, seed=1)
         set_state(other, state)
         _check_equal(_values(other), dict(Net(0).state_dict()))
+
+
+def test_the_tables_of_the_page_are_those_of_a_run() -> None:
+    text = PAGE.read_text()
+    assert text == in_page(text, table()), "python tests/_wrapper_table.py makes them anew"
 
 
 # ---- what stock gets wrong ----
@@ -365,6 +371,14 @@ def test_all_mismatches_are_named() -> None:
     result = dcpring.set_model_state_dict(Net(), renamed, options=StateDictOptions(strict=False))
     assert sorted(result.missing_keys) == ["first.bias", "first.weight", "head.weight"]
     assert result.unexpected_keys == ["decoder.weight"]
+
+
+def test_what_is_missing_in_activation_checkpointing_has_its_canonical_name() -> None:
+    """These modules report by path, with what their hooks keep out of raw names."""
+    model = build(Case("checkpoint_wrapper", "torch.compile", "block"))
+    options = StateDictOptions(strict=False)
+    result = dcpring.set_model_state_dict(model, {"head.weight": torch.zeros(WIDTH, WIDTH)}, options=options)
+    assert sorted(result.missing_keys) == sorted(name for name in Net().state_dict() if name != "head.weight")
 
 
 def test_bad_arguments() -> None:

@@ -272,7 +272,7 @@ class KeyMap:
 # ---- metadata ----
 
 
-def _new_path(path: Any, old: str, new: str) -> Any:
+def new_path(path: Any, old: str, new: str) -> Any:
     """Where a renamed value belongs in the nested state dict: the outer levels stay as far as the name allows."""
     if old == new:
         return path
@@ -297,7 +297,7 @@ def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bo
     planner_data = metadata.planner_data
     if isinstance(planner_data, Mapping):
         planner_data = {
-            names.get(old, old): _new_path(path, old, names.get(old, old)) for old, path in planner_data.items()
+            names.get(old, old): new_path(path, old, names.get(old, old)) for old, path in planner_data.items()
         }
     storage_data = metadata.storage_data if storage else None
     if isinstance(storage_data, Mapping):

@@ -247,7 +247,6 @@ def _set_model(request: _Request, given: Mapping[Any, Any]) -> _IncompatibleKeys
     if not state and not info.broadcast_from_rank0:
         return _IncompatibleKeys([], [])
     state = _accept_names(request, state)
-    unexpected: list[str] = []
     assign = False
     if info.full_state_dict:
         state, assign = _spread(request, state)
@@ -257,11 +256,19 @@ def _set_model(request: _Request, given: Mapping[Any, Any]) -> _IncompatibleKeys
     with info.fsdp_context():
         result = stock._state_dict_fn(request.model, "load_state_dict")(state_dict=raw, strict=False, assign=assign)
     optional = set(_frozen(request.keys)) if info.ignore_frozen_params else set()
-    missing = [name for name in request.keys.canonical(result.missing_keys) if name not in optional]
+    missing = [name for name in _names_of_missing(request.keys, result.missing_keys) if name not in optional]
     unexpected = request.keys.canonical(result.unexpected_keys)
     if info.strict and (missing or unexpected):
         raise _mismatch(missing, unexpected)
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _names_of_missing(keys: ModelKeys, missing: list[str]) -> list[str]:
+    """Modules report what they miss by its path, whatever their hooks have made of the names before."""
+    by_path = {entry.path: name for entry, name in zip(keys.entries, keys.names, strict=True)}
+    others = [name for name in missing if name not in by_path]
+    by_path.update(zip(others, keys.canonical(others), strict=True))
+    return [by_path[name] for name in missing]
 
 
 def _mismatch(missing: list[str], unexpected: list[str]) -> KeyMismatchError:

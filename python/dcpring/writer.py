@@ -212,7 +212,7 @@ class RingWriter(FileSystemWriter):
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = self.storage_meta()
-        table: KeyTable | None = None
+        table: KeyTable | None = None if self._planner is None else self._planner.key_table
         if self.key_map is not None:
             names = self.key_map.rename(metadata.state_dict_metadata)
             made = [list(self._made(rank, part)) for rank, part in enumerate(results)]

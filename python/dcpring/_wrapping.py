@@ -7,13 +7,16 @@ from it where a wrapper's own hooks take its part out (FSDP1, activation checkpo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dcpring import _C
 
@@ -91,15 +94,75 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
     return wrapper if wrapper and module._modules.get(wrapper.attribute) is not None else None
 
 
-def _hidden_children(module: nn.Module, modifiers: str) -> dict[str, bool]:
+class _View(NamedTuple):
+    """How a model is looked at.
+
+    Attributes:
+        modifiers: the method by which modules tell which children their hooks keep out of raw names
+            (``StateDictOptions.dsd_fqn_modifiers``).
+        cleared: wrappers that get hooks which keep their part out of raw names, see ``cleared_names``.
+    """
+
+    modifiers: str
+    cleared: frozenset[nn.Module]
+
+
+def _hidden_children(module: nn.Module, view: _View) -> dict[str, bool]:
     """The children whose names are no part of canonical names, and whether raw names lack them too."""
     hidden: dict[str, bool] = {}
-    modified = getattr(module, modifiers, None)
+    modified = getattr(module, view.modifiers, None)
     if callable(modified):
         hidden |= {name: True for name in modified().values() if module._modules.get(name) is not None}
     if wrapper := wrapper_of(module):
-        hidden[wrapper.attribute] = wrapper.hooked
+        hidden[wrapper.attribute] = wrapper.hooked or module in view.cleared
     return hidden
+
+
+def _below_hooks(module: nn.Module, below: bool = False) -> Iterator[nn.Module]:
+    """Wrappers below a module with state-dict hooks, which its author wrote for the names of the plain model."""
+    wrapper = wrapper_of(module)
+    if wrapper is not None and not wrapper.hooked and below:
+        yield module
+    hooks = module._state_dict_hooks or module._load_state_dict_pre_hooks
+    below = below or (wrapper is None and bool(hooks))
+    for child in module._modules.values():
+        if child is not None:
+            yield from _below_hooks(child, below)
+
+
+def _take_out(attribute: str, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
+    inner = f"{prefix}{attribute}."
+    for key in [key for key in state if key.startswith(inner)]:
+        name = prefix + key.removeprefix(inner)
+        if name in state:
+            raise ValueError(f"{key!r} and {name!r} would both be called {name!r}")
+        state[name] = state.pop(key)
+
+
+def _put_in(attribute: str, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
+    own = {*_own_tensors(module), *module._modules} - {attribute}
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if name.split(".", 1)[0] not in own:
+            state[f"{prefix}{attribute}.{name}"] = state.pop(key)
+
+
+@contextlib.contextmanager
+def cleared_names(wrappers: Iterable[nn.Module]) -> Iterator[None]:
+    """Meanwhile the wrappers keep their part out of raw names by hooks, as activation checkpointing always does.
+
+    So the hooks of modules above them see the names that they were written for.
+    """
+    handles = []
+    for module in wrappers:
+        attribute = _wrapper_of_type(type(module)).attribute  # type: ignore[union-attr]
+        handles.append(module.register_state_dict_post_hook(functools.partial(_take_out, attribute)))
+        handles.append(module.register_load_state_dict_pre_hook(functools.partial(_put_in, attribute)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _renamed_parametrizations(module: nn.Module) -> list[str]:
@@ -129,9 +192,9 @@ def _own_tensors(module: nn.Module) -> list[str]:
 class _NodeList:
     """The tree that the core wants: what leads to hidden children, and what their owners own besides them."""
 
-    def __init__(self, modifiers: str) -> None:
+    def __init__(self, view: _View) -> None:
         self.nodes: list[_Node] = [_ROOT]
-        self._modifiers = modifiers
+        self._view = view
 
     def _add(self, name: str, parent: int, kind: int = _C.KEY_PLAIN) -> int:
         self.nodes.append((name, parent, kind))
@@ -139,7 +202,7 @@ class _NodeList:
 
     def add_below(self, module: nn.Module, node: int) -> bool:
         """Adds what is below a module, which ``node`` stands for; False when there is nothing worth listing."""
-        hidden = _hidden_children(module, self._modifiers)
+        hidden = _hidden_children(module, self._view)
         parametrized = self._add_parametrizations(module, node)
         found = parametrized
         owns = any(not hooked for hooked in hidden.values())
@@ -191,10 +254,10 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _entries(
-    module: nn.Module, modifiers: str, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
+    module: nn.Module, view: _View, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
 ) -> Iterator[Entry]:
     """The tensors that ``state_dict()`` shows, in its order; a flat parameter (FSDP1) as the parameters in it."""
-    hidden = _hidden_children(module, modifiers)
+    hidden = _hidden_children(module, view)
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or name in module._non_persistent_buffers_set:
             continue
@@ -205,7 +268,7 @@ def _entries(
         if child is None:
             continue
         inner = (*chain, type(module).__name__) if wrapper_of(module) and name in hidden else chain
-        yield from _entries(child, modifiers, _join(path, name), raw if hidden.get(name) else _join(raw, name), inner)
+        yield from _entries(child, view, _join(path, name), raw if hidden.get(name) else _join(raw, name), inner)
 
 
 @dataclass
@@ -215,6 +278,7 @@ class ModelKeys:
     Attributes:
         nodes: the tree of wrappers, for the core.
         entries: every name of every tensor.
+        view: how they were found.
         names: the canonical name of each entry.
         slots: for each parameter or buffer the names that stand for it. A flat parameter (FSDP1) has several slots,
             one for each parameter in it; a slot has several names when tensors are tied.
@@ -222,6 +286,7 @@ class ModelKeys:
 
     nodes: list[_Node]
     entries: list[Entry]
+    view: _View
     names: list[str] = field(init=False)
     slots: dict[Tensor, list[list[str]]] = field(init=False)
 
@@ -261,20 +326,21 @@ def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys
         modifiers: the method by which modules tell which children their hooks keep out of raw names
             (``StateDictOptions.dsd_fqn_modifiers``).
     """
-    tree = _NodeList(modifiers)
+    # FSDP1's own hooks look its parameters up by raw names: nothing may be renamed before them.
+    has_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    view = _View(modifiers, frozenset(() if has_fsdp1 else _below_hooks(model)))
+    tree = _NodeList(view)
     tree.add_below(model, 0)
-    return ModelKeys(tree.nodes, list(_entries(model, modifiers)))
+    return ModelKeys(tree.nodes, list(_entries(model, view)), view)
 
 
-def raw_module_names(
-    module: nn.Module, modifiers: str = "_fqn_modifiers", raw: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
+def raw_module_names(module: nn.Module, view: _View, raw: str = "") -> Iterator[tuple[str, nn.Module]]:
     """All modules, under the names that raw names of their tensors begin with."""
     yield raw, module
-    hidden = _hidden_children(module, modifiers)
+    hidden = _hidden_children(module, view)
     for name, child in module._modules.items():
         if child is not None:
-            yield from raw_module_names(child, modifiers, raw if hidden.get(name) else _join(raw, name))
+            yield from raw_module_names(child, view, raw if hidden.get(name) else _join(raw, name))
 
 
 # ---- tensors that wrap tensors ----

@@ -42,7 +42,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from dcpring._key_diff import describe_names
 from dcpring._metadata import collection_paused
-from dcpring._wrapping import ModelKeys, model_keys, plain_tensor, raw_module_names
+from dcpring._wrapping import ModelKeys, cleared_names, model_keys, plain_tensor, raw_module_names
 from dcpring.errors import KeyMismatchError
 
 __all__ = [
@@ -123,7 +123,7 @@ def _some_keys(keys: Iterable[str]) -> str:
 @torch.no_grad()
 def _get_model(request: _Request, submodules: set[nn.Module] | None) -> dict[str, Any]:
     info = request.info
-    with info.fsdp_context():
+    with info.fsdp_context(), cleared_names(request.keys.view.cleared):
         raw = stock._state_dict_fn(request.model, "state_dict")()
     names = request.keys.canonical(list(raw))
     state: dict[str, Any] = OrderedDict(zip(names, map(plain_tensor, raw.values()), strict=True))
@@ -148,7 +148,7 @@ def _submodule_prefixes(request: _Request, submodules: Iterable[nn.Module]) -> d
     """The canonical prefixes of modules, which may be at several places."""
     wanted = set(submodules)
     found: dict[nn.Module, list[str]] = {module: [] for module in wanted}
-    for raw, module in raw_module_names(request.model, request.info.dsd_fqn_modifiers):
+    for raw, module in raw_module_names(request.model, request.keys.view):
         if module in wanted:
             found[module].append(request.keys.prefix(raw))
     return found
@@ -206,7 +206,8 @@ def _local_targets(request: _Request) -> dict[str, Any]:
     """What full tensors are to be cut to on this rank, by canonical name."""
     if request.info.fsdp_modules:  # FSDP1 cuts them itself
         return {name: entry.tensor for entry, name in zip(request.keys.entries, request.keys.names, strict=True)}
-    raw = stock._state_dict_fn(request.model, "state_dict")()
+    with cleared_names(request.keys.view.cleared):
+        raw = stock._state_dict_fn(request.model, "state_dict")()
     return dict(zip(request.keys.canonical(list(raw)), raw.values(), strict=True))
 
 
@@ -253,7 +254,7 @@ def _set_model(request: _Request, given: Mapping[Any, Any]) -> _IncompatibleKeys
     raw: dict[str, Any] = OrderedDict(zip(request.keys.raw(list(state)), state.values(), strict=True))
     if hasattr(given, "_metadata"):
         raw._metadata = given._metadata  # type: ignore[attr-defined]
-    with info.fsdp_context():
+    with info.fsdp_context(), cleared_names(request.keys.view.cleared):
         result = stock._state_dict_fn(request.model, "load_state_dict")(state_dict=raw, strict=False, assign=assign)
     optional = set(_frozen(request.keys)) if info.ignore_frozen_params else set()
     missing = [name for name in _names_of_missing(request.keys, result.missing_keys) if name not in optional]

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,22 @@ def test_bad_names_are_named() -> None:
     assert _C.canonical_keys(nodes, ["module." + huge, "", ".", "a..b"]) == [huge, "", ".", "a..b"]
     same = ["a", "b"]
     assert all(new is old for new, old in zip(_C.canonical_keys(nodes, same), same, strict=True))
+
+
+def test_names_are_neither_lost_nor_kept() -> None:
+    nodes = [("", 0, _C.KEY_PLAIN), ("module", 0, _C.KEY_WRAPPED)]
+    names = [f"module.{'x' * 50}", f"{'y' * 50}", "module.clash", "clash"]
+    turns = 1000
+    before, blocks = sum(map(sys.getrefcount, names)), sys.getallocatedblocks()
+    for _ in range(turns):
+        assert _C.canonical_keys(nodes, names[:2])[1] is names[1]
+        assert _C.guess_keys(names[:2]) == (names[:2], b"\x01\x00")
+        with pytest.raises(ValueError, match="clash"):
+            _C.canonical_keys(nodes, names)
+        with pytest.raises(TypeError):
+            _C.raw_keys(nodes, [*names, 1])  # type: ignore[list-item]
+    assert abs(sum(map(sys.getrefcount, names)) - before) < turns / 10
+    assert sys.getallocatedblocks() - blocks < turns / 2
 
 
 # ---- tables ----

@@ -124,7 +124,24 @@ def test_two_that_would_be_one_are_both_named(pair: tuple[str, str]) -> None:
         dcpring.get_model_state_dict(build(Case(*pair, "root")))
 
 
-STOCK_SAME = [case for case in _supported() if {case.outer, case.inner} <= {"", "DDP", "FSDP2", "torch.compile"}]
+STOCK_WRONG = {
+    (outer, inner)
+    for outer in ("FSDP1 (flat)", "FSDP1 (use_orig_params)", "checkpoint_wrapper")
+    for inner in ("DDP", "torch.compile")
+}
+"""Pairs whose inner wrapper stock keeps in names."""
+
+STOCK_LEAVES = {"AveragedModel", "parametrization", "LoRA (registered)"}
+"""Wrappers that stock does not know."""
+
+STOCK_MIXES_UP = {("DDP", "FSDP1 (flat)"), ("torch.compile", "FSDP1 (flat)")}
+"""Pairs into which stock loads, or does not, by luck: it pairs the names in a flat parameter in the order of a set."""
+
+STOCK_SAME = [
+    case
+    for case in _supported()
+    if (case.outer, case.inner) not in STOCK_WRONG and not {case.outer, case.inner} & STOCK_LEAVES
+]
 
 
 @pytest.mark.parametrize("case", STOCK_SAME, ids=str)
@@ -134,10 +151,24 @@ def test_interchange_with_stock(case: Case) -> None:
     ours = dcpring.get_model_state_dict(wrapped)
     theirs = stock.get_model_state_dict(wrapped)
     assert ours.keys() == theirs.keys()
-    for set_state, state in ((stock.set_model_state_dict, dict(ours)), (dcpring.set_model_state_dict, theirs)):
+    loads = [(dcpring.set_model_state_dict, theirs)]
+    if (case.outer, case.inner) not in STOCK_MIXES_UP:
+        loads.append((stock.set_model_state_dict, dict(ours)))
+    for set_state, state in loads:
         other = build(case, seed=1)
         set_state(other, state)
         _check_equal(_values(other), dict(Net(0).state_dict()))
+
+
+@pytest.mark.parametrize("pair", sorted(STOCK_WRONG), ids=str)
+def test_what_stock_saved_under_a_wrappers_name_loads(pair: tuple[str, str]) -> None:
+    for where in ("root", "block"):
+        case = Case(*pair, where)
+        theirs = stock.get_model_state_dict(build(case, seed=0))
+        assert theirs.keys() != dcpring.get_model_state_dict(build(case)).keys()
+        target = build(case, seed=1)
+        dcpring.set_model_state_dict(target, theirs)
+        _check_equal(_values(target), dict(Net(0).state_dict()))
 
 
 def test_the_tables_of_the_page_are_those_of_a_run() -> None:
@@ -251,14 +282,6 @@ def test_cases_that_stock_fails(name: str) -> None:
     again = dcpring.get_model_state_dict(wrapped)
     for key, value in changed.items():
         assert torch.equal(again[key], value), key
-
-
-def test_what_stock_saved_under_raw_names_loads() -> None:
-    theirs = stock.get_model_state_dict(_ac_compile(Net(0)))
-    assert all(key.startswith("_orig_mod.") for key in theirs)
-    target = _ac_compile(Net(1))
-    dcpring.set_model_state_dict(target, theirs)
-    _check_equal(_values(target), dict(Net(0).state_dict()))
 
 
 def test_a_raw_name_does_not_displace_a_canonical_one() -> None:

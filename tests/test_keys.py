@@ -461,6 +461,9 @@ def test_bad_state_dicts(tmp_path: Path) -> None:
         dcpring.diff_keys(circle, tmp_path)
     with pytest.raises(TypeError, match="key of type int, 3"):
         dcpring.diff_keys({3: 1}, tmp_path)  # type: ignore[dict-item]
+    for planner in (RingSavePlanner(), RingLoadPlanner()):
+        with pytest.raises(ValueError, match=r"contains itself, at 'a\.b\.1'"):
+            planner.set_up_planner(circle)
     shared = {"x": 1}
     assert len(dcpring.diff_keys({"a": torch.ones(1), "p": shared, "q": shared}, tmp_path).missing) == 2
     huge = "h" * (1 << 20)

@@ -189,46 +189,59 @@ def _own_tensors(module: nn.Module) -> list[str]:
     return [*names, nn.modules.module._EXTRA_STATE_KEY_SUFFIX]
 
 
-class _NodeList:
-    """The tree that the core wants: what leads to hidden children, and what their owners own besides them."""
+@dataclass
+class _Branch:
+    """A point of the tree that the core wants: what leads to hidden children, and what their owners own besides them.
 
-    def __init__(self, view: _View) -> None:
-        self.nodes: list[_Node] = [_ROOT]
-        self._view = view
+    A module whose name is in no raw name shares the branch of the module that it is in.
+    """
 
-    def _add(self, name: str, parent: int, kind: int = _C.KEY_PLAIN) -> int:
-        self.nodes.append((name, parent, kind))
-        return len(self.nodes) - 1
+    kind: int = _C.KEY_PLAIN
+    children: dict[str, _Branch] = field(default_factory=dict)
 
-    def add_below(self, module: nn.Module, node: int) -> bool:
-        """Adds what is below a module, which ``node`` stands for; False when there is nothing worth listing."""
-        hidden = _hidden_children(module, self._view)
-        parametrized = self._add_parametrizations(module, node)
-        found = parametrized
+    def add(self, name: str, kind: int = _C.KEY_PLAIN) -> _Branch:
+        return self.children.setdefault(name, _Branch(kind))
+
+    def grow(self, module: nn.Module, view: _View) -> bool:
+        """Adds what is below a module, which this stands for; False when there is nothing worth listing."""
+        hidden = _hidden_children(module, view)
         owns = any(not hooked for hooked in hidden.values())
-        if owns:
-            for name in _own_tensors(module):
-                self._add(name, node)
+        found = self._grow_parametrizations(module) or owns
+        for name in _own_tensors(module) if owns else ():
+            self.add(name)
         for name, child in module._modules.items():
-            if child is None or name in hidden or (parametrized and name == "parametrizations"):
+            if child is None or name in hidden:
                 continue
-            below = self._add(name, node)
-            if self.add_below(child, below):
+            branch = _Branch()
+            if branch.grow(child, view) or owns:
                 found = True
-            elif not owns:
-                del self.nodes[below:]
+                self.add(name).merge(branch)
         for name, hooked in hidden.items():
             child = module._modules[name]
             assert child is not None
-            found |= self.add_below(child, node if hooked else self._add(name, node, _C.KEY_WRAPPED))
-        return found or owns
+            found |= (self if hooked else self.add(name, _C.KEY_WRAPPED)).grow(child, view)
+        return found
 
-    def _add_parametrizations(self, module: nn.Module, node: int) -> bool:
+    def merge(self, other: _Branch) -> None:
+        for name, child in other.children.items():
+            self.add(name, child.kind).merge(child)
+
+    def _grow_parametrizations(self, module: nn.Module) -> bool:
         names = _renamed_parametrizations(module)
-        lists = self._add("parametrizations", node) if names else node
         for name in names:
-            self._add("original", self._add(name, lists), _C.KEY_ORIGINAL)
+            self.add("parametrizations").add(name).add("original", _C.KEY_ORIGINAL)
         return bool(names)
+
+    def nodes(self) -> list[_Node]:
+        """The branches as the core takes them, each behind the one that it is on."""
+        nodes = [_ROOT]
+        waiting = [(0, self)]
+        while waiting:
+            index, branch = waiting.pop()
+            for name, child in branch.children.items():
+                nodes.append((name, index, child.kind))
+                waiting.append((len(nodes) - 1, child))
+        return nodes
 
 
 class Entry(NamedTuple):
@@ -329,9 +342,9 @@ def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys
     # FSDP1's own hooks look its parameters up by raw names: nothing may be renamed before them.
     has_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     view = _View(modifiers, frozenset(() if has_fsdp1 else _below_hooks(model)))
-    tree = _NodeList(view)
-    tree.add_below(model, 0)
-    return ModelKeys(tree.nodes, list(_entries(model, view)), view)
+    root = _Branch()
+    root.grow(model, view)
+    return ModelKeys(root.nodes(), list(_entries(model, view)), view)
 
 
 def raw_module_names(module: nn.Module, view: _View, raw: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
-DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy torchdata
+DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy torchao==0.18.0 torchdata
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml

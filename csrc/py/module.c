@@ -2,12 +2,14 @@
 #include "module.h"
 
 #include "../core/crc.h"
+#include "../core/key.h"
 #include "../core/pool.h"
 #include "../core/record.h"
 
 static PyMethodDef *const all_methods[] = {
     torch_methods, reader_methods, directory_methods, fault_methods,
     table_methods, merge_methods,  places_methods,    match_methods,
+    key_methods,
 };
 
 enum { TYPES = 6 };
@@ -59,7 +61,10 @@ static int module_exec(PyObject *module) {
             return -1;
     if (PyModule_AddIntConstant(module, "CRC_BLOCK_BYTES", (long)DR_CRC_BLOCK) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT_BYTES", (long)DR_ALIGNMENT) < 0 ||
-        PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0)
+        PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0 ||
+        PyModule_AddIntConstant(module, "KEY_PLAIN", DR_KEY_PLAIN) < 0 ||
+        PyModule_AddIntConstant(module, "KEY_WRAPPED", DR_KEY_WRAPPED) < 0 ||
+        PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0)
         return -1;
     return 0;
 }

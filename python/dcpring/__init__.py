@@ -15,7 +15,8 @@ from dcpring import _torch as _torch
 from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
 from dcpring.components import Elastic, PerRank, Replicated, Sharded
 from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
-from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
+from dcpring.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
 from dcpring.load_planner import RingLoadPlanner
 from dcpring.options import IOStats
 from dcpring.planner import RingSavePlanner
@@ -23,6 +24,14 @@ from dcpring.reader import RingReader
 from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
 from dcpring.rng import RNG
 from dcpring.schedules import LRSchedule
+from dcpring.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from dcpring.writer import RingWriter
 
 __all__ = [
@@ -36,6 +45,9 @@ __all__ = [
     "ElasticLoader",
     "ElasticSampler",
     "IOStats",
+    "KeyDiff",
+    "KeyMismatchError",
+    "KeyTable",
     "LRSchedule",
     "LoadReport",
     "PerRank",
@@ -50,5 +62,15 @@ __all__ = [
     "RingWriter",
     "Sharded",
     "UntrustedCheckpointError",
+    "diff_keys",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "print_keys",
+    "register_wrapper",
+    "saved_key_map",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 __version__ = "0.1.0"

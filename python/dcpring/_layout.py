@@ -21,7 +21,8 @@ logger = logging.getLogger("dcpring")
 _TAGGED = re.compile(r"__(\d+)_\d+\.[0-9a-f]{16}\.distcp")
 _STOCK = re.compile(r"__(\d+)_\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_UNFINISHED = re.compile(r"(?:__(\d+))?\.metadata(?:\.[0-9a-f]{16})?\.tmp")
+_UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
+_TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
 
 
 def new_tag() -> str:
@@ -39,6 +40,11 @@ def unfinished_name(metadata_name: str) -> str:
 
 def rank_metadata_name(rank: int) -> str:
     return f"__{rank}{METADATA_NAME}"
+
+
+def table_name(rank: int | None = None) -> str:
+    """The key maps beside a checkpoint; with a rank, beside its rank-local metadata."""
+    return ".dcpring.json" if rank is None else f"__{rank}.dcpring.json"
 
 
 def _names(directory: Path) -> list[str]:
@@ -129,6 +135,11 @@ def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -
     """After a commit; a failure leaves files behind, and is no failure of the save."""
     doomed = superseded - needed
     _remove(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
+
+
+def remove_tables(directory: Path, rank: int | None, keep: str | None) -> None:
+    """After a commit: removes key maps of checkpoints that it has replaced."""
+    _remove(directory, sorted(_ours(_names(directory), _TABLE, rank) - {keep}))
 
 
 def _remove(directory: Path, names: list[str]) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpring import _C
 from dcpring._handon import Exchange, Read
+from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
@@ -169,6 +170,7 @@ class Loader:
         safe_globals: Sequence[Any],
         stats: IOStats,
         rank: int,
+        casts: Casts = "safe",
     ) -> None:
         self._path = path
         self._transforms = transforms
@@ -178,6 +180,7 @@ class Loader:
         self._safe_globals = list(safe_globals)
         self._stats = stats
         self._rank = rank
+        self._casts = casts
         self._files: dict[str, int] = {}
         self._catalog: Catalog
 
@@ -479,10 +482,14 @@ class Loader:
             )
         if target.dtype == stored:
             return
-        if not torch.can_cast(stored, target.dtype):
+        if self._casts == "never":
+            raise CheckpointError(
+                f'{self._name(item)}: the checkpoint has {stored}, the state dict {target.dtype}, and casts="never"'
+            )
+        if self._casts != "any" and not torch.can_cast(stored, target.dtype):
             raise CheckpointError(
                 f"{self._name(item)}: the checkpoint has {stored}, the state dict {target.dtype}, and that cast would "
-                f"lose data; load into a {stored} tensor and convert it"
+                f'lose data; load into a {stored} tensor and convert it, or pass RingReader(..., casts="any")'
             )
         logger.info("%s is cast from %s to %s", self._name(item), stored, target.dtype)
 

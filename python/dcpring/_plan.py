@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcpring import _C
+from dcpring._key_diff import check_state_dict
 from dcpring._strategy import Choice
 from dcpring.errors import CheckpointError
 from dcpring.report import RankReport
@@ -67,8 +68,12 @@ class Flat:
 def flatten(state_dict: Mapping[str, Any]) -> Flat:
     """As DCP's ``flatten_state_dict``: mappings are opened, and lists that hold tensors or mappings."""
     flat = Flat()
-    for key, value in state_dict.items():
-        _flatten_value(flat, str(key), (str(key),), value)
+    try:
+        for key, value in state_dict.items():
+            _flatten_value(flat, str(key), (str(key),), value)
+    except RecursionError:
+        check_state_dict(state_dict)
+        raise
     return flat
 
 

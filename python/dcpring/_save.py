@@ -223,6 +223,27 @@ class FileSave:
             return
         tensors = self._checked(positions, self._source.resolve(positions))
         handles, kinds = handles_and_kinds(tensors)
+        if same := _same_memory(tensors, kinds):
+            self._write_once(file, positions, tensors, same)
+        else:
+            self._write_distinct(file, positions, tensors, handles, kinds)
+
+    def _write_once(
+        self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], same: dict[int, int]
+    ) -> None:
+        """Writes tied tensors once, for all their names."""
+        kept = [index for index in range(len(tensors)) if index not in same]
+        distinct = [tensors[index] for index in kept]
+        self._write_distinct(file, [positions[index] for index in kept], distinct, *handles_and_kinds(distinct))
+        for index, first in same.items():
+            kind = TENSOR if self._source.as_planned(positions[index], tensors[index]) else OPAQUE
+            placed = self.placed[positions[first]]._replace(kind=kind)
+            self.placed[positions[index]] = placed
+            self._stats.tensor_bytes += placed.payload_bytes
+
+    def _write_distinct(
+        self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], handles: _C.Tensors, kinds: Any
+    ) -> None:
         if not any(kinds):
             self._write_plain(file, positions, tensors, handles)
             return
@@ -327,6 +348,24 @@ class FileSave:
 
 
 _PLAIN, _DEVICE, _OTHER = 0, 1, 2
+
+
+def _same_memory(tensors: list[Tensor], kinds: Sequence[int]) -> dict[int, int]:
+    """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
+    known = [index for index, kind in enumerate(kinds) if kind != _OTHER]
+    pointers = [tensors[index].data_ptr() for index in known]
+    if len(set(pointers)) == len(pointers):
+        return {}
+    first: dict[tuple[Any, ...], int] = {}
+    same: dict[int, int] = {}
+    for index, pointer in zip(known, pointers, strict=True):
+        tensor = tensors[index]
+        if tensor.numel() == 0:
+            continue
+        look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if (earlier := first.setdefault((pointer, *look), index)) != index:
+            same[index] = earlier
+    return same
 
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:

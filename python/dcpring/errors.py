@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CorruptCheckpointError", "UntrustedCheckpointError"]
+__all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"]
 
 
 class CheckpointError(Exception):
@@ -29,3 +29,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class UntrustedCheckpointError(CheckpointError):
     """The checkpoint's pickles ask for more than plain data; the message says what, and which argument allows it."""
+
+
+class KeyMismatchError(CheckpointError, RuntimeError, ValueError):
+    """Names, shapes or dtypes of a state dict and of what is to be loaded do not match; the message lists all of them.
+
+    A ``RuntimeError`` and a ``ValueError`` too, as that is what stock raises for missing keys and for other shapes.
+    """

@@ -25,18 +25,18 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C, _handon, _strategy
+from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
+from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
 from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, host_id, make_table, rows_of_stored, rows_to_fill
+from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
 
 __all__ = ["RingLoadPlanner"]
 
 logger = logging.getLogger("dcpring")
-
-_NAMED_KEYS = 10
-"""Missing keys that an error names."""
 
 
 class ReadItems(Sequence[ReadItem]):
@@ -129,10 +129,17 @@ class RingLoadPlanner(DefaultLoadPlanner):
             - "host": once on every host, and hand it on through shared memory;
             - "all": once in all, and send it to other hosts through the process group as well;
             - "off": on every rank that needs it.
+        key_map: as for ``RingReader``; give it to one of the two. The planner sees both sides: with "normalize" it
+            also finds names that text alone leaves ambiguous.
+        missing: what to do about keys that the checkpoint lacks: "error", "warn" or "allow" (which is what
+            ``allow_partial_load`` means). Tied tensors need one of their names only.
+        allow_missing: shell patterns (``fnmatch``) of keys that may be missing in any case.
+        unexpected: what to do about keys that the state dict lacks: "log" (at INFO), "warn", "error" or "ignore".
 
-    Raises (from the load, inside DCP's ``CheckpointException``):
-        RuntimeError: keys are missing in the checkpoint; all are counted, and the first ones named.
-        ValueError: a tensor has another shape in the checkpoint, or the checkpoint does not hold all of it.
+    Raises (from the load, inside DCP's ``CheckpointException``, with the errors of all ranks):
+        KeyMismatchError: keys are missing or unexpected, or shapes differ; the message lists all of them, each with the
+            closest candidate and the likely cause. It is a RuntimeError and a ValueError.
+        ValueError: the checkpoint does not hold all of a tensor.
     """
 
     def __init__(
@@ -143,8 +150,17 @@ class RingLoadPlanner(DefaultLoadPlanner):
         *,
         process_group: dist.ProcessGroup | None = None,
         share: _handon.Share = "auto",
+        key_map: KeyMapLike = None,
+        missing: Missing = "error",
+        allow_missing: Sequence[str] = (),
+        unexpected: Unexpected = "log",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        if allow_partial_load and missing == "error":
+            missing = "allow"
+        self.policy = LoadPolicy(missing, allow_missing, unexpected)
+        self._stored_names: dict[str, str] = {}
         if share not in ("auto", "host", "all", "off"):
             raise ValueError(f'share={share!r}: must be "auto", "host", "all" or "off"')
         self.process_group = process_group
@@ -173,19 +189,52 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
+    def _rename(self) -> None:
+        """Shows this planner the checkpoint under the state dict's names."""
+        assert self.metadata is not None and self.key_map is not None
+        names = match_names(self.key_map, list(self.state_dict), list(self.metadata.state_dict_metadata))
+        self._stored_names = {new: old for old, new in names.items() if new != old}
+        if self._stored_names:
+            self.metadata = rename_metadata(self.metadata, names, storage=False)
+
+    def _stored_as(self, plan: LoadPlan) -> LoadPlan:
+        """The plan with items that ask the storage for the checkpoint's own names."""
+        items = [
+            replace(item, storage_index=rename_index(item.storage_index, self._stored_names)) for item in plan.items
+        ]
+        return replace(plan, items=items)
+
+    def _explain(self, error: ValueError | None = None) -> None:
+        """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
+        assert self.metadata is not None
+        try:
+            self.policy.check(self.state_dict, self.metadata, dist.get_rank() if dist.is_initialized() else 0)
+        except KeyMismatchError as mismatch:
+            raise mismatch from error
+
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        if self.key_map is not None:
+            self._rename()
         with collection_paused():
             chunks = _chunks_of(self.metadata)
             codes = [b""] * len(self.state_dict)
             wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
-            match = _C.Match(wanted, chunks.table)
+            try:
+                match = _C.Match(wanted, chunks.table)
+            except ValueError as error:
+                self._explain(error)
+                raise
             missing = match.missing()
             if missing and self._is_of_version_2_3(chunks):
                 return super().create_local_plan()
-            if missing and not self.allow_partial_load:
-                raise RuntimeError(_missing(missing))
+            if missing and self.policy.missing != "allow":
+                self._explain()
+            else:
+                self._report_unexpected(chunks)
             items: Any = ReadItems(match, wanted, chunks.table)
+            if self._stored_names:
+                return self._stored_as(LoadPlan(list(items)))
             self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks))
             self._add_needs(self._own_plan)
         return self._own_plan
@@ -244,6 +293,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return lambda read, part, stats: _handon.Exchange(sharing, plan.positions, group, read, part, stats)
 
     # ---- helpers ----
+
+    def _report_unexpected(self, chunks: Chunks) -> None:
+        if self.policy.looks_at_unexpected:
+            left = dict.fromkeys(chunks.table.names()).keys() - self.state_dict.keys()
+            self.policy.report(sorted(left), dist.get_rank() if dist.is_initialized() else 0)
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
         """Describes what this rank will read, where ranks are to hand on."""
@@ -331,15 +385,6 @@ def _memory_of(value: Any) -> Tensor | None:
     if isinstance(value, DTensor) and type(value._local_tensor) in PLAIN_TYPES:
         return value._local_tensor
     return None
-
-
-def _missing(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMED_KEYS])
-    more = f" and {len(names) - _NAMED_KEYS} more" if len(names) > _NAMED_KEYS else ""
-    return (
-        f"Missing key in checkpoint state_dict: {shown}{more}. "
-        "Pass allow_partial_load=True to leave what is missing as it is"
-    )
 
 
 def _is_meta(value: Any) -> bool:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcpring import _C, _replicas, _strategy
+from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
 from dcpring._plan import (
@@ -79,6 +80,8 @@ class RingSavePlanner(DefaultSavePlanner):
         check_replicas: what to do when ranks hold different bytes of a replicated object, or of a replicated tensor of
             up to 64 KiB: "warn", "error", or "off" (nothing is compared).
         split_bytes: no part of a cut tensor is smaller than this many bytes.
+        key_map: as for ``RingWriter``; give it to one of the two. With this one any storage gets the new names;
+            RingWriter stores the map beside the checkpoint, as the coordinator used it.
 
     Raises (from the save, inside DCP's ``CheckpointException``):
         CheckpointError: ranks disagree about a key; chunks overlap or are missing; no allowed rank holds a shard.
@@ -95,6 +98,7 @@ class RingSavePlanner(DefaultSavePlanner):
         writers: Writers = "auto",
         check_replicas: Literal["warn", "error", "off"] = "warn",
         split_bytes: int = 4 << 20,
+        key_map: KeyMapLike = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -111,6 +115,8 @@ class RingSavePlanner(DefaultSavePlanner):
         self.writers: Writers = "first_replica" if dedup_save_to_lowest_rank and writers == "auto" else writers
         self.check_replicas = check_replicas
         self.split_bytes = split_bytes
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        self.key_table: KeyTable | None = None
         self._cached_plans_key = f"dcpring-{uuid.uuid4()}"
         self._save = _Save()
         self._warned: set[str] = set()
@@ -139,6 +145,10 @@ class RingSavePlanner(DefaultSavePlanner):
                 self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
             if self.flatten_sharded_tensors:
                 self._save.flat = open_sharded_tensors(self._save.flat)
+            if self.key_map is not None:
+                names = self.key_map.rename(self._save.flat.values)
+                self._save.flat = rename_flat(self._save.flat, names)
+                self.key_table = self.key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
         self.is_coordinator = is_coordinator
@@ -507,6 +517,13 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 
 def _note_io(rank: RankReport, stats: IOStats) -> None:
     rank.files, rank.write_seconds = stats.files, stats.seconds
+
+
+def rename_flat(flat: Flat, names: Mapping[str, str]) -> Flat:
+    """A flattened state dict under new names, with paths to match."""
+    mappings = {names.get(old, old): new_path(path, old, names.get(old, old)) for old, path in flat.mappings.items()}
+    values = {names[old]: value for old, value in flat.values.items()}
+    return Flat(values, mappings, [path_code(mappings, name) for name in values])
 
 
 def _world_size() -> int:

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from dcpring import _layout
+from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
+from dcpring._key_policy import Casts, LoadPolicy, Unexpected
 from dcpring._lazy import LazyMetadata, StoredChunks
 from dcpring._load import Loader, ObjectCatalog
 from dcpring._metadata import (
@@ -46,6 +48,13 @@ class RingReader(FileSystemReader):
         engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
         safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
+        key_map: other names for what is in the checkpoint: "normalize", a dict, the path of a JSON table, or a
+            function from the checkpoint's names to those of the state dict (see docs/keys.md).
+        unexpected: what to do about keys that the state dict does not ask for, on this rank: "log" (at INFO), "warn",
+            "error" or "ignore". Needs a planner with a ``state_dict``, as DCP's default one has; RingLoadPlanner has
+            an argument of its own.
+        casts: "safe" casts dtypes where ``torch.can_cast`` allows it, and logs it; "any" casts floats to ints too;
+            "never" makes any difference an error.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
@@ -70,6 +79,9 @@ class RingReader(FileSystemReader):
         checksum: bool = True,
         trusted: bool = False,
         safe_globals: Sequence[Any] = (),
+        key_map: KeyMapLike = None,
+        unexpected: Unexpected = "log",
+        casts: Casts = "safe",
     ) -> None:
         self._storage_data: dict[MetadataIndex, Any] | None = None
         super().__init__(path, _extension_registry)
@@ -83,6 +95,8 @@ class RingReader(FileSystemReader):
         )
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
         self.stats: IOStats | None = None
         self._metadata: Metadata | None = None
 
@@ -97,6 +111,12 @@ class RingReader(FileSystemReader):
             _refuse_superseded(directory, rank)
             _refuse_mixed(directory, rank)
             path = directory / _layout.rank_metadata_name(rank)
+        metadata = self._read_metadata(path)
+        if self.key_map is not None:
+            return rename_metadata(metadata, self.key_map.rename(metadata.state_dict_metadata))
+        return metadata
+
+    def _read_metadata(self, path: Path) -> Metadata:
         parts = split_metadata(path.read_bytes(), path)
         if parts.tables and parts.trailer is not None:
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
@@ -149,7 +169,10 @@ class RingReader(FileSystemReader):
             safe_globals=self.safe_globals,
             stats=self.stats,
             rank=self._rank(),
+            casts=self.policy.casts,
         )
+        if not isinstance(planner, RingLoadPlanner):
+            self.policy.report_unexpected(planner, self._metadata, self._rank())
         with collection_paused():
             self._load(loader, plan, planner)
         self.stats.seconds = time.perf_counter() - started

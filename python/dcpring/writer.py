@@ -21,9 +21,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C, _layout
+from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, dump_tables, load_tables, rename_metadata, rename_results
 from dcpring._lazy import Chunks, LazyMetadata
-from dcpring._metadata import METADATA_NAME, Trailer, collection_paused, join_metadata, metadata_id, pickle_metadata
+from dcpring._metadata import (
+    METADATA_NAME,
+    Trailer,
+    collection_paused,
+    join_metadata,
+    metadata_id,
+    pickle_metadata,
+    read_trailer,
+)
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
+from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.planner import RingSavePlanner
 
@@ -49,6 +59,9 @@ class RingWriter(FileSystemWriter):
         engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         keep_superseded: leave the data files of the checkpoint that is replaced, for readers that are still at it;
             the save after this one removes them.
+        key_map: other names for the keys in the checkpoint: "normalize", a dict, the path of a JSON table, or a
+            function from the state dict's names (see docs/keys.md). The table that was used is stored beside the
+            checkpoint, in ``.dcpring.json``.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data``, None before.
@@ -77,6 +90,7 @@ class RingWriter(FileSystemWriter):
         workers: int | None = None,
         checksum: bool = True,
         keep_superseded: bool = False,
+        key_map: KeyMapLike = None,
     ) -> None:
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ValueError(
@@ -102,6 +116,7 @@ class RingWriter(FileSystemWriter):
             checksum=checksum,
         )
         self.keep_superseded = keep_superseded
+        self.key_map = None if key_map is None else KeyMap(key_map)
         self._group_id = ""
         self._plans: list[SavePlan] = []
         self._planner: RingSavePlanner | None = None
@@ -197,12 +212,18 @@ class RingWriter(FileSystemWriter):
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = self.storage_meta()
+        table: KeyTable | None = None if self._planner is None else self._planner.key_table
+        if self.key_map is not None:
+            names = self.key_map.rename(metadata.state_dict_metadata)
+            made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
+            metadata, results = rename_metadata(metadata, names), rename_results(made, names)
+            table = self.key_map.used(names)
         chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
         if chunks is not None and all(isinstance(part, Results) for part in results):
             sizes, data = self._from_tables(metadata, chunks, results)
         else:
             sizes, data = self._from_objects(metadata, results)
-        self._commit(sizes, data)
+        self._commit(sizes, data, table)
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
             metadata.note_committed(self._directory / METADATA_NAME)
         self._plans = []
@@ -233,12 +254,32 @@ class RingWriter(FileSystemWriter):
     def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
         return part.of(self._plans[rank].items) if isinstance(part, Results) else part
 
-    def _commit(self, sizes: dict[str, int], data: bytes) -> None:
+    def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         superseded = set() if self.keep_superseded else _layout.superseded_files(self._directory, self._own_rank_only)
         _layout.check_data_files(self._directory, sizes, self.rank or 0)
         name = METADATA_NAME if self.use_collectives else _layout.rank_metadata_name(self.rank or 0)
+        table_name = self._commit_table(name, table)
         _C.commit(str(self.path), _layout.unfinished_name(name), name, data, self.sync_files)
         _layout.remove_superseded(self._directory, superseded, set(sizes))
+        _layout.remove_tables(self._directory, self._own_rank_only, table_name)
+
+    def _commit_table(self, metadata_name: str, table: KeyTable | None) -> str | None:
+        """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.
+
+        Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own.
+        """
+        if table is None:
+            return None
+        name = _layout.table_name(self._own_rank_only)
+        tables = {self.save_id: table}
+        with contextlib.suppress(OSError, ValueError, CheckpointError):
+            current = read_trailer(self._directory / metadata_name)
+            kept = load_tables(self._directory / name)
+            if current is not None and current.save_id in kept:
+                tables[current.save_id] = kept[current.save_id]
+        data = dump_tables(tables)
+        _C.commit(str(self.path), _layout.unfinished_name(name), name, data, self.sync_files)
+        return name
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

@@ -1,0 +1,379 @@
+"""What differs between the names that are wanted and those that are there, and why, probably."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcpring import _C
+
+_SUFFIX_PARTS = 8
+"""Names are compared by at most so many of their last components."""
+
+_FUZZY_PAIRS = 10_000
+"""Spelling is compared only while there are at most so many pairs of names; it takes some 20 us each."""
+
+_SHOWN_CHARACTERS = 200
+_COMPARED_CHARACTERS = 4096
+"""Longer names are neither shown whole nor compared."""
+
+_WRAPPER_PARTS = {
+    "_orig_mod": "a compiled module",
+    "_fsdp_wrapped_module": "an FSDP1 module, outside of its state_dict_type",
+    "_checkpoint_wrapped_module": "the parameters of an activation-checkpoint wrapper",
+}
+_PERHAPS_PARTS = {"module": "DDP or AveragedModel", "base_layer": "an adapter (LoRA)"}
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
+
+
+class Entry(NamedTuple):
+    """What a key stands for.
+
+    Attributes:
+        shape: of a tensor, None for anything else.
+        dtype: of a tensor, None for anything else.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+    def __str__(self) -> str:
+        return "an object" if self.shape is None else f"{list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A key that only one side has.
+
+    Attributes:
+        key: as that side calls it.
+        candidate: the closest of the other side's keys without a counterpart, None when nothing is close.
+        cause: why the two differ, and what to do about it, as far as that can be told; else "".
+    """
+
+    key: str
+    candidate: str | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Different:
+    """A key that both sides have, with another shape or dtype."""
+
+    key: str
+    wanted: Entry
+    stored: Entry
+
+
+@dataclass
+class KeyDiff:
+    """How a state dict and a checkpoint differ. True when they do; ``str()`` makes a report of it.
+
+    Attributes:
+        missing: keys of the state dict that the checkpoint lacks.
+        unexpected: keys of the checkpoint that the state dict lacks.
+        shapes: keys with different shapes, or that are a tensor on one side only.
+        dtypes: keys with different dtypes.
+    """
+
+    missing: list[Unmatched] = field(default_factory=list)
+    unexpected: list[Unmatched] = field(default_factory=list)
+    shapes: list[Different] = field(default_factory=list)
+    dtypes: list[Different] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes or self.dtypes)
+
+    def __str__(self) -> str:
+        return "\n".join(_report(self, "checkpoint")) or "no differences"
+
+
+# ---- finding ----
+
+
+def entries_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Entry]:
+    """The keys of a state dict as DCP flattens it.
+
+    Raises:
+        TypeError: a key is not a str.
+        ValueError: the state dict contains itself.
+    """
+    check_state_dict(state_dict)
+    flat, _ = flatten_state_dict(dict(state_dict))
+    return {key: entry_of_value(value) for key, value in flat.items()}
+
+
+def entries_of_metadata(metadata: Metadata) -> dict[str, Entry]:
+    """The keys of a checkpoint."""
+    return {key: _entry_of_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
+
+
+def entry_of_value(value: Any) -> Entry:
+    """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
+    if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
+        return Entry(tuple(value.size()), value.dtype)
+    return Entry(None, None)
+
+
+def _entry_of_metadata(entry: Any) -> Entry:
+    if isinstance(entry, TensorStorageMetadata):
+        return Entry(tuple(entry.size), entry.properties.dtype)
+    return Entry(None, None)
+
+
+def check_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Raises TypeError for top-level keys that are no str, and ValueError for a dict or list that contains itself."""
+    for key in state_dict:
+        if not isinstance(key, str):
+            raise TypeError(f"the state dict has a key of type {type(key).__name__}, {key!r:.200}; keys must be str")
+    on_path: set[int] = set()
+    stack: list[tuple[int, str, Iterator[Any]]] = [(id(state_dict), "", iter(state_dict.items()))]
+    on_path.add(id(state_dict))
+    while stack:
+        owner, path, rest = stack[-1]
+        step, value = next(rest, ("", stack))
+        if value is stack:
+            stack.pop()
+            on_path.discard(owner)
+            continue
+        if not isinstance(value, (Mapping, list, tuple)):
+            continue
+        here = f"{path}.{step}" if path else str(step)
+        if id(value) in on_path:
+            raise ValueError(f"the state dict contains itself, at {_shown(here)!r}; DCP cannot flatten it")
+        on_path.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        stack.append((id(value), here, iter(items)))
+
+
+def diff_entries(wanted: Mapping[str, Entry], stored: Mapping[str, Entry]) -> KeyDiff:
+    """Compares by name; what has no counterpart gets the closest name of the other side that has none either."""
+    missing = [key for key in wanted if key not in stored]
+    unexpected = [key for key in stored if key not in wanted]
+    pairs = _Matcher(missing, unexpected).pairs()
+    back: dict[str, tuple[str | None, str]] = {there: (key, cause) for key, (there, cause) in pairs.items()}
+    nothing: tuple[str | None, str] = (None, "")
+    diff = KeyDiff(
+        [Unmatched(key, *pairs.get(key, nothing)) for key in missing],
+        [Unmatched(key, *back.get(key, nothing)) for key in unexpected],
+    )
+    for key, want in wanted.items():
+        there = stored.get(key)
+        if there is not None and want.shape != there.shape:
+            diff.shapes.append(Different(key, want, there))
+        elif there is not None and want.dtype != there.dtype:
+            diff.dtypes.append(Different(key, want, there))
+    return diff
+
+
+def _guess(names: list[str]) -> list[str]:
+    """As key_map="normalize" would have them; the names themselves when two would become one."""
+    try:
+        return _C.guess_keys(names)[0]
+    except ValueError:
+        return names
+
+
+def _bare_all(names: list[str]) -> list[str]:
+    return [_bare(name) for name in _guess(names)]
+
+
+def bare_forms() -> tuple[Callable[[list[str]], list[str]], ...]:
+    """Ways to compare names without what wrappers put into them, the surest first."""
+    return _guess, _bare_all
+
+
+class _Matcher:
+    """Pairs missing and unexpected names, the surest reasons first; each name is used once."""
+
+    def __init__(self, missing: list[str], unexpected: list[str]) -> None:
+        self._missing = dict.fromkeys(name for name in missing if len(name) <= _COMPARED_CHARACTERS)
+        self._unexpected = dict.fromkeys(name for name in unexpected if len(name) <= _COMPARED_CHARACTERS)
+        self._pairs: dict[str, tuple[str, str]] = {}
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """For each missing name that has one, its candidate and the cause."""
+        for forms in bare_forms():
+            self._match(forms)
+        self._match_suffixes()
+        self._match_spelling()
+        return self._pairs
+
+    def _take(self, missing: str, candidate: str) -> None:
+        del self._missing[missing], self._unexpected[candidate]
+        self._pairs[missing] = (candidate, _cause(missing, candidate))
+
+    def _match(self, forms: Callable[[list[str]], list[str]]) -> None:
+        """Pairs names that are the same in some form of theirs, and the only ones."""
+        names: dict[str, list[str]] = defaultdict(list)
+        unexpected = list(self._unexpected)
+        for form, name in zip(forms(unexpected), unexpected, strict=True):
+            names[form].append(name)
+        missing = list(self._missing)
+        for form, name in zip(forms(missing), missing, strict=True):
+            if len(names.get(form, ())) == 1:
+                self._take(name, names.pop(form)[0])
+
+    def _match_suffixes(self) -> None:
+        owners: dict[str, str | None] = {}
+        for name in self._unexpected:
+            for suffix in _suffixes(name):
+                owners[suffix] = None if suffix in owners else name
+        for name in list(self._missing):
+            for suffix in _suffixes(name):
+                if (owner := owners.get(suffix)) is not None and owner in self._unexpected:
+                    self._take(name, owner)
+                    break
+
+    def _match_spelling(self) -> None:
+        for name in list(self._missing):
+            if len(self._missing) * len(self._unexpected) > _FUZZY_PAIRS:
+                return
+            if close := difflib.get_close_matches(name, list(self._unexpected), n=1, cutoff=0.75):
+                self._take(name, close[0])
+
+
+def _bare(name: str) -> str:
+    """Without anything that might be a wrapper's."""
+    name = _PARAMETRIZED.sub(r"\1\2", name)
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in _PERHAPS_PARTS), last])
+
+
+def _suffixes(name: str) -> Iterator[str]:
+    """The name, then what is left without its first components; not the last component alone, which says little."""
+    parts = name.split(".")
+    yield name
+    for count in range(min(len(parts) - 1, _SUFFIX_PARTS), 1, -1):
+        yield ".".join(parts[-count:])
+
+
+def _only_in(name: str, other: str, parts: Iterable[str]) -> str | None:
+    mine, theirs = name.split("."), other.split(".")
+    return next((part for part in parts if mine.count(part) > theirs.count(part)), None)
+
+
+def _cause(missing: str, candidate: str) -> str:
+    if part := _only_in(candidate, missing, _WRAPPER_PARTS):
+        return f'saved from {_WRAPPER_PARTS[part]}; pass key_map="normalize"'
+    if part := _only_in(missing, candidate, _WRAPPER_PARTS):
+        return f"the state dict is that of {_WRAPPER_PARTS[part]}; make it with dcpring.get_model_state_dict(model)"
+    if _PARAMETRIZED.search(candidate) or _PARAMETRIZED.search(missing):
+        return "parametrized on one side only; pass key_map= with both names"
+    if part := _only_in(candidate, missing, _PERHAPS_PARTS):
+        return f"saved from {_PERHAPS_PARTS[part]}, perhaps; {_prefix_cure(missing, candidate)}"
+    if part := _only_in(missing, candidate, _PERHAPS_PARTS):
+        return (
+            f"the state dict is that of {_PERHAPS_PARTS[part]}, perhaps; make it with "
+            "dcpring.get_model_state_dict(model)"
+        )
+    common = _common_suffix(missing, candidate)
+    if "." in common or common in (missing, candidate):
+        return f"only the beginning differs; {_prefix_cure(missing, candidate)}"
+    return "spelt differently"
+
+
+def _common_suffix(a: str, b: str) -> str:
+    parts = []
+    for mine, theirs in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if mine != theirs:
+            break
+        parts.append(mine)
+    return ".".join(reversed(parts))
+
+
+def _prefix_cure(missing: str, candidate: str) -> str:
+    common = _common_suffix(missing, candidate)
+    old, new = candidate.removesuffix(common), missing.removesuffix(common)
+    if not old:
+        return f"pass key_map=lambda name: {new!r} + name"
+    return f"pass key_map={{'prefixes': {{{_shown(old)!r}: {_shown(new)!r}}}}}"
+
+
+# ---- reporting ----
+
+
+def _shown(name: str) -> str:
+    if len(name) <= _SHOWN_CHARACTERS:
+        return name
+    half = _SHOWN_CHARACTERS // 2
+    return f"{name[:half]}...{name[-half:]} ({len(name)} characters)"
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
+
+def compressed(keys: Sequence[str]) -> str:
+    """All the keys, those that differ in one number as "layers.0-31.weight"."""
+    groups: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
+    for key in keys:
+        numbers = [int(number) for number in _NUMBER.findall(key)] if len(key) <= _COMPARED_CHARACTERS else []
+        groups[_NUMBER.sub("*", key) if numbers else key].append((key, numbers))
+    return ", ".join(text for members in groups.values() for text in _compressed_group(members))
+
+
+def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
+    columns = list(zip(*(numbers for _, numbers in members), strict=True))
+    varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
+    if len(members) == 1 or len(varying) != 1:
+        return [repr(_shown(key)) for key, _ in members]
+    spans = spans_of(sorted(set(columns[varying[0]])))
+    counter = iter(range(len(columns)))
+    text = _NUMBER.sub(lambda match: spans if next(counter) == varying[0] else match[0], members[0][0])
+    return [repr(text)]
+
+
+def spans_of(numbers: list[int]) -> str:
+    """Rising numbers as "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
+    """One line for all keys of a cause; causes name the two beginnings, so that keys of one line belong together."""
+    groups: dict[tuple[str, bool], list[Unmatched]] = defaultdict(list)
+    for item in items:
+        groups[item.cause, item.candidate is not None].append(item)
+    for (cause, _), members in groups.items():
+        line = f"  {compressed([item.key for item in members])}"
+        candidates = [item.candidate for item in members if item.candidate is not None]
+        if candidates:
+            line += f"; {other} has {compressed(candidates)}"
+        yield f"{line}: {cause}" if cause else line
+
+
+def _report(diff: KeyDiff, store: str) -> Iterator[str]:
+    if diff.missing:
+        yield f"missing from the {store} ({len(diff.missing)}):"
+        yield from _unmatched_lines(diff.missing, f"the {store}")
+    left = [item for item in diff.unexpected if item.candidate is None]
+    paired = len(diff.unexpected) - len(left)
+    if diff.unexpected:
+        note = f", {paired} of them candidates above" if paired and diff.missing else ""
+        yield f"unexpected in the {store} ({len(diff.unexpected)}{note}):"
+        yield f"  {compressed([item.key for item in diff.unexpected])}"
+    for title, items in (("shapes", diff.shapes), ("dtypes", diff.dtypes)):
+        if items:
+            yield f"different {title} ({len(items)}):"
+            for item in items:
+                yield f"  {_shown(item.key)!r}: the state dict has {item.wanted}, the {store} {item.stored}"
+
+
+def describe_names(missing: Sequence[str], unexpected: Sequence[str], store: str = "state dict") -> str:
+    """A report where only names are known: ``missing`` from the store, and ``unexpected`` in it."""
+    nothing = Entry(None, None)
+    diff = diff_entries(dict.fromkeys(missing, nothing), dict.fromkeys(unexpected, nothing))
+    return "\n".join(_report(diff, store))

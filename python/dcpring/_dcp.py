@@ -1,17 +1,17 @@
-"""What the Checkpointer takes from DCP: planners, and state dicts of models and optimizers. The place to swap them."""
+"""What the Checkpointer saves and loads with: the planners, and the state dicts of models and optimizers."""
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from dcpring.load_planner import RingLoadPlanner as LoadPlanner
+from dcpring.planner import RingSavePlanner as SavePlanner
+from dcpring.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-
-from dcpring.load_planner import RingLoadPlanner as LoadPlanner
-from dcpring.planner import RingSavePlanner as SavePlanner
 
 __all__ = [
     "LoadPlanner",

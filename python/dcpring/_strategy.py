@@ -80,11 +80,14 @@ def remote_storage(checkpoint: object) -> str:
 
 def assign(merge: _C.Merge, choice: Choice, hosts: Sequence[str], split_bytes: int) -> Choice:
     """Gives every item its writer; says which strategy it was."""
-    numbers = array.array("I", [list(dict.fromkeys(hosts)).index(host) for host in hosts]).tobytes()
+    number_of = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    numbers = array.array("I", [number_of[host] for host in hosts]).tobytes()
     if choice.writers == "auto":
         merge.assign(BALANCED, 0, numbers, split_bytes)
-        loads = [load for _, load, _, _ in merge.sums()]
-        if max(loads) <= _EVEN * sum(loads) / len(loads):
+        sums = merge.sums()
+        loads = [load for _, load, _, _ in sums]
+        shared_bytes = sum(removed_bytes for _, _, _, removed_bytes in sums)
+        if max(loads) <= _EVEN * sum(loads) / len(loads) or not shared_bytes:
             return Choice("balanced", choice.reason)
         merge.assign(SPLIT, 0, numbers, split_bytes)
         cut = [load for _, load, _, _ in merge.sums()]

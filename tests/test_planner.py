@@ -401,7 +401,7 @@ def test_missing_keys_are_all_named(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
     wanted = {"a": torch.zeros(2), **{f"new{n}": torch.zeros(2) for n in range(12)}}
     message = failure_of(lambda: dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner()))
-    assert "Missing key in checkpoint state_dict: new0, new1," in message and "and 2 more" in message
+    assert "missing" in message and all(f"'new{n}'" in message for n in range(12))
     partial = RingLoadPlanner(allow_partial_load=True)
     dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=partial)
     assert torch.equal(wanted["a"], torch.ones(2))
@@ -411,7 +411,7 @@ def test_another_shape(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2, 3)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
     wanted = {"a": torch.zeros(3, 2)}
     message = failure_of(lambda: dcp.load(wanted, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner()))
-    assert "Size mismatch between saved [2, 3] and current: [3, 2] for a" in message
+    assert "'a': the state dict has [3, 2] torch.float32, the checkpoint [2, 3] torch.float32" in message
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,24 @@ def test_every_chunk_once_and_the_same_from_save_to_save(tmp_path: Path) -> None
     assert stock <= set(ours) and {name for name, _ in stock} == {name for name, _ in ours}
 
 
+def tied(path: str, writers: Any) -> tuple[bool, int]:
+    torch.manual_seed(0)
+    shared = torch.randn(1 << 12, 16)
+    state = {"embedding": shared, "output": shared, **{f"more{n}": torch.randn(1 << 10, 16) for n in range(5)}}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(writers=writers, split_bytes=4096))
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(path))
+    return all(torch.equal(loaded[name], state[name]) for name in state), sum(t.nbytes for t in state.values())
+
+
+@pytest.mark.parametrize("writers", ("balanced", "split"))
+def test_tied_tensors_are_written_once(tmp_path: Path, writers: str) -> None:
+    """Whichever rank writes them."""
+    results = _distributed.run(3, tied, str(tmp_path), writers)
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    assert all(good for good, _ in results) and written < results[0][1] - (1 << 12) * 16 * 4 + 50_000
+
+
 # ---- errors ----
 
 

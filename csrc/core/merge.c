@@ -23,6 +23,7 @@ void dr_merge_destroy(struct dr_merge *merge) {
     free(merge->row_group);
     free(merge->row_print);
     free(merge->rank_rows);
+    free(merge->tied);
     free(merge->holders);
     free(merge->holder_start);
     free(merge->order);
@@ -281,4 +282,22 @@ int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const ui
         merge->rank_rows[++merge->added] = merge->row_count;
     merge->broken = rc != 0;
     return rc;
+}
+
+int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first, struct dr_error *error) {
+    size_t count = rank < merge->added ? merge->rank_rows[rank + 1] - merge->rank_rows[rank] : 0;
+    if (row >= count || first >= row)
+        return dr_error_invalid(error, DR_NO_ITEM, "rank %u says of rows that it does not have that they are tied", rank);
+    if (!merge->tied) {
+        merge->tied = malloc((merge->groups.count + 1) * sizeof *merge->tied);
+        if (!merge->tied)
+            return no_memory(error);
+        for (size_t g = 0; g < merge->groups.count; g++)
+            merge->tied[g] = DR_NO_GROUP;
+    }
+    uint32_t group = merge->row_group[merge->rank_rows[rank] + row];
+    uint32_t other = merge->row_group[merge->rank_rows[rank] + first];
+    if (group != DR_NO_GROUP && other != DR_NO_GROUP && group != other && merge->tied[other] == DR_NO_GROUP)
+        merge->tied[group] = other;
+    return 0;
 }

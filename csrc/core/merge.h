@@ -42,6 +42,7 @@ struct dr_merge {
     uint32_t added;         /* ranks so far; they come in order */
     bool broken;            /* by a bad plan, of which something is left: nothing can be added or checked */
 
+    uint32_t *tied;         /* the group that a group is the same memory as, DR_NO_GROUP for none; NULL: none is */
     uint32_t *holders;      /* ranks, group by group */
     uint64_t *holder_start; /* groups.count + 1 */
     uint32_t *order;        /* groups by name, then offsets */
@@ -61,6 +62,12 @@ void dr_merge_destroy(struct dr_merge *merge);
 /* Ranks are added in order. prints: one for each row that is DR_ROW_HASHED, or print_count 0. */
 int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
                  struct dr_error *error);
+
+/*
+ * After all ranks: says that two rows of a rank are the same memory. Their groups get the same writer where they have
+ * the same holders, so that the bytes can be written once.
+ */
+int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first, struct dr_error *error);
 
 /*
  * After all ranks: chunks lie within their tensors and do not overlap, and with `complete` nothing is missing.

@@ -235,6 +235,29 @@ static void sum_up(struct dr_merge *merge) {
     }
 }
 
+/* The group whose writers a group takes; DR_NO_GROUP where it is not tied, or not to one that is cut and held alike. */
+static uint32_t tied_to(const struct dr_merge *merge, uint32_t group) {
+    uint32_t other = merge->tied ? merge->tied[group] : DR_NO_GROUP;
+    if (other == DR_NO_GROUP || merge->tied[other] != DR_NO_GROUP || holder_count(merge, group) != holder_count(merge, other) ||
+        memcmp(holders(merge, group), holders(merge, other), holder_count(merge, group) * sizeof(uint32_t)) != 0)
+        return DR_NO_GROUP;
+    uint32_t a = merge->order_of[group], b = merge->order_of[other];
+    bool alike = merge->group_pieces[a + 1] - merge->group_pieces[a] == merge->group_pieces[b + 1] - merge->group_pieces[b];
+    return alike ? other : DR_NO_GROUP;
+}
+
+static void follow_tied(struct dr_merge *merge) {
+    for (uint32_t group = 0; merge->tied && group < merge->groups.count; group++) {
+        uint32_t other = tied_to(merge, group);
+        if (other == DR_NO_GROUP)
+            continue;
+        uint64_t from = merge->group_pieces[merge->order_of[group]], to = merge->group_pieces[merge->order_of[group] + 1];
+        uint64_t source = merge->group_pieces[merge->order_of[other]];
+        for (uint64_t p = from; p < to; p++)
+            merge->pieces[p].writer = merge->pieces[source + p - from].writer;
+    }
+}
+
 static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_error *error) {
     struct dr_share *shares = calloc(merge->piece_count + 1, sizeof *shares);
     uint64_t *load = calloc((size_t)merge->world + 1, sizeof *load);
@@ -242,7 +265,7 @@ static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_e
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++) {
         uint32_t group = merge->pieces[p].group;
         shares[p] = (struct dr_share){
-            .bytes = piece_weight(merge, &merge->pieces[p]),
+            .bytes = tied_to(merge, group) == DR_NO_GROUP ? piece_weight(merge, &merge->pieces[p]) : 0,
             .holders = holders(merge, group),
             .holder_count = holder_count(merge, group),
         };
@@ -251,6 +274,8 @@ static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_e
         rc = dr_assign(shares, merge->piece_count, allowed, load, merge->world, error);
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++)
         merge->pieces[p].writer = shares[p].owner;
+    if (!rc)
+        follow_tied(merge);
     free(shares);
     free(load);
     return rc;

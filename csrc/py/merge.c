@@ -82,6 +82,18 @@ static PyObject *check(PyObject *object, PyObject *complete) {
     return none_or(object, rc, &error);
 }
 
+static PyObject *tie(PyObject *object, PyObject *args) {
+    struct merge *self = (struct merge *)object;
+    unsigned rank;
+    Py_ssize_t row, first;
+    if (!PyArg_ParseTuple(args, "Inn", &rank, &row, &first) || !all_added(self))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = dr_merge_tie(&self->core, rank, (size_t)row, (size_t)first, &error);
+    return none_or(object, rc, &error);
+}
+
 static PyObject *prints_of(const struct dr_merge *merge, uint32_t group) {
     const struct dr_row *row = &merge->groups.rows[group];
     PyObject *list = PyList_New(0);
@@ -260,6 +272,7 @@ static PyObject *sums(PyObject *object, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(encoded table, fingerprints): the next rank's plan"},
     {"check", check, METH_O, "check(complete): ValueError where chunks overlap, are missing or disagree"},
+    {"tie", tie, METH_VARARGS, "tie(rank, row, earlier row): two rows of the rank are the same memory"},
     {"differing", differing, METH_O,
      "differing(most) -> (count, [(name, [(rank, fingerprint)])]): replicas whose bytes differ"},
     {"assign", assign, METH_VARARGS,

@@ -333,6 +333,28 @@ def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | No
     return _C.make_table(names, codes, values, bytes(len(names)), Describer(rows_to_write).plain)
 
 
+def tied_rows(flat: Flat, table: _C.Table) -> tuple[tuple[int, int], ...]:
+    """Pairs of rows of whole tensors that are the same memory, the later first."""
+    names = table.names()
+    local = [flat.values[name] for name in names]
+    tensors = {row: value._local_tensor if isinstance(value, DTensor) else value for row, value in enumerate(local)}
+    known = {row: value for row, value in tensors.items() if type(value) in PLAIN_TYPES and _has_memory(value)}
+    pointers = [value.data_ptr() for value in known.values()]
+    if len(set(pointers)) == len(pointers):
+        return ()
+    first: dict[Any, int] = {}
+    ties: list[tuple[int, int]] = []
+    for pointer, (row, value) in zip(pointers, known.items(), strict=True):
+        earlier = first.setdefault((pointer, value.device, value.dtype, value.shape, value.stride()), row)
+        if earlier != row:
+            ties.append((row, earlier))
+    return tuple(ties)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
 # ---- items ----
 
 Kept = int | tuple[int, int, int]
@@ -440,9 +462,10 @@ class LocalMessage:
         rank: of the default process group.
         host: the same string on all ranks of a machine.
         layout: the encoded table, None when it is that of the last save.
-        digest: tells layouts from each other.
+        digest: tells layouts, with their ties, from each other.
         fingerprints: a uint32 for each row that is hashed.
         flattened: whether the rows have paths.
+        ties: pairs of rows that are the same memory, the later first.
     """
 
     rank: int
@@ -451,6 +474,7 @@ class LocalMessage:
     digest: str
     fingerprints: bytes
     flattened: bool
+    ties: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from dcpring._plan import (
     open_sharded_tensors,
     path_code,
     table_of_items,
+    tied_rows,
 )
 from dcpring._strategy import Choice, Writers
 from dcpring.errors import CheckpointError
@@ -164,6 +165,7 @@ class RingSavePlanner(DefaultSavePlanner):
             table = make_table(flat, hashed=_replicas.is_hashed if compared else None)
             if compared:
                 self._save.fingerprints = _fingerprints(table, flat)
+            self._save.ties = tied_rows(flat, table) if _world_size() > 1 else ()
         self.plan = RingPlan(items=Items(table), seal=self._seal)  # type: ignore[arg-type]
         self._save.clock.end("local plan")
         return self.plan
@@ -172,15 +174,18 @@ class RingSavePlanner(DefaultSavePlanner):
         """Describes the items as they are now: a subclass may have changed those that create_local_plan made."""
         made: Any = plan.items
         if isinstance(made, Items) and made.untouched:
-            table, items, prints = made.table, None, self._save.fingerprints
+            table, items, prints, ties = made.table, None, self._save.fingerprints, self._save.ties
         else:
             items = list(made)
-            table, prints = table_of_items(items, self.mappings if self.flatten_state_dict else None), b""
+            table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
+            prints, ties = b"", ()
         layout = table.encode()
-        digest = hashlib.blake2b(layout, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
         known = self._enable_plan_caching and _cache_of(self._cached_plans_key).may_skip(digest)
-        return LocalMessage(_rank(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict)
+        return LocalMessage(
+            _rank(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self._save.clock.end("gather")
@@ -241,6 +246,9 @@ class RingSavePlanner(DefaultSavePlanner):
             with _as_checkpoint_error(f"the plan of rank {message.rank}"):
                 merge.add(layout, message.fingerprints)
         with _as_checkpoint_error("the plans do not fit together"):
+            for place, message in enumerate(messages):
+                for row, first in message.ties:
+                    merge.tie(place, row, first)
             merge.check(len(messages) > 1)
             self._compare_replicas(merge)
         with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
@@ -352,6 +360,7 @@ class _Save:
     Attributes:
         flat: the state dict.
         fingerprints: of the rows that are hashed.
+        ties: rows that are the same memory.
         sent: None before the plan has been sent.
         pieces: parts of tensors that this rank writes, by key and offset.
         checkpoint: where the checkpoint goes, None where the storage does not say.
@@ -359,6 +368,7 @@ class _Save:
 
     flat: Flat = field(default_factory=Flat)
     fingerprints: bytes = b""
+    ties: tuple[tuple[int, int], ...] = ()
     sent: _Sent | None = None
     pieces: dict[tuple[str, torch.Size | None], _Piece] = field(default_factory=dict)
     checkpoint: Any = None

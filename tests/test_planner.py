@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import dcpring._handon
+import dcpring._load
 import dcpring.load_planner
-from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _replicas
+from dcpring._metadata import join_metadata, split_metadata
 from dcpring.planner import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
@@ -215,6 +219,16 @@ def test_replicas_that_differ(tmp_path: Path, check: str) -> None:
     assert all(bool(error) == (check == "error") for error, _, _ in results)
 
 
+def test_objects_are_compared_by_value() -> None:
+    crc = _replicas.object_crc
+    words = [f"w{n}" for n in range(100)]
+    assert crc(set(words)) == crc(set(reversed(words))) != crc(set(words[1:]))
+    assert crc({"a": 1, "b": (2, None)}) == crc({"b": (2, None), "a": 1}) != crc({"a": 1, "b": (2, 0)})
+    assert crc(OrderedDict(a="x" * 2)) == crc(OrderedDict(a="xx")) == crc({"a": "xx"})
+    assert crc([1]) != crc((1,)) and crc(1) != crc(1.0) != crc("1") and crc(torch.ones(2)) != crc(torch.ones(3))
+    assert crc(object()) == crc(object()), "of what cannot be compared only the class counts"
+
+
 # ---- caching ----
 
 
@@ -251,6 +265,25 @@ def test_plan_caching(tmp_path: Path) -> None:
     assert [cached for cached, _, _ in reports] == [0, 2, 2, 0, 1, 0]
     assert [gathered == 0 for _, gathered, _ in reports] == [False, True, True, False, False, False]
     assert [scattered == 0 for _, _, scattered in reports] == [False, True, True, False, False, False]
+
+
+def cached_after_a_failure(path: str) -> list[str]:
+    planner = RingSavePlanner(enable_plan_caching=True, check_replicas="off")
+
+    class Full(RingWriter):
+        def prepare_global_plan(self, plans: Any) -> Any:
+            raise OSError(28, "no room")
+
+    def save(state: Any, writer: Any) -> str:
+        return failure_of(lambda: dcp.save(state, storage_writer=writer(path), planner=planner))
+
+    one, other = {"a": torch.ones(4)}, {"a": torch.ones(5)}
+    return [save(one, RingWriter), save(other, Full), save(one, RingWriter), save(one, RingWriter)]
+
+
+def test_caching_after_a_save_that_failed(tmp_path: Path) -> None:
+    for results in _distributed.run(2, cached_after_a_failure, str(tmp_path)):
+        assert "no room" in results[1] and results[0] == results[2] == results[3] == ""
 
 
 def coordinator_without_cache(path: str) -> tuple[str, str]:
@@ -354,9 +387,60 @@ def test_each_byte_is_read_once(tmp_path: Path, share: str, hosts: str, times: i
 
 
 def test_handing_on_what_is_converted(tmp_path: Path) -> None:
-    for share in ("host", "all"):
-        results = _distributed.run(4, hand_on, str(tmp_path / share), share, "aabb", torch.bfloat16)
+    """A cast is each rank's own: it reads the tensor itself."""
+    for share, dtype in (
+        ("host", torch.bfloat16),
+        ("all", torch.bfloat16),
+        ("host", torch.float64),
+        ("all", torch.float64),
+    ):
+        results = _distributed.run(4, hand_on, str(tmp_path / f"{share}{dtype}"), share, "aabb", dtype)
         assert all(good for good, *_ in results)
+
+
+def cast_on_one_rank(path: str, share: Any) -> bool:
+    torch.manual_seed(0)
+    state = {"a": torch.randn(1000).bfloat16(), "b": torch.randn(4000), "sparse": torch.eye(3).to_sparse()}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
+    loaded = {"a": torch.zeros(1000), "b": torch.zeros(4000), "sparse": torch.zeros(3, 3).to_sparse()}
+    if dist.get_rank():
+        loaded["a"] = loaded["a"].bfloat16()
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    dcp.load(loaded, storage_reader=RingReader(path), planner=planner)
+    return all(torch.equal(loaded[key].to_dense().float(), state[key].to_dense().float()) for key in state)
+
+
+@pytest.mark.parametrize("share", ("host", "all"))
+def test_handing_on_next_to_casts_and_sparse_tensors(tmp_path: Path, share: str) -> None:
+    assert _distributed.run(3, cast_on_one_rank, str(tmp_path), share) == [True] * 3
+
+
+def early_failure(path: str, share: Any, where: str) -> str:
+    state = {"a": torch.randn(1 << 12), "object": {1, 2}}
+    torch.manual_seed(0)
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
+    if dist.get_rank() == 1 and where == "objects":
+        dcpring._load.Loader._read_objects = lambda *_: (_ for _ in ()).throw(OSError(5, "boom"))  # type: ignore[method-assign]
+    if where == "memory":
+        os.memfd_create = lambda *_: (_ for _ in ()).throw(OSError(24, "boom"))
+    if dist.get_rank() == 1 and where == "map":
+        dcpring._handon.mmap.mmap = lambda *_: (_ for _ in ()).throw(ValueError("too small"))  # type: ignore[assignment]
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    return failure_of(lambda: dcp.load(state, storage_reader=RingReader(path), planner=planner))
+
+
+@pytest.mark.parametrize(
+    ("share", "where"), (("host", "objects"), ("all", "objects"), ("host", "memory"), ("host", "map"))
+)
+def test_a_rank_that_fails_early_leaves_nobody_waiting(tmp_path: Path, share: str, where: str) -> None:
+    try:
+        results = _distributed.run(2, early_failure, str(tmp_path), share, where, timeout=60)
+    finally:
+        _distributed.close()  # what was replaced in these processes goes with them
+    if where == "map":
+        assert results == ["", ""], "every rank reads for itself"
+    else:
+        assert all("boom" in message for message in results)
 
 
 def failing_reader(path: str, share: str, hosts: str) -> str:
@@ -476,6 +560,19 @@ def test_what_dcp_save_returns_after_another_save(tmp_path: Path) -> None:
     assert list(saved.state_dict_metadata) == ["a"], "in this process it is the save's own"
     with pytest.raises(CheckpointError, match="another save has replaced it"):
         _ = pickle.loads(sent).state_dict_metadata
+
+
+def test_tables_of_another_version_are_passed_over(tmp_path: Path) -> None:
+    """The pickle beside them says the same."""
+    dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    file = tmp_path / ".metadata"
+    parts = split_metadata(file.read_bytes(), file)
+    assert parts.trailer is not None
+    tables = bytes(parts.tables).replace(b"DRP\x01", b"DRP\x02")
+    file.write_bytes(join_metadata(bytes(parts.pickled), parts.trailer, tables))
+    loaded = {"a": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner())
+    assert torch.equal(loaded["a"], torch.ones(2))
 
 
 def test_the_report_has_every_phase(tmp_path: Path) -> None:

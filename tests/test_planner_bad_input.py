@@ -233,9 +233,6 @@ def test_calls_in_the_wrong_order_or_of_the_wrong_kind() -> None:
         lambda: table.pickle(_C.Places(2), [b"N"], b"N", b"N", True), lambda: table.pickle(None, [], b"N", b"N", True),
         lambda: table.pickle(None, ["N"], b"N", b"N", True), lambda: _C.Match(table, stored),
         lambda: _C.decode_table(1),
-        lambda: _C.share_out([(1, (0, 1, 2)), (1, 5), (1, 5)], 3), lambda: _C.share_out([5], 3),
-        lambda: _C.share_out([(1, ())], 3), lambda: _C.share_out([(1, (3,))], 3),
-        lambda: _C.share_out([(1, (1, 0))], 3),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises((*ERRORS, IndexError)):

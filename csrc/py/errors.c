@@ -17,20 +17,23 @@ static void describe(const struct dr_error *error, char *out, size_t room) {
         snprintf(out + n, room - (size_t)n, "; %s", cure);
 }
 
+/* The text may end in the middle of a character, where a name was cut. */
 static PyObject *make_exception(struct module_state *state, const struct dr_error *error, const char *message) {
     PyObject *path = PyUnicode_DecodeFSDefault(error->path);
+    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
     PyObject *exception = NULL;
-    if (!path)
-        return NULL;
-    if (error->kind == DR_ERROR_SYSTEM && !*error->path)
-        exception = PyObject_CallFunction(PyExc_OSError, "is", error->err, message);
+    if (!path || !text)
+        ;
+    else if (error->kind == DR_ERROR_SYSTEM && !*error->path)
+        exception = PyObject_CallFunction(PyExc_OSError, "iO", error->err, text);
     else if (error->kind == DR_ERROR_SYSTEM)
-        exception = PyObject_CallFunction(PyExc_OSError, "isO", error->err, message, path);
+        exception = PyObject_CallFunction(PyExc_OSError, "iOO", error->err, text, path);
     else if (error->kind == DR_ERROR_CORRUPT)
-        exception = PyObject_CallFunction(state->corrupt_error, "sOL", message, path, (long long)error->offset);
+        exception = PyObject_CallFunction(state->corrupt_error, "OOL", text, path, (long long)error->offset);
     else
-        exception = PyObject_CallFunction(PyExc_ValueError, "s", message);
-    Py_DECREF(path);
+        exception = PyObject_CallFunctionObjArgs(PyExc_ValueError, text, NULL);
+    Py_XDECREF(path);
+    Py_XDECREF(text);
     return exception;
 }
 

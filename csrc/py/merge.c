@@ -329,85 +329,8 @@ static PyObject *read_answer(PyObject *module, PyObject *args) {
     return list;
 }
 
-/* Shares things out (core's dr_assign): [(bytes, [holders])] -> [owner]. */
-struct shares {
-    struct dr_share *shares;
-    uint32_t *holders;
-    uint64_t *load;
-    Py_ssize_t count;
-};
-
-static int parse_shares(struct shares *s, PyObject *list, unsigned world) {
-    size_t used = 0, total = 0;
-    for (Py_ssize_t i = 0; i < s->count; i++) {
-        PyObject *share = PyList_GetItem(list, i), *holders = PyTuple_Check(share) ? PyTuple_GetItem(share, 1) : NULL;
-        if (!holders || !PyTuple_Check(holders)) {
-            PyErr_SetString(PyExc_TypeError, "a share is a tuple of its bytes and a tuple of its holders");
-            return -1;
-        }
-        total += (size_t)PyTuple_Size(holders);
-    }
-    s->holders = PyMem_Calloc(total + 1, sizeof *s->holders);
-    if (!s->holders) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < s->count; i++) {
-        unsigned long long bytes;
-        PyObject *holders;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KO!", &bytes, &PyTuple_Type, &holders))
-            return -1;
-        s->shares[i] = (struct dr_share){bytes, s->holders + used, (size_t)PyTuple_Size(holders), 0};
-        for (Py_ssize_t h = 0; h < PyTuple_Size(holders); h++) {
-            unsigned long rank = PyLong_AsUnsignedLong(PyTuple_GetItem(holders, h));
-            if (PyErr_Occurred())
-                return -1;
-            if (rank >= world || (h && rank <= s->holders[used - 1])) {
-                PyErr_SetString(PyExc_ValueError, "holders must be ascending ranks");
-                return -1;
-            }
-            s->holders[used++] = (uint32_t)rank;
-        }
-    }
-    return 0;
-}
-
-static PyObject *owners(struct shares *s, unsigned world, struct module_state *state) {
-    struct dr_error error;
-    dr_error_clear(&error);
-    if (dr_assign(s->shares, (size_t)s->count, NULL, s->load, world, &error) < 0)
-        return fail(state, &error);
-    PyObject *list = PyList_New(s->count);
-    for (Py_ssize_t i = 0; list && i < s->count; i++) {
-        PyObject *owner = PyLong_FromUnsignedLong(s->shares[i].owner);
-        if (!owner || PyList_SetItem(list, i, owner) < 0)
-            Py_CLEAR(list);
-    }
-    return list;
-}
-
-static PyObject *share_out(PyObject *module, PyObject *args) {
-    PyObject *list, *result = NULL;
-    unsigned world;
-    if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &list, &world))
-        return NULL;
-    struct shares s = {.count = PyList_Size(list)};
-    s.shares = PyMem_Calloc((size_t)s.count + 1, sizeof *s.shares);
-    s.load = PyMem_Calloc((size_t)world + 1, sizeof *s.load);
-    if (!s.shares || !s.load)
-        PyErr_NoMemory();
-    else if (parse_shares(&s, list, world) == 0)
-        result = owners(&s, world, module_state(module));
-    PyMem_Free(s.shares);
-    PyMem_Free(s.load);
-    PyMem_Free(s.holders);
-    return result;
-}
-
 PyMethodDef merge_methods[] = {
     {"read_answer", read_answer, METH_VARARGS,
      "read_answer(answer, rows of the plan) -> what this rank writes: a row, or (row, first row of the chunk, rows)"},
-    {"share_out", share_out, METH_VARARGS,
-     "share_out([(bytes, ascending ranks that hold it)], world) -> the rank that takes each, evenly"},
     {NULL, NULL, 0, NULL},
 };

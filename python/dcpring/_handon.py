@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ logger = logging.getLogger("dcpring")
 Share = Literal["auto", "host", "all", "off"]
 
 ROUND_BYTES = 64 << 20
-"""How many shared bytes are read before they are handed on. Twice that is shared memory."""
+"""How many shared bytes are read before they are handed on; more where one unit is larger. Twice that is shared."""
 
 _ALIGNMENT = 16
 """Of units in shared memory: that of any element."""
@@ -130,9 +131,18 @@ def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
     units: dict[int, list[Unit]] = {}
     for ranks in together:
         units |= _share_among(ranks, needs, hosts)
-    rounds = max((unit.round + 1 for part in units.values() for unit in part), default=0)
+    rounds = _number_densely(units)
     rooms = {host: _room(units[rank] for rank, other in enumerate(hosts) if other == host) for host in set(hosts)}
     return [Sharing(rounds, hosts.index(host), rooms[host], units[rank]) for rank, host in enumerate(hosts)]
+
+
+def _number_densely(units: dict[int, list[Unit]]) -> int:
+    """A unit that is larger than a round leaves numbers without units: closes the gaps; the number of rounds."""
+    numbers = sorted({unit.round for part in units.values() for unit in part})
+    dense = {number: place for place, number in enumerate(numbers)}
+    for rank, part in units.items():
+        units[rank] = [replace(unit, round=dense[unit.round]) for unit in part]
+    return len(numbers)
 
 
 def _room(parts: Iterable[list[Unit]]) -> int:
@@ -165,51 +175,53 @@ Read = Callable[[set[int]], None]
 
 
 class Exchange:
-    """One rank's part of handing on.
+    """One rank's part of handing on. Either ``run`` or ``fail`` must be called: the other ranks wait for its word.
 
     Args:
         sharing: the coordinator's answer.
         positions: the overlap that each row of the units stands for.
         group: the process group.
-        read: reads overlaps into their tensors.
-        part: the memory that an overlap fills.
         stats: counts what is sent and received.
     """
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        positions: list[int],
-        group: dist.ProcessGroup,
-        read: Read,
-        part: Callable[[int], Tensor],
-        stats: IOStats,
-    ) -> None:
+    def __init__(self, sharing: Sharing, positions: list[int], group: dist.ProcessGroup) -> None:
         self._sharing = sharing
         self._positions = positions
         self._group = group
-        self._read = read
-        self._part = part
-        self._stats = stats
         self._rank = dist.get_rank(group)
+        self._has_spoken = False
 
-    def run(self, positions: set[int]) -> None:
-        """Reads the overlaps at all positions: what is shared in rounds, then the rest."""
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this rank has failed, if they do not know yet: they wait for its first word."""
+        if not self._has_spoken:
+            self._gather(("", _word_of(error)))
+
+    def run(self, positions: set[int], read: Read, part: Callable[[int], Tensor], stats: IOStats) -> None:
+        """Reads the overlaps at all positions: what is shared in rounds, then the rest.
+
+        Args:
+            read: reads overlaps into their tensors.
+            part: the memory that an overlap fills.
+            stats: counts what is sent and received.
+        """
+        self._read, self._part, self._stats = read, part, stats
         memory = self._shared_memory()
         if memory is None:
-            self._read(positions)
+            read(positions)
             return
         units = self._sharing.units
         failure: BaseException | None = None
         for number in range(self._sharing.rounds):
-            part = [unit for unit in units if unit.round == number]
+            now = [unit for unit in units if unit.round == number]
             room = memory[number % 2]
-            failure = failure or self._attempt(self._read_own, part, room)
+            self._begin_transfer()
+            failure = failure or self._attempt(self._read_own, now, room)
+            failure = failure or self._attempt(self._prepare_transfer, now, room)
             self._agree(failure)
-            failure = self._attempt(self._take, part, room)
-            self._transfer(part)
+            self._transfer()
+            failure = self._attempt(self._take, now, room)
         self._agree(failure)  # the memory is used until here
-        self._read(positions - {self._positions[unit.row] for unit in units})
+        read(positions - {self._positions[unit.row] for unit in units})
 
     def _attempt(
         self, action: Callable[[list[Unit], Tensor], None], units: list[Unit], room: Tensor
@@ -221,18 +233,17 @@ class Exchange:
         return None
 
     def _gather(self, word: Any) -> list[Any]:
+        self._has_spoken = True
         words: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(words, word, group=self._group)
         return words
 
     def _agree(self, failure: BaseException | None) -> None:
         """Tells all ranks how the round went; raises on all when it failed on one."""
-        words = self._gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        words = self._gather(None if failure is None else _word_of(failure))
         if failure is not None:
             raise failure
-        failed = [rank for rank, word in enumerate(words) if word is not None]
-        if failed:
-            raise CheckpointError(f"rank {failed[0]} could not read what it was to hand on: {words[failed[0]]}")
+        _raise_first(words)
 
     def _own_part(self, unit: Unit) -> Tensor:
         return self._part(self._positions[unit.row])
@@ -241,14 +252,19 @@ class Exchange:
 
     def _shared_memory(self) -> list[Tensor] | None:
         """Memory for two rounds that all ranks of this host map; None on all ranks where one cannot map it."""
-        sharing, descriptor, path = self._sharing, -1, ""
-        if sharing.room and self._rank == sharing.leader:
-            descriptor = os.memfd_create("dcpring")
-            os.ftruncate(descriptor, 2 * sharing.room)
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        sharing, descriptor, path, failure = self._sharing, -1, "", None
         try:
-            path = self._gather(path)[sharing.leader]
-            memory, problem = _map(path, 2 * sharing.room)
+            if sharing.room and self._rank == sharing.leader:
+                name = f"dcpring-{secrets.token_hex(8)}"
+                descriptor = os.memfd_create(name)
+                os.ftruncate(descriptor, 2 * sharing.room)
+                path = f"/proc/{os.getpid()}/fd/{descriptor} {name}"
+        except OSError as error:
+            failure = _word_of(error)
+        try:
+            words = self._gather((path, failure))
+            _raise_first([word for _, word in words])
+            memory, problem = _map(words[sharing.leader][0], 2 * sharing.room)
             problems = [word for word in self._gather(problem) if word]
         finally:
             if descriptor >= 0:
@@ -281,36 +297,55 @@ class Exchange:
 
     # ---- between hosts ----
 
-    def _transfer(self, units: list[Unit]) -> None:
+    def _begin_transfer(self) -> None:
+        self._operations: list[dist.P2POp] = []
+        self._arriving: list[tuple[Unit, Tensor]] = []
+
+    def _prepare_transfer(self, units: list[Unit], _: Tensor) -> None:
+        """Makes all buffers before the round's word is given: nothing can fail between that and the transfer."""
         device = _device_of(self._group)
-        operations: list[dist.P2POp] = []
-        arriving: list[tuple[Unit, Tensor]] = []
         for unit in units:
             if unit.away and unit.reader == self._rank:
                 data = self._own_part(unit).detach().to(device).contiguous().flatten().view(torch.uint8)
-                operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
+                sends = [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
+                self._operations += sends
                 self._stats.sent_bytes += data.numel() * len(unit.away)
             elif self._rank in unit.away:
                 data = torch.empty(self._own_part(unit).nbytes, dtype=torch.uint8, device=device)
-                operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
-                arriving.append((unit, data))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+                self._operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
+                self._arriving.append((unit, data))
+
+    def _transfer(self) -> None:
+        for work in dist.batch_isend_irecv(self._operations) if self._operations else []:
             work.wait()
-        for unit, data in arriving:
+        for unit, data in self._arriving:
             self._fill(unit, data)
 
 
-def _map(path: str, size: int) -> tuple[Tensor, str]:
-    """The memory at a path, and what went wrong, or ""."""
+def _word_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _raise_first(words: Sequence[str | None]) -> None:
+    failed = [rank for rank, word in enumerate(words) if word is not None]
+    if failed:
+        raise CheckpointError(f"rank {failed[0]} could not read what it was to hand on: {words[failed[0]]}")
+
+
+def _map(word: str, size: int) -> tuple[Tensor, str]:
+    """The memory at a path, if it is that of this name, and what went wrong, or ""."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8), ""
+    path, _, name = word.partition(" ")
     try:
+        if not os.readlink(path).startswith(f"/memfd:{name}"):
+            return torch.empty(0, dtype=torch.uint8), f"{path} is another process's: the ranks' process ids differ"
         descriptor = os.open(path, os.O_RDWR)
         try:
             return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), ""
         finally:
             os.close(descriptor)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return torch.empty(0, dtype=torch.uint8), str(error)
 
 

@@ -6,6 +6,7 @@ from these, and most programs never look at what ``dcp.save`` returns.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Sequence
@@ -59,6 +60,16 @@ class Chunks:
         return metadata
 
 
+_TABLE_MAGIC, _PLACES_MAGIC = b"DRT\x01", b"DRP\x01"
+
+
+def has_known_tables(parts: Parts) -> bool:
+    """Whether a metadata file has tables of this version; the pickle says the same as any."""
+    size = int.from_bytes(parts.tables[:8], "little")
+    magics = bytes(parts.tables[8:12]), bytes(parts.tables[8 + size : 12 + size])
+    return parts.trailer is not None and magics == (_TABLE_MAGIC, _PLACES_MAGIC)
+
+
 class StoredChunks(Chunks):
     """The chunks of a checkpoint that is being read, from the tables in its metadata file.
 
@@ -92,14 +103,18 @@ class _Committed:
     def load(self) -> Metadata:
         if metadata_id(Path(self.path)) != self.identity:
             raise CheckpointError(
-                f"{self.path} is not there any more, or another save has replaced it: what dcp.save returned can only "
-                "be looked at while the checkpoint is there"
+                f"{self.path} cannot be seen from here, is not there any more, or another save has replaced it: what "
+                "dcp.save returned can only be looked at where, and as long as, the checkpoint is there"
             )
         return load_metadata(Path(self.path), trusted=True)[0]
 
 
 class LazyMetadata(Metadata):
-    """A ``Metadata`` that is made from ``source`` at the first look. Pickles as a plain one."""
+    """A ``Metadata`` that is made from ``source`` at the first look.
+
+    Pickled it is a plain one, or, once its checkpoint has been committed, a reference to that: other ranks of the save
+    get it without its millions of chunks.
+    """
 
     def __init__(
         self,
@@ -126,7 +141,7 @@ class LazyMetadata(Metadata):
 
     def note_committed(self, path: Path) -> None:
         """From now on the file stands for this object when it is pickled."""
-        self._committed = _Committed(str(path), metadata_id(path))
+        self._committed = _Committed(str(path.absolute()), metadata_id(path))
 
     def _value(self, name: str) -> Any:
         if name not in self._values:
@@ -134,6 +149,18 @@ class LazyMetadata(Metadata):
             loaded = self._source.load()
             self._values = {key: getattr(loaded, key) for key in _LAZY} | self._values
         return self._values[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+        values = (self.state_dict_metadata, self.planner_data, self.storage_data, self.storage_meta, self.version)
+        return Metadata(*copy.deepcopy(values, memo))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Metadata):
+            return NotImplemented
+        names = (*_LAZY, "storage_meta", "version")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._committed is not None:

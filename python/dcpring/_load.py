@@ -16,7 +16,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
-from dcpring._handon import Exchange, Read
+from dcpring._handon import Exchange
 from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
@@ -131,7 +131,7 @@ class Straight:
         tensors: the same for the core.
         mask: 1 for each overlap that can be read straight into its target.
         positions: of the items that cannot, by id().
-        exchange: makes what hands on between ranks; None: this rank reads all for itself.
+        exchange: hands on between ranks; None: this rank reads all for itself.
     """
 
     items: ReadItems
@@ -140,7 +140,7 @@ class Straight:
     tensors: _C.Tensors
     mask: bytes
     positions: dict[int, int]
-    exchange: Callable[[Read, Callable[[int], Tensor], IOStats], Exchange] | None
+    exchange: Exchange | None
 
 
 class LazyItems(Sequence[ReadItem]):
@@ -217,7 +217,7 @@ class Loader:
         items: ReadItems,
         chunks: Chunks,
         planner: RingLoadPlanner,
-        exchange: Callable[[Read, Callable[[int], Tensor], IOStats], Exchange] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Loads a compact plan: what can be read straight into its tensor never becomes an object of Python."""
         places = chunks.places
@@ -253,7 +253,7 @@ class Loader:
         def part(position: int) -> Tensor:
             return planner.resolve_tensor(straight.items.make(position))
 
-        straight.exchange(read, part, self._stats).run(everything)
+        straight.exchange.run(everything, read, part, self._stats)
 
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):

@@ -116,14 +116,22 @@ def _path_code(path: Path) -> bytes:
     """The number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last."""
     code = bytearray(_varint(len(path)))
     for part in path[:-1]:
-        code += _varint(len(str(part).encode()) << 1 | isinstance(part, int))
+        code += _varint(len(str(part).encode(errors="surrogatepass")) << 1 | isinstance(part, int))
     code += _varint(int(isinstance(path[-1], int)))
     return bytes(code)
 
 
 def path_code(mappings: Mapping[str, Path], name: str) -> bytes:
     """A name's path as the core has it; empty where it has none."""
-    return _path_code(mappings[name]) if name in mappings else b""
+    path = mappings.get(name)
+    if path is None:
+        return b""
+    if ".".join(map(str, path)) != name:
+        raise CheckpointError(
+            f"the key {name!r} has the path {path} in the planner's mappings, which is not what it is made of; "
+            "a planner that renames keys must do so before set_up_planner, or with key_map="
+        )
+    return _path_code(path)
 
 
 def _varint(value: int) -> bytes:
@@ -437,8 +445,9 @@ class SentItems(Sequence[WriteItem]):
 
     def _refuse(self) -> NoReturn:
         raise CheckpointError(
-            "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator plans with another planner; "
-            "pass planner=RingSavePlanner() on all ranks, or on none"
+            "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator looks at its items: it plans "
+            "with another planner, then pass planner=RingSavePlanner() on all ranks, or on none; or a subclass does in "
+            "create_global_plan what it can only do in create_local_plan"
         )
 
     def __len__(self) -> int:

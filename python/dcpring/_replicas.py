@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import io
 import zlib
-from collections.abc import Callable
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -68,37 +68,33 @@ def _bring_here(tensors: list[Tensor], device: torch.device) -> None:
         tensors[index] = part.clone()
 
 
-def object_crc(value: Any) -> int:
-    """A checksum by value: equal objects have equal ones, however they share parts in memory."""
-    crc = 0
+def object_crc(value: Any, depth: int = 0) -> int:
+    """A checksum by value: equal objects have equal ones, however they share parts in memory, and in whatever order.
 
-    def add(data: bytes) -> None:
-        nonlocal crc
-        crc = zlib.crc32(data, crc)
-
-    _walk(value, add)
-    return crc
+    Of what cannot be compared by value only the class counts.
+    """
+    kind = type(value)
+    if depth > 100:
+        return 0
+    if kind in _ATOMS:
+        return _crc(kind, repr(value).encode(errors="surrogatepass"))
+    if kind in (list, tuple):
+        return _crc(kind, *(object_crc(entry, depth + 1).to_bytes(4, "little") for entry in value))
+    if kind in (set, frozenset):
+        return _crc(set, *sorted(object_crc(entry, depth + 1).to_bytes(4, "little") for entry in value))
+    if kind in (dict, OrderedDict):
+        pairs = (object_crc(pair, depth + 1).to_bytes(4, "little") for pair in value.items())
+        return _crc(dict, *sorted(pairs))
+    if kind in PLAIN_TYPES and value.layout == torch.strided and not value.is_meta:
+        return _crc(kind, f"{value.dtype}{list(value.shape)}".encode(), _tensor_crcs([value])[0].to_bytes(4, "little"))
+    return _crc(kind)
 
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
-def _walk(value: Any, add: Callable[[bytes], None], depth: int = 0) -> None:
-    kind = type(value)
-    if kind in _ATOMS:
-        add(f"{kind.__name__}:{value!r};".encode(errors="surrogatepass"))
-    elif kind in (list, tuple) and depth < 100:
-        add(f"{kind.__name__}{len(value)}[".encode())
-        for entry in value:
-            _walk(entry, add, depth + 1)
-    elif kind is dict and depth < 100:
-        add(f"dict{len(value)}[".encode())
-        for key, entry in value.items():
-            _walk(key, add, depth + 1)
-            _walk(entry, add, depth + 1)
-    elif kind in PLAIN_TYPES and value.layout == torch.strided:
-        add(f"{value.dtype}{list(value.shape)}{_tensor_crcs([value])[0]};".encode())
-    else:
-        out = io.BytesIO()
-        torch.save(value, out)
-        add(out.getvalue())
+def _crc(kind: type, *parts: bytes) -> int:
+    crc = zlib.crc32(kind.__qualname__.encode())
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc

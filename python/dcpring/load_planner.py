@@ -6,6 +6,7 @@ objects are only made for storage that asks for them, and nothing is sent to the
 
 from __future__ import annotations
 
+import array
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,18 @@ from dcpring import _C, _handon, _strategy
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
-from dcpring._metadata import collection_paused
-from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Flat, flatten, host_id, make_table, rows_of_stored, rows_to_fill
+from dcpring._metadata import TENSOR, collection_paused
+from dcpring._plan import (
+    BYTES_ROW,
+    PLAIN_TYPES,
+    Flat,
+    decode_properties,
+    flatten,
+    host_id,
+    make_table,
+    rows_of_stored,
+    rows_to_fill,
+)
 from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
@@ -285,12 +296,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
             return values
         return [_memory_of(value) for value in values]
 
-    def exchange(self, plan: RingLoadPlan) -> Any:
-        """Makes what hands on, given how to read; None where every rank reads for itself."""
+    def exchange(self, plan: RingLoadPlan) -> _handon.Exchange | None:
+        """Hands on; None where every rank reads for itself."""
         if plan.sharing is None or self.process_group is None:
             return None
-        group, sharing = self.process_group, plan.sharing
-        return lambda read, part, stats: _handon.Exchange(sharing, plan.positions, group, read, part, stats)
+        return _handon.Exchange(plan.sharing, plan.positions, self.process_group)
 
     # ---- helpers ----
 
@@ -307,10 +317,28 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if group is None or places is None or share == "off" or makes_tensors(self):
             return
         sizes = items.match.sizes()
-        plan.positions = [position for position, size in enumerate(sizes) if size]
+        same = self._same_as_stored(items, places)
+        plan.positions = [position for position, size in enumerate(sizes) if size and same[position]]
         names = [self._unit_name(items, places, position, share) for position in plan.positions]
         units = _handon.units_table(names, [sizes[position] for position in plan.positions])
         plan.needs = _handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
+
+    def _same_as_stored(self, items: ReadItems, places: _C.Places) -> list[bool]:
+        """For each overlap, whether it is a plain tensor that goes into plain memory of the same dtype."""
+        dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
+        targets = self.targets(items.wanted)
+        rows = zip(
+            *(array.array("I", part) for part in (items.match.wanted_rows(), items.match.stored_rows())), strict=True
+        )
+        return [self._is_same(targets[wanted], places, stored, dtypes, items) for wanted, stored in rows]
+
+    def _is_same(
+        self, target: Tensor | None, places: _C.Places, stored: int, dtypes: list[torch.dtype], items: ReadItems
+    ) -> bool:
+        place = places.get(stored)
+        if target is None or target.layout != torch.strided or place is None or place[1] != TENSOR:
+            return False
+        return target.dtype == dtypes[items.stored.row(stored)[5]]
 
     def _share(self) -> _handon.Share:
         if self.share != "auto" or self.process_group is None:
@@ -325,16 +353,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return "host" if remote else "off"
 
     def _unit_name(self, items: ReadItems, places: _C.Places, position: int, share: _handon.Share) -> str:
-        """The same on all ranks that want the same bytes; between hosts, for tensors of the same dtype."""
+        """The same on all ranks that want the same bytes."""
         wanted, stored, _, storage_offsets, lengths = items.match.get(position)
         place = places.get(stored)
         assert place is not None
         name, _, _, dest_offsets, _, _, _ = items.wanted.row(wanted)
         # A rank may want the same bytes twice (tied parameters saved as one): each time is a unit.
         text = f"{place[0]}:{place[2]}:{storage_offsets}{lengths}:{name}{dest_offsets}"
-        if share == "host":
-            return f"{host_id()}:{text}"
-        return f"{text}:{getattr(self.state_dict[name], 'dtype', None)}"
+        return f"{host_id()}:{text}" if share == "host" else text
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
         if self.flatten_state_dict:

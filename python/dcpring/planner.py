@@ -34,6 +34,7 @@ from dcpring._plan import (
     Items,
     LocalMessage,
     RingPlan,
+    SentItems,
     flatten,
     host_id,
     make_table,
@@ -426,6 +427,7 @@ class _Cache:
         if self.skipped:
             self.digest = ""
         self.skipped = digest == self.digest
+        self.digest = digest if self.skipped else ""  # what the coordinator keeps may change: finish() says so
         return self.skipped
 
     def finish(self, sent: _Sent, kept: bytes | None) -> bytes:
@@ -507,7 +509,18 @@ def _messages(plans: list[SavePlan]) -> list[LocalMessage]:
             f"rank {others[0]} does not plan with RingSavePlanner, but the coordinator does; "
             "pass planner=RingSavePlanner() on all ranks, or on none"
         )
+    changed = [rank for rank, plan in enumerate(plans) if _has_other_items(plan)]
+    if changed:
+        raise CheckpointError(
+            f"create_global_plan was given other items for rank {changed[0]} than the rank has planned; "
+            "to change items override create_local_plan"
+        )
     return [plan.sealed() for plan in plans if isinstance(plan, RingPlan)]
+
+
+def _has_other_items(plan: SavePlan) -> bool:
+    sent = isinstance(plan, RingPlan) and isinstance(plan.message, LocalMessage)
+    return sent and not isinstance(plan.items, SentItems)
 
 
 def _describe_difference(name: str, prints: list[tuple[int, int]]) -> str:

@@ -18,7 +18,7 @@ from torch.futures import Future
 from dcpring import _layout
 from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring._key_policy import Casts, LoadPolicy, Unexpected
-from dcpring._lazy import LazyMetadata, StoredChunks
+from dcpring._lazy import LazyMetadata, StoredChunks, has_known_tables
 from dcpring._load import Loader, ObjectCatalog
 from dcpring._metadata import (
     METADATA_NAME,
@@ -118,7 +118,7 @@ class RingReader(FileSystemReader):
 
     def _read_metadata(self, path: Path) -> Metadata:
         parts = split_metadata(path.read_bytes(), path)
-        if parts.tables and parts.trailer is not None:
+        if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
             about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)
             return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
@@ -186,7 +186,13 @@ class RingReader(FileSystemReader):
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
         if chunks is not None and chunks.places is not None and not makes_tensors(planner):
             assert isinstance(planner, RingLoadPlanner)
-            loader.load_matched(plan.items, chunks, planner, planner.exchange(plan))  # type: ignore[arg-type]
+            exchange = planner.exchange(plan)  # type: ignore[arg-type]
+            try:
+                loader.load_matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
+            except BaseException as error:
+                if exchange is not None:
+                    exchange.fail(error)
+                raise
             return
         assert self._metadata is not None
         loader.load(list(plan.items), ObjectCatalog(self._metadata, self.storage_data), planner)

@@ -34,7 +34,6 @@ from dcpring._plan import (
     Items,
     LocalMessage,
     RingPlan,
-    SentItems,
     flatten,
     host_id,
     make_table,
@@ -520,7 +519,7 @@ def _messages(plans: list[SavePlan]) -> list[LocalMessage]:
 
 def _has_other_items(plan: SavePlan) -> bool:
     sent = isinstance(plan, RingPlan) and isinstance(plan.message, LocalMessage)
-    return sent and not isinstance(plan.items, SentItems)
+    return sent and isinstance(plan.items, list) and len(plan.items) > 0
 
 
 def _describe_difference(name: str, prints: list[tuple[int, int]]) -> str:

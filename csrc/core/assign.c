@@ -150,7 +150,7 @@ int dr_assign(struct dr_share *shares, size_t count, const uint8_t *allowed, uin
     struct work work = {shares, count, allowed, load, world, 0};
     uint32_t *order = malloc((count + 1) * sizeof *order);
     if (!order)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     for (size_t i = 0; i < count; i++)
         order[i] = (uint32_t)i;
     qsort_r(order, count, sizeof *order, compare_shares, shares);

@@ -38,7 +38,7 @@ int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, s
     if (!engine || !requests) {
         free(engine);
         free(requests);
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     }
     engine->requests = requests;
     int rc = dr_pool_init(&engine->pool, depth, buffer_size, error);

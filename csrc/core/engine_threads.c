@@ -100,7 +100,7 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     unsigned depth = engine->pool.count;
     struct threads *threads = calloc(1, sizeof *threads);
     if (!threads)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     pthread_mutex_init(&threads->lock, NULL);
     pthread_cond_init(&threads->todo_changed, NULL);
     pthread_condattr_t monotonic;

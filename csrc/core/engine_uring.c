@@ -35,7 +35,7 @@ static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *po
 static int uring_open(struct dr_engine *engine, struct dr_error *error) {
     struct uring *uring = calloc(1, sizeof *uring);
     if (!uring)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     int rc = dr_sys.uring_init(engine->pool.count, &uring->ring);
     if (rc < 0) {
         free(uring);

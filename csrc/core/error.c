@@ -29,6 +29,8 @@ int dr_error_system(struct dr_error *error, int err, const char *op, const char 
     return -err;
 }
 
+int dr_error_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
+
 int dr_error_io(struct dr_error *error, int err, const char *op, const char *path, int64_t offset, int64_t length) {
     if (begin(error, DR_ERROR_SYSTEM, err, op, path)) {
         error->offset = offset;

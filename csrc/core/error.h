@@ -42,6 +42,7 @@ int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, i
 int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 int dr_error_cancelled(struct dr_error *error);
+int dr_error_memory(struct dr_error *error); /* malloc returned NULL */
 
 /* Names the file concerned, unless one is named already. */
 void dr_error_at(struct dr_error *error, const char *path);

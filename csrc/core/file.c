@@ -253,7 +253,7 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
 int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     char *at = strdup(path);
     if (!at)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     int rc = dr_sys.file_system(at, out);
     while (rc == -ENOENT) {
         char *slash = strrchr(at, '/');

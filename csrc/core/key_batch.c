@@ -88,7 +88,7 @@ static char *chunk_room(struct dr_key_batch *batch, size_t size, struct dr_error
         size_t room = size > CHUNK_BYTES ? size : CHUNK_BYTES;
         chunk = malloc(sizeof *chunk + room);
         if (!chunk) {
-            dr_error_system(error, ENOMEM, "malloc", NULL);
+            dr_error_memory(error);
             return NULL;
         }
         *chunk = (struct dr_key_chunk){.next = batch->chunks, .room = room};

@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 void dr_match_destroy(struct dr_match *match) {
     free(match->overlaps);
     free(match->dims);
@@ -25,7 +23,7 @@ static int sort_by_name(struct by_name *by, const struct dr_table *table, struct
     by->start = calloc(table->name_count + 3, sizeof *by->start);
     by->rows = malloc((table->count + 1) * sizeof *by->rows);
     if (!by->start || !by->rows)
-        return no_memory(error);
+        return dr_error_memory(error);
     uint64_t *cursor = by->start + 1;
     for (size_t i = 0; i < table->count; i++)
         cursor[table->rows[i].name + 1]++;
@@ -62,7 +60,7 @@ static int make_room(struct dr_match *match, size_t ints, struct dr_error *error
         size_t room = 2 * match->room + 256;
         struct dr_overlap *grown = realloc(match->overlaps, room * sizeof *grown);
         if (!grown)
-            return no_memory(error);
+            return dr_error_memory(error);
         match->overlaps = grown;
         match->room = room;
     }
@@ -70,17 +68,16 @@ static int make_room(struct dr_match *match, size_t ints, struct dr_error *error
         size_t room = 2 * match->dims_room + ints + 1024;
         int64_t *grown = realloc(match->dims, room * sizeof *grown);
         if (!grown)
-            return no_memory(error);
+            return dr_error_memory(error);
         match->dims = grown;
         match->dims_room = room;
     }
     return 0;
 }
 
-static int add(struct dr_match *match, uint32_t wanted, uint32_t stored, size_t ints) {
+static void add(struct dr_match *match, uint32_t wanted, uint32_t stored, size_t ints) {
     match->overlaps[match->count++] = (struct dr_overlap){wanted, stored, match->dims_count};
     match->dims_count += ints;
-    return 0;
 }
 
 static double volume(const int64_t *lengths, int ndim) {
@@ -172,14 +169,16 @@ static int match_row(const struct context *c, uint32_t row, uint32_t *guess, str
     if (stored_tensor)
         return wrong_kind(c, row, error);
     int rc = make_room(c->match, 0, error);
-    return rc ? rc : add(c->match, row, stored[0], 0);
+    if (!rc)
+        add(c->match, row, stored[0], 0);
+    return rc;
 }
 
 int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct dr_table *stored,
              struct dr_error *error) {
     *match = (struct dr_match){.missing = calloc(wanted->count + 1, sizeof(uint32_t))};
     struct context context = {match, wanted, stored, {0}};
-    int rc = match->missing ? sort_by_name(&context.by, stored, error) : no_memory(error);
+    int rc = match->missing ? sort_by_name(&context.by, stored, error) : dr_error_memory(error);
     uint32_t guess = 0;
     for (size_t i = 0; rc == 0 && i < wanted->count; i++)
         if (wanted->rows[i].type != DR_ROW_NAME)

@@ -6,14 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 int dr_merge_init(struct dr_merge *merge, uint32_t world, struct dr_error *error) {
     *merge = (struct dr_merge){.world = world};
     dr_table_init(&merge->groups);
     merge->rank_rows = calloc((size_t)world + 1, sizeof *merge->rank_rows);
     merge->sums = calloc((size_t)world + 1, sizeof *merge->sums);
-    return merge->rank_rows && merge->sums ? 0 : no_memory(error);
+    return merge->rank_rows && merge->sums ? 0 : dr_error_memory(error);
 }
 
 void dr_merge_destroy(struct dr_merge *merge) {
@@ -64,7 +62,7 @@ static int grow_slots(struct dr_merge *merge, struct dr_error *error) {
     size_t count = merge->slot_count ? 2 * merge->slot_count : 1024;
     uint32_t *slots = calloc(count, sizeof *slots);
     if (!slots)
-        return no_memory(error);
+        return dr_error_memory(error);
     free(merge->group_slots);
     merge->group_slots = slots;
     merge->slot_count = count;
@@ -124,7 +122,7 @@ static int note_first(struct dr_merge *merge, uint32_t name, uint32_t group, str
         size_t room = 2 * (size_t)name + 256;
         uint32_t *grown = realloc(merge->name_first, room * sizeof *grown);
         if (!grown)
-            return no_memory(error);
+            return dr_error_memory(error);
         for (size_t i = merge->name_first_room; i < room; i++)
             grown[i] = DR_NO_GROUP;
         merge->name_first = grown;
@@ -202,7 +200,7 @@ static int make_room(struct dr_merge *merge, size_t more, bool prints, struct dr
         size_t room = merge->row_room * 2 > merge->row_count + more ? merge->row_room * 2 : merge->row_count + more;
         uint32_t *grown = realloc(merge->row_group, (room + 1) * sizeof *grown);
         if (!grown)
-            return no_memory(error);
+            return dr_error_memory(error);
         merge->row_group = grown;
         merge->row_room = room;
     }
@@ -210,7 +208,7 @@ static int make_room(struct dr_merge *merge, size_t more, bool prints, struct dr
         return 0;
     uint32_t *grown = realloc(merge->row_print, (merge->row_room + 1) * sizeof *grown);
     if (!grown)
-        return no_memory(error);
+        return dr_error_memory(error);
     memset(grown + merge->print_room, 0, (merge->row_room + 1 - merge->print_room) * sizeof *grown);
     merge->row_print = grown;
     merge->print_room = merge->row_room;
@@ -221,7 +219,7 @@ static int global_properties(struct dr_merge *merge, const struct dr_cursor *cur
                              struct dr_error *error) {
     *out = malloc((cursor->property_count + 1) * sizeof **out);
     if (!*out)
-        return no_memory(error);
+        return dr_error_memory(error);
     int rc = 0;
     for (size_t i = 0; rc == 0 && i < cursor->property_count; i++)
         rc = dr_table_properties(&merge->groups, &cursor->properties[i], &(*out)[i], error);
@@ -291,7 +289,7 @@ int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first
     if (!merge->tied) {
         merge->tied = malloc((merge->groups.count + 1) * sizeof *merge->tied);
         if (!merge->tied)
-            return no_memory(error);
+            return dr_error_memory(error);
         for (size_t g = 0; g < merge->groups.count; g++)
             merge->tied[g] = DR_NO_GROUP;
     }

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 struct span {
     uint64_t from, to;
 };
@@ -52,7 +50,7 @@ int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffe
     for (size_t i = 0; i < count; i++)
         if (groups[i] != DR_NO_GROUP)
             answer_pieces(merge, rank, i, groups[i], out);
-    return out->failed ? no_memory(error) : 0;
+    return out->failed ? dr_error_memory(error) : 0;
 }
 
 static int bad_answer(struct dr_error *error) {
@@ -95,7 +93,7 @@ int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, 
     *count = 0;
     *out = malloc((merge->sums[rank].items + 1) * sizeof **out);
     if (!*out)
-        return no_memory(error);
+        return dr_error_memory(error);
     for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
         uint32_t group = merge->row_group[i];
         struct span span = group == DR_NO_GROUP ? (struct span){0, 0} : pieces_of(merge, group);

@@ -10,8 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 /* What an object counts as: its size is not known before it is pickled. */
 enum { OBJECT_BYTES = 512 };
 
@@ -113,7 +111,7 @@ static int allow_cover(const struct dr_merge *merge, const struct dr_assignment 
         .gain = calloc((size_t)merge->world + 1, sizeof(uint64_t)),
         .limit = assignment->strategy == DR_PER_HOST ? merge->world : assignment->limit,
     };
-    int rc = cover.excluded && cover.covered && cover.gain ? cover_all(&cover, error) : no_memory(error);
+    int rc = cover.excluded && cover.covered && cover.gain ? cover_all(&cover, error) : dr_error_memory(error);
     free(cover.excluded);
     free(cover.covered);
     free(cover.gain);
@@ -142,7 +140,7 @@ static int add_piece(struct dr_merge *merge, const struct dr_piece *piece, struc
         size_t room = 2 * merge->piece_room + merge->groups.count + 16;
         struct dr_piece *grown = realloc(merge->pieces, room * sizeof *grown);
         if (!grown)
-            return no_memory(error);
+            return dr_error_memory(error);
         merge->pieces = grown;
         merge->piece_room = room;
     }
@@ -191,7 +189,7 @@ static int make_pieces(struct dr_merge *merge, const struct dr_assignment *assig
     merge->group_pieces = calloc(count + 2, sizeof *merge->group_pieces);
     merge->order_of = calloc(count + 1, sizeof *merge->order_of);
     if (!merge->group_pieces || !merge->order_of)
-        return no_memory(error);
+        return dr_error_memory(error);
     merge->piece_count = 0;
     for (size_t i = 0; i < count; i++) {
         uint32_t group = merge->order[i];
@@ -261,7 +259,7 @@ static void follow_tied(struct dr_merge *merge) {
 static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_error *error) {
     struct dr_share *shares = calloc(merge->piece_count + 1, sizeof *shares);
     uint64_t *load = calloc((size_t)merge->world + 1, sizeof *load);
-    int rc = shares && load ? 0 : no_memory(error);
+    int rc = shares && load ? 0 : dr_error_memory(error);
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++) {
         uint32_t group = merge->pieces[p].group;
         shares[p] = (struct dr_share){
@@ -331,7 +329,7 @@ static void join_pieces(struct dr_merge *merge) {
 
 int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignment, struct dr_error *error) {
     uint8_t *allowed = calloc((size_t)merge->world + 1, 1);
-    int rc = allowed ? allow(merge, assignment, allowed, error) : no_memory(error);
+    int rc = allowed ? allow(merge, assignment, allowed, error) : dr_error_memory(error);
     if (!rc)
         rc = make_pieces(merge, assignment, error);
     if (!rc)

@@ -17,8 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 static int name_width(const struct dr_name *name) { return (int)(name->size < 120 ? name->size : 120); }
 
 /* ---- holders ---- */
@@ -59,7 +57,7 @@ static int find_holders(struct dr_merge *merge, struct dr_error *error) {
     free(merge->holders);
     merge->holder_start = calloc(count + 3, sizeof *merge->holder_start);
     merge->holders = malloc((merge->row_count + 1) * sizeof *merge->holders);
-    int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : no_memory(error);
+    int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : dr_error_memory(error);
     free(last);
     if (rc) { /* half sorted */
         free(merge->holder_start);
@@ -100,7 +98,7 @@ static int sort_groups(struct dr_merge *merge, struct dr_error *error) {
     uint64_t *start = calloc(names + 2, sizeof *start);
     if (!merge->order || !start) {
         free(start);
-        return no_memory(error);
+        return dr_error_memory(error);
     }
     for (size_t g = 0; g < count; g++)
         start[merge->groups.rows[g].name + 1]++;
@@ -254,7 +252,7 @@ static int find_overlap(const struct run *run, struct dr_error *error) {
     uint32_t *sorted = malloc(run->count * sizeof *sorted);
     int rc = 0;
     if (!scratch || !sorted) {
-        rc = no_memory(error);
+        rc = dr_error_memory(error);
     } else {
         struct sweep along = {t, sweep_dimension(run, scratch)};
         memcpy(sorted, run->groups, run->count * sizeof *sorted);
@@ -349,7 +347,7 @@ int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_er
     *out = calloc(merge->groups.count + 1, 1);
     if (!prints || !*out) {
         free(prints);
-        return no_memory(error);
+        return dr_error_memory(error);
     }
     for (size_t i = 0; merge->row_print && i < merge->row_count; i++) {
         uint32_t group = merge->row_group[i], print = merge->row_print[i];

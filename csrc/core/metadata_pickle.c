@@ -418,7 +418,7 @@ static int metadata(struct pickler *p, struct dr_error *error) {
 static int check_runs(const struct dr_table *table, struct dr_error *error) {
     uint8_t *seen = calloc(table->name_count + 1, 1);
     if (!seen)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     int rc = 0;
     for (size_t from = 0; rc == 0 && from < table->count; from = run_end(table, from)) {
         uint32_t index = table->rows[from].name;
@@ -435,10 +435,10 @@ int dr_metadata_pickle(const struct dr_table *table, const struct dr_places *pla
     *out = (struct dr_buffer){0};
     struct pickler p = {out, table, places, parts, calloc(table->name_count + 1, 1),
                         calloc((places ? places->files.name_count : 0) + 1, 1)};
-    int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_system(error, ENOMEM, "malloc", NULL);
+    int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_memory(error);
     if (!rc)
         rc = metadata(&p, error);
     free(p.seen);
     free(p.seen_files);
-    return !rc && out->failed ? dr_error_system(error, ENOMEM, "malloc", NULL) : rc;
+    return !rc && out->failed ? dr_error_memory(error) : rc;
 }

@@ -8,16 +8,14 @@
 #include <string.h>
 
 static const char magic[4] = {'D', 'R', 'P', 1};
-enum { HEADER_BYTES = 8, KIND_BITS = 2 };
-
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
+enum { KIND_BITS = 2 };
 
 int dr_places_init(struct dr_places *places, size_t count, struct dr_error *error) {
     *places = (struct dr_places){.count = count};
     dr_table_init(&places->files);
     places->places = calloc(count + 1, sizeof *places->places);
     if (!places->places)
-        return no_memory(error);
+        return dr_error_memory(error);
     for (size_t i = 0; i < count; i++)
         places->places[i].kind = DR_PLACE_NONE;
     return 0;
@@ -42,7 +40,7 @@ int dr_places_set(struct dr_places *places, size_t index, const struct dr_place 
     at->crcs = places->crcs.size;
     if (crcs)
         dr_buffer_put(&places->crcs, crcs, 4 * dr_crc_count(place->payload_offset, place->payload_size));
-    return places->crcs.failed ? no_memory(error) : 0;
+    return places->crcs.failed ? dr_error_memory(error) : 0;
 }
 
 const uint8_t *dr_place_crcs(const struct dr_places *places, const struct dr_place *place) {
@@ -68,9 +66,7 @@ static void encode_place(struct dr_buffer *out, const struct dr_places *places, 
 }
 
 int dr_places_encode(const struct dr_places *places, struct dr_buffer *out, struct dr_error *error) {
-    *out = (struct dr_buffer){0};
-    dr_buffer_put(out, magic, sizeof magic);
-    dr_buffer_put(out, (uint8_t[4]){0}, 4);
+    dr_buffer_begin(out, magic);
     dr_buffer_varint(out, places->files.name_count);
     for (uint32_t i = 0; i < places->files.name_count; i++) {
         dr_buffer_varint(out, places->files.names[i].size);
@@ -79,12 +75,7 @@ int dr_places_encode(const struct dr_places *places, struct dr_buffer *out, stru
     dr_buffer_varint(out, places->count);
     for (size_t i = 0; i < places->count; i++)
         encode_place(out, places, &places->places[i]);
-    if (out->failed)
-        return no_memory(error);
-    uint32_t crc = dr_crc32(0, out->data + HEADER_BYTES, out->size - HEADER_BYTES);
-    for (int i = 0; i < 4; i++)
-        out->data[4 + i] = (uint8_t)(crc >> 8 * i);
-    return 0;
+    return dr_buffer_seal(out, error);
 }
 
 static int garbled(struct dr_error *error, const char *what) {
@@ -131,14 +122,11 @@ static int decode_place(struct dr_places *places, size_t index, struct dr_bytes 
 }
 
 int dr_places_decode(struct dr_places *places, const void *data, size_t size, struct dr_error *error) {
-    const uint8_t *at = data;
     *places = (struct dr_places){0};
-    if (size < HEADER_BYTES || memcmp(at, magic, sizeof magic) != 0)
-        return garbled(error, "no header; or another version of dcpring made it");
-    uint32_t crc = at[4] | (uint32_t)at[5] << 8 | (uint32_t)at[6] << 16 | (uint32_t)at[7] << 24;
-    if (crc != dr_crc32(0, at + HEADER_BYTES, size - HEADER_BYTES))
-        return garbled(error, "its CRC-32 does not match");
-    struct dr_bytes bytes = {at + HEADER_BYTES, at + size, false};
+    struct dr_bytes bytes;
+    const char *problem = dr_bytes_open(&bytes, data, size, magic);
+    if (problem)
+        return garbled(error, problem);
     int rc = decode_files(places, &bytes, error);
     if (rc)
         return rc;

@@ -19,8 +19,6 @@ void dr_table_destroy(struct dr_table *table) {
     dr_table_init(table);
 }
 
-static int no_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
-
 /* Makes room for `more` elements behind `count`. */
 static int grow(void *array_pointer, size_t count, size_t *room, size_t more, size_t element, struct dr_error *error) {
     if (*room - count >= more)
@@ -30,7 +28,7 @@ static int grow(void *array_pointer, size_t count, size_t *room, size_t more, si
     size_t wanted = *room * 2 > count + more ? *room * 2 : count + more + 16;
     void *grown = wanted <= SIZE_MAX / element ? realloc(old, wanted * element) : NULL;
     if (!grown)
-        return no_memory(error);
+        return dr_error_memory(error);
     memcpy(array_pointer, &grown, sizeof grown);
     *room = wanted;
     return 0;
@@ -79,7 +77,7 @@ static int grow_slots(struct dr_table *table, struct dr_error *error) {
     size_t count = table->slot_count ? 2 * table->slot_count : 64;
     uint32_t *slots = calloc(count, sizeof *slots);
     if (!slots)
-        return no_memory(error);
+        return dr_error_memory(error);
     free(table->name_slots);
     table->name_slots = slots;
     table->slot_count = count;
@@ -131,13 +129,13 @@ int dr_table_properties(struct dr_table *table, const struct dr_properties *prop
     struct dr_properties *grown =
         realloc(table->properties, (table->property_count + 1) * sizeof *table->properties);
     if (!grown)
-        return no_memory(error);
+        return dr_error_memory(error);
     table->properties = grown;
     struct dr_properties *added = &grown[table->property_count];
     *added = *properties;
     added->encoding = malloc((size_t)properties->size + 1);
     if (!added->encoding)
-        return no_memory(error);
+        return dr_error_memory(error);
     memcpy(added->encoding, properties->encoding, properties->size);
     *out = (uint16_t)table->property_count++;
     return 0;

@@ -121,12 +121,21 @@ void dr_buffer_byte(struct dr_buffer *buffer, uint8_t byte);
 void dr_buffer_varint(struct dr_buffer *buffer, uint64_t value);
 void dr_buffer_destroy(struct dr_buffer *buffer);
 
+/*
+ * What is encoded begins with four bytes that tell its kind and version, and a CRC-32 of what follows.
+ * dr_buffer_begin makes room for that, dr_buffer_seal fills it in; dr_bytes_open checks it, and says what is wrong,
+ * or NULL.
+ */
+void dr_buffer_begin(struct dr_buffer *buffer, const char magic[4]);
+int dr_buffer_seal(struct dr_buffer *buffer, struct dr_error *error);
+
 /* Bytes being taken apart. `bad` once something did not fit; every later read gives 0. */
 struct dr_bytes {
     const uint8_t *at, *end;
     bool bad;
 };
 
+const char *dr_bytes_open(struct dr_bytes *bytes, const void *data, size_t size, const char magic[4]);
 uint64_t dr_bytes_varint(struct dr_bytes *bytes);
 /* A varint that must be at most `most`. */
 uint64_t dr_bytes_limited(struct dr_bytes *bytes, uint64_t most);

@@ -56,7 +56,33 @@ void dr_buffer_destroy(struct dr_buffer *buffer) {
     *buffer = (struct dr_buffer){0};
 }
 
+void dr_buffer_begin(struct dr_buffer *buffer, const char kind[4]) {
+    *buffer = (struct dr_buffer){0};
+    dr_buffer_put(buffer, kind, 4);
+    dr_buffer_put(buffer, (uint8_t[4]){0}, 4);
+}
+
+int dr_buffer_seal(struct dr_buffer *buffer, struct dr_error *error) {
+    if (buffer->failed)
+        return dr_error_memory(error);
+    uint32_t crc = dr_crc32(0, buffer->data + HEADER_BYTES, buffer->size - HEADER_BYTES);
+    for (int i = 0; i < 4; i++)
+        buffer->data[4 + i] = (uint8_t)(crc >> 8 * i);
+    return 0;
+}
+
 /* ---- bytes in ---- */
+
+const char *dr_bytes_open(struct dr_bytes *bytes, const void *data, size_t size, const char kind[4]) {
+    const uint8_t *at = data;
+    if (size < HEADER_BYTES || memcmp(at, kind, 4) != 0)
+        return "no header; or another version of dcpring made it";
+    uint32_t crc = at[4] | (uint32_t)at[5] << 8 | (uint32_t)at[6] << 16 | (uint32_t)at[7] << 24;
+    if (crc != dr_crc32(0, at + HEADER_BYTES, size - HEADER_BYTES))
+        return "its CRC-32 does not match";
+    *bytes = (struct dr_bytes){at + HEADER_BYTES, at + size, false};
+    return NULL;
+}
 
 uint64_t dr_bytes_varint(struct dr_bytes *bytes) {
     uint64_t value = 0;
@@ -181,19 +207,12 @@ static void encode_row(struct dr_buffer *out, const struct dr_table *table, size
 }
 
 int dr_table_encode(const struct dr_table *table, struct dr_buffer *out, struct dr_error *error) {
-    *out = (struct dr_buffer){0};
-    dr_buffer_put(out, magic, sizeof magic);
-    dr_buffer_put(out, (uint8_t[4]){0}, 4);
+    dr_buffer_begin(out, magic);
     encode_properties(out, table);
     dr_buffer_varint(out, table->count);
     for (size_t i = 0; i < table->count; i++)
         encode_row(out, table, i);
-    if (out->failed)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
-    uint32_t crc = dr_crc32(0, out->data + HEADER_BYTES, out->size - HEADER_BYTES);
-    for (int i = 0; i < 4; i++)
-        out->data[4 + i] = (uint8_t)(crc >> 8 * i);
-    return 0;
+    return dr_buffer_seal(out, error);
 }
 
 /* ---- decoding ---- */
@@ -209,7 +228,7 @@ static int decode_properties(struct dr_cursor *cursor, struct dr_error *error) {
         return garbled(error, "properties");
     cursor->properties = calloc(count + 1, sizeof *cursor->properties);
     if (!cursor->properties)
-        return dr_error_system(error, ENOMEM, "malloc", NULL);
+        return dr_error_memory(error);
     cursor->property_count = count;
     for (size_t i = 0; i < count; i++) {
         struct dr_properties *p = &cursor->properties[i];
@@ -228,13 +247,9 @@ enum { MOST_TEXT_PER_BYTE = 1024, TEXT_ALLOWANCE = 16 << 20 };
 
 int dr_cursor_open(struct dr_cursor *cursor, const void *data, size_t size, struct dr_error *error) {
     *cursor = (struct dr_cursor){0};
-    const uint8_t *at = data;
-    if (size < HEADER_BYTES || memcmp(at, magic, sizeof magic) != 0)
-        return garbled(error, "no header; or another version of dcpring made it");
-    uint32_t crc = at[4] | (uint32_t)at[5] << 8 | (uint32_t)at[6] << 16 | (uint32_t)at[7] << 24;
-    if (crc != dr_crc32(0, at + HEADER_BYTES, size - HEADER_BYTES))
-        return garbled(error, "its CRC-32 does not match");
-    cursor->bytes = (struct dr_bytes){at + HEADER_BYTES, at + size, false};
+    const char *problem = dr_bytes_open(&cursor->bytes, data, size, magic);
+    if (problem)
+        return garbled(error, problem);
     cursor->text_left = (uint64_t)size * MOST_TEXT_PER_BYTE + TEXT_ALLOWANCE;
     int rc = decode_properties(cursor, error);
     if (rc)
@@ -260,7 +275,7 @@ static int decode_name(struct dr_cursor *cursor, struct dr_error *error) {
         size_t room = 2 * (shared + more) + 64;
         char *grown = realloc(cursor->name, room);
         if (!grown)
-            return dr_error_system(error, ENOMEM, "malloc", NULL);
+            return dr_error_memory(error);
         cursor->name = grown;
         cursor->name_room = room;
     }

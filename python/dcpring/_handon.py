@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring._plan import TENSOR_ROW
+from dcpring._strategy import BALANCED
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 
@@ -41,8 +42,6 @@ ROUND_BYTES = 64 << 20
 
 _ALIGNMENT = 16
 """Of units in shared memory: that of any element."""
-
-_BALANCED = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _share_among(ranks: list[int], needs: Sequence[Needs], hosts: list[str]) -> 
     for rank in ranks:
         merge.add(needs[rank].units, b"")
     merge.check(False)
-    merge.assign(_BALANCED, 0, bytes(4 * len(ranks)), 1)
+    merge.assign(BALANCED, 0, bytes(4 * len(ranks)), 1)
     result: dict[int, list[Unit]] = {}
     for rank, rows in zip(ranks, merge.shared(), strict=True):
         units = []
@@ -181,7 +180,6 @@ class Exchange:
         sharing: the coordinator's answer.
         positions: the overlap that each row of the units stands for.
         group: the process group.
-        stats: counts what is sent and received.
     """
 
     def __init__(self, sharing: Sharing, positions: list[int], group: dist.ProcessGroup) -> None:

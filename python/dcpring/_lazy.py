@@ -139,9 +139,9 @@ class LazyMetadata(Metadata):
         """The tables, as long as nobody has looked at, or changed, what they stand for."""
         return self._source if isinstance(self._source, Chunks) and not self._values else None
 
-    def note_committed(self, path: Path) -> None:
+    def note_committed(self, path: Path, identity: str) -> None:
         """From now on the file stands for this object when it is pickled."""
-        self._committed = _Committed(str(path.absolute()), metadata_id(path))
+        self._committed = _Committed(str(path.absolute()), identity)
 
     def _value(self, name: str) -> Any:
         if name not in self._values:

@@ -33,7 +33,7 @@ from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
-from dcpring._save import Placed, storage_info
+from dcpring._save import Placed, is_lazy_view, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats
@@ -127,6 +127,7 @@ class Straight:
     """A compact plan being read.
 
     Attributes:
+        files: all that the places name, in their order.
         targets: where each wanted row goes; stand-ins for what is not plain memory.
         tensors: the same for the core.
         mask: 1 for each overlap that can be read straight into its target.
@@ -136,6 +137,7 @@ class Straight:
 
     items: ReadItems
     places: _C.Places
+    files: list[str]
     targets: list[Tensor]
     tensors: _C.Tensors
     mask: bytes
@@ -223,8 +225,7 @@ class Loader:
         places = chunks.places
         assert places is not None
         targets = [
-            _NOT_PLAIN if tensor is None or _is_lazy_view(tensor) else tensor
-            for tensor in planner.targets(items.wanted)
+            _NOT_PLAIN if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
         ]
         tensors = _C.Tensors(targets)
         mask = _C.straight(items.match, places, tensors)
@@ -233,7 +234,14 @@ class Loader:
         catalog = TableCatalog({item.storage_index: rows[position] for position, item in rest.items()}, chunks)
         self._stats.files = len(items.match.file_bytes(places))
         straight = Straight(
-            items, places, targets, tensors, mask, {id(item): at for at, item in rest.items()}, exchange
+            items,
+            places,
+            list(places.file_sizes()),
+            targets,
+            tensors,
+            mask,
+            {id(item): at for at, item in rest.items()},
+            exchange,
         )
         self.load(list(rest.values()), catalog, planner, straight)
 
@@ -258,7 +266,7 @@ class Loader:
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
             return
-        match, files = straight.items.match, list(straight.places.file_sizes())
+        match, files = straight.items.match, straight.files
         try:
             stats = _C.load_matched(self._path, files, match, straight.places, straight.tensors, mask, self._options)
         except _CORE_ERRORS as error:
@@ -554,11 +562,6 @@ class Loader:
 
 _NOT_PLAIN = torch.empty(0)
 """Stands in for tensors that the core must not look at."""
-
-
-def _is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are not the values: a conjugate or negative view."""
-    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:

@@ -333,6 +333,11 @@ def metadata_id(path: Path) -> str:
         data = path.read_bytes()
     except FileNotFoundError:
         return ""
+    return id_of(data)
+
+
+def id_of(data: bytes) -> str:
+    """The ``metadata_id`` of a file that holds these bytes."""
     return f"{zlib.crc32(data):08x}-{len(data)}"
 
 

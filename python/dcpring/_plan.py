@@ -206,6 +206,12 @@ def _row(
     return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
 
 
+def _row_of_tensor(tensor: Tensor) -> Row:
+    """A tensor whose dtype or layout the core does not know."""
+    zeros = (0,) * tensor.dim()
+    return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), TensorProperties.create_from_tensor(tensor), 0)
+
+
 class Describer:
     """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one.
 
@@ -217,11 +223,6 @@ class Describer:
     def __init__(self, rows_of: Callable[[str, Any], list[Row]]) -> None:
         self._rows_of = rows_of
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def plain(self, tensor: Tensor) -> Row:
-        """A tensor whose dtype or layout the core does not know."""
-        zeros = (0,) * tensor.dim()
-        return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), TensorProperties.create_from_tensor(tensor), 0)
 
     def value(self, name: str, value: Any) -> Any:
         """A value of a state dict as ``_C.make_table`` takes it: a tensor, a row, rows, None or ..."""
@@ -275,7 +276,7 @@ def rows_of_stored(metadata: Metadata) -> _C.Table:
         else:
             values.append(None)
     names = list(metadata.state_dict_metadata)
-    return _C.make_table(names, None, values, bytes(len(names)), Describer(rows_to_fill).plain)
+    return _C.make_table(names, None, values, bytes(len(names)), _row_of_tensor)
 
 
 def make_table(
@@ -291,10 +292,10 @@ def make_table(
     ]
     flags = _flags(originals)
     if hashed is not None:
-        _mark_hashed(names, originals, values, flags, hashed)
+        _mark_hashed(originals, values, flags, hashed)
     codes = flat.codes if flat.mappings else None
     try:
-        return _C.make_table(names, codes, values, bytes(flags), describer.plain)
+        return _C.make_table(names, codes, values, bytes(flags), _row_of_tensor)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"the key {error.object!r} cannot be written as UTF-8; rename it") from error
 
@@ -311,9 +312,7 @@ def _flags(values: list[Any]) -> bytearray:
     return flags
 
 
-def _mark_hashed(
-    names: list[str], originals: list[Any], values: list[Any], flags: bytearray, hashed: Callable[[Any], bool]
-) -> None:
+def _mark_hashed(originals: list[Any], values: list[Any], flags: bytearray, hashed: Callable[[Any], bool]) -> None:
     for index, (original, value) in enumerate(zip(originals, values, strict=True)):
         if value is ... or isinstance(value, list) or not hashed(original):
             continue
@@ -338,29 +337,41 @@ def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | No
     if sum(len(part) if part else 1 for part in rows.values()) != len(items):
         raise CheckpointError("a plan names an object twice, or an object and a tensor alike; give each its own key")
     values: list[Any] = [rows[name] for name in names]
-    return _C.make_table(names, codes, values, bytes(len(names)), Describer(rows_to_write).plain)
+    return _C.make_table(names, codes, values, bytes(len(names)), _row_of_tensor)
 
 
 def tied_rows(flat: Flat, table: _C.Table) -> tuple[tuple[int, int], ...]:
     """Pairs of rows of whole tensors that are the same memory, the later first."""
     names = table.names()
-    local = [flat.values[name] for name in names]
-    tensors = {row: value._local_tensor if isinstance(value, DTensor) else value for row, value in enumerate(local)}
-    known = {row: value for row, value in tensors.items() if type(value) in PLAIN_TYPES and _has_memory(value)}
-    pointers = [value.data_ptr() for value in known.values()]
+    tensors = {row: memory_of(flat.values[name]) for row, name in enumerate(names)}
+    known = {row: tensor for row, tensor in tensors.items() if tensor is not None and _has_memory(tensor)}
+    return tuple(same_memory(known).items())
+
+
+def memory_of(value: Any) -> Tensor | None:
+    """The plain tensor of which a value is made on this rank; None where there is none."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    return local if type(local) in PLAIN_TYPES else None
+
+
+def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
+    """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
+    pointers = [tensor.data_ptr() for tensor in tensors.values()]
     if len(set(pointers)) == len(pointers):
-        return ()
-    first: dict[Any, int] = {}
-    ties: list[tuple[int, int]] = []
-    for pointer, (row, value) in zip(pointers, known.items(), strict=True):
-        earlier = first.setdefault((pointer, value.device, value.dtype, value.shape, value.stride()), row)
-        if earlier != row:
-            ties.append((row, earlier))
-    return tuple(ties)
+        return {}
+    first: dict[tuple[Any, ...], int] = {}
+    same: dict[int, int] = {}
+    for pointer, (index, tensor) in zip(pointers, tensors.items(), strict=True):
+        if tensor.numel() == 0:
+            continue
+        look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if (earlier := first.setdefault((pointer, *look), index)) != index:
+            same[index] = earlier
+    return same
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 # ---- items ----

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcpring import _C
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
-from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Items
+from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Items, same_memory
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
@@ -223,7 +223,8 @@ class FileSave:
             return
         tensors = self._checked(positions, self._source.resolve(positions))
         handles, kinds = handles_and_kinds(tensors)
-        if same := _same_memory(tensors, kinds):
+        in_memory = {index: tensors[index] for index, kind in enumerate(kinds) if kind != _OTHER}
+        if same := same_memory(in_memory):
             self._write_once(file, positions, tensors, same)
         else:
             self._write_distinct(file, positions, tensors, handles, kinds)
@@ -350,22 +351,9 @@ class FileSave:
 _PLAIN, _DEVICE, _OTHER = 0, 1, 2
 
 
-def _same_memory(tensors: list[Tensor], kinds: Sequence[int]) -> dict[int, int]:
-    """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
-    known = [index for index, kind in enumerate(kinds) if kind != _OTHER]
-    pointers = [tensors[index].data_ptr() for index in known]
-    if len(set(pointers)) == len(pointers):
-        return {}
-    first: dict[tuple[Any, ...], int] = {}
-    same: dict[int, int] = {}
-    for index, pointer in zip(known, pointers, strict=True):
-        tensor = tensors[index]
-        if tensor.numel() == 0:
-            continue
-        look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if (earlier := first.setdefault((pointer, *look), index)) != index:
-            same[index] = earlier
-    return same
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are not the values: a conjugate or negative view."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
@@ -374,7 +362,7 @@ def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
     """
     other = [index for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES]
     for index, tensor in enumerate(tensors):
-        if (tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())) and tensor.device.type == "cpu":
+        if is_lazy_view(tensor) and tensor.device.type == "cpu":
             tensors[index] = tensor.resolve_conj().resolve_neg()
     if not other:
         handles = _C.Tensors(tensors)

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict as dcp_
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
-from torch.distributed.tensor import DTensor
 
 from dcpring import _C, _handon, _strategy
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
@@ -38,6 +37,7 @@ from dcpring._plan import (
     flatten,
     host_id,
     make_table,
+    memory_of,
     rows_of_stored,
     rows_to_fill,
 )
@@ -294,7 +294,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         values = [self.state_dict[name] for name in wanted.names()]
         if set(map(type, values)) <= set(PLAIN_TYPES):
             return values
-        return [_memory_of(value) for value in values]
+        return [memory_of(value) for value in values]
 
     def exchange(self, plan: RingLoadPlan) -> _handon.Exchange | None:
         """Hands on; None where every rank reads for itself."""
@@ -403,14 +403,6 @@ def makes_tensors(planner: LoadPlanner) -> bool:
 def _chunks_of(metadata: Metadata) -> Chunks:
     chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
     return chunks or Chunks(rows_of_stored(metadata), False)
-
-
-def _memory_of(value: Any) -> Tensor | None:
-    if type(value) in PLAIN_TYPES:
-        return value
-    if isinstance(value, DTensor) and type(value._local_tensor) in PLAIN_TYPES:
-        return value._local_tensor
-    return None
 
 
 def _is_meta(value: Any) -> bool:

@@ -27,6 +27,7 @@ from dcpring._metadata import (
     METADATA_NAME,
     Trailer,
     collection_paused,
+    id_of,
     join_metadata,
     metadata_id,
     pickle_metadata,
@@ -225,7 +226,7 @@ class RingWriter(FileSystemWriter):
             sizes, data = self._from_objects(metadata, results)
         self._commit(sizes, data, table)
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
-            metadata.note_committed(self._directory / METADATA_NAME)
+            metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
         self._plans = []
         planner, self._planner = self._planner, None
         if planner is not None and all(isinstance(part, Results) for part in results):

@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
-DEV_PACKAGES := setuptools wheel numpy pytest rich matplotlib ruff mypy torchao==0.18.0 torchdata
+DEV_PACKAGES := setuptools wheel numpy pytest rich shtab safetensors matplotlib ruff mypy torchao==0.18.0 torchdata
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
@@ -89,7 +89,7 @@ asan: setup build/.test-system
 	@rm -rf build/asan && mkdir -p build/asan
 	@DCPRING_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \
 	  $(PY) setup.py -q build_ext --build-lib build/asan --build-temp build/asan/tmp
-	@cp -r python/dcpring/*.py build/asan/dcpring/
+	@cp -r python/dcpring/*.py python/dcpring/cli build/asan/dcpring/
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan DCPRING_SANITIZED=1 $(PYTEST) tests
 

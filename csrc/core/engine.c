@@ -67,9 +67,25 @@ int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struc
     int rc = engine->ops->submit(engine, request, error);
     if (rc < 0)
         return rc;
+    if (request->begin == 0)
+        request->begin = dr_watch_now(engine->watch);
     request->state = DR_IN_FLIGHT;
     engine->in_flight++;
     return 0;
+}
+
+/* Tells the watch of a request that is complete. */
+static void note(const struct dr_engine *engine, const struct dr_request *request) {
+    dr_watch_count(engine->watch, request->needed);
+    dr_watch_note(engine->watch, (struct dr_span){
+                                     .begin = request->begin,
+                                     .offset = (uint64_t)request->offset,
+                                     .size = request->needed,
+                                     .step = request->op == DR_READ ? DR_STEP_READ : DR_STEP_WRITE,
+                                     .file = request->file,
+                                     .worker = engine->worker,
+                                     .slot = request->buffer,
+                                 });
 }
 
 static int fail(const struct dr_request *request, int err, struct dr_error *error) {
@@ -130,9 +146,11 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     rc = advance(request, result, error);
     if (rc == 0)
         return dr_engine_submit(engine, request, error);
-    if (rc == 1)
-        *done = request;
-    return rc < 0 ? rc : 0;
+    if (rc < 0)
+        return rc;
+    note(engine, request);
+    *done = request;
+    return 0;
 }
 
 void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {

@@ -19,6 +19,7 @@
 
 #include "error.h"
 #include "pool.h"
+#include "watch.h"
 
 enum dr_op { DR_READ, DR_WRITE };
 
@@ -37,6 +38,8 @@ struct dr_request {
     int64_t offset;
     const char *path; /* for errors; the caller's, must outlive the request */
     unsigned retries;
+    uint32_t file;  /* for the watch */
+    uint64_t begin; /* when it was first submitted, for the watch */
     void *user;
 };
 
@@ -59,6 +62,8 @@ struct dr_engine {
     struct dr_pool pool;
     struct dr_request *requests; /* one per buffer */
     unsigned in_flight;
+    struct dr_watch *watch; /* the caller's; NULL: none */
+    unsigned worker;        /* whose engine this is, for the watch */
     void *method; /* the method's own state */
 };
 

@@ -82,7 +82,7 @@ static bool is_same_payload(const struct checked *checked, const struct dr_read 
 
 /* Checks, or notes for dr_load_plan's final check, every CRC block of the payload that touches [lo, hi) and is here. */
 static int check_crcs(const struct load *load, const struct dr_load_block *block, const uint8_t *data, uint64_t lo,
-                      uint64_t hi, size_t index, struct checked *checked, struct dr_error *error) {
+                      uint64_t hi, size_t index, struct checked *checked, uint64_t *crc_ns, struct dr_error *error) {
     const struct dr_read *read = &load->plan.reads[index];
     uint32_t *sums = load->plan.sums ? load->plan.sums[index] : NULL;
     if (!load->options->checksum || (!read->crcs && !sums))
@@ -97,7 +97,7 @@ static int check_crcs(const struct load *load, const struct dr_load_block *block
         if (from < block->lo || to > block->hi)
             continue;
         checked->count = i + 1;
-        uint32_t crc = dr_crc32(0, data + (from - block->lo), to - from);
+        uint32_t crc = dr_watch_crc32(load->options->watch, crc_ns, 0, data + (from - block->lo), to - from);
         if (sums)
             sums[i] = crc;
         else if (crc != stored_crc(read, i))
@@ -116,8 +116,8 @@ static void scatter(struct dr_read *read, const struct dr_load_block *block, con
     __atomic_store_n(&read->touched, true, __ATOMIC_RELAXED);
 }
 
-static int use_block(struct load *load, const struct dr_load_block *block, const uint8_t *data,
-                     struct dr_error *error) {
+static int use_extents(struct load *load, const struct dr_load_block *block, const uint8_t *data, uint64_t *crc_ns,
+                       struct dr_error *error) {
     const struct dr_load_plan *plan = &load->plan;
     struct checked checked = {.payload_offset = UINT64_MAX};
     for (size_t i = block->first_extent; i < plan->extent_count; i++) {
@@ -128,12 +128,22 @@ static int use_block(struct load *load, const struct dr_load_block *block, const
         uint64_t hi = extent->hi < block->hi ? extent->hi : block->hi;
         if (lo >= hi)
             continue;
-        int rc = check_crcs(load, block, data, lo, hi, extent->read, &checked, error);
+        int rc = check_crcs(load, block, data, lo, hi, extent->read, &checked, crc_ns, error);
         if (rc < 0)
             return rc;
         scatter(&plan->reads[extent->read], block, data, lo, hi);
     }
     return 0;
+}
+
+static int use_block(struct load *load, unsigned worker, const struct dr_load_block *block, const uint8_t *data,
+                     struct dr_error *error) {
+    struct dr_watch *watch = load->options->watch;
+    struct dr_span span = {.begin = dr_watch_now(watch), .offset = block->lo, .size = block->hi - block->lo,
+                           .step = DR_STEP_USE, .file = (uint32_t)block->file, .worker = worker};
+    int rc = use_extents(load, block, data, &span.crc, error);
+    dr_watch_note(watch, span);
+    return rc;
 }
 
 /* ---- the two ways to read a block ---- */
@@ -153,10 +163,14 @@ static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
  * A block that the page cache holds, one CRC block at a time: the buffer then stays in the processor's cache between
  * the three passes over it. 1 when it was used up, 0 when it must be read the other way (which also reports errors).
  */
-static int read_cached(struct load *load, const struct dr_load_block *block, uint8_t *buffer, struct dr_error *error) {
+static int read_cached(struct load *load, unsigned worker, const struct dr_load_block *block, uint8_t *buffer,
+                       struct dr_error *error) {
     const struct dr_load_file *file = &load->plan.files[block->file];
     if (!is_cached(file, block))
         return 0;
+    struct dr_watch *watch = load->options->watch;
+    struct dr_span span = {.begin = dr_watch_now(watch), .offset = block->lo, .size = block->hi - block->lo,
+                           .step = DR_STEP_READ, .file = (uint32_t)block->file, .worker = worker};
     struct dr_load_block part = *block;
     for (part.lo = block->lo; part.lo < block->hi; part.lo = part.hi) {
         part.hi = dr_align_down(part.lo, DR_CRC_BLOCK) + DR_CRC_BLOCK;
@@ -164,12 +178,14 @@ static int read_cached(struct load *load, const struct dr_load_block *block, uin
             part.hi = block->hi;
         if (!read_all(file->buffered_fd, buffer, part.lo, part.hi))
             return 0;
-        int rc = use_block(load, &part, buffer, error);
+        int rc = use_block(load, worker, &part, buffer, error);
         if (rc < 0)
             return rc;
     }
     atomic_fetch_add(&load->bytes, block->hi - block->lo);
     atomic_fetch_add(&load->cached_bytes, block->hi - block->lo);
+    dr_watch_count(watch, block->hi - block->lo);
+    dr_watch_note(watch, span);
     return 1;
 }
 
@@ -186,6 +202,7 @@ static int submit_block(struct load *load, struct dr_engine *engine, struct dr_r
     request->needed = (uint32_t)size;
     request->path = file->path;
     request->user = (void *)(uintptr_t)block;
+    request->file = (uint32_t)block->file;
     atomic_fetch_add(&load->bytes, size);
     if (direct)
         atomic_store(&load->direct, true);
@@ -199,7 +216,7 @@ static int start_block(struct load *load, struct dr_engine *engine, struct dr_re
                        const struct dr_load_block *block, struct dr_error *error) {
     int rc = open_file(load, &load->plan.files[block->file], error);
     if (rc == 0)
-        rc = read_cached(load, block, request->data, error);
+        rc = read_cached(load, engine->worker, block, request->data, error);
     if (rc == 0)
         return submit_block(load, engine, request, block, error);
     dr_engine_release(engine, request);
@@ -238,7 +255,7 @@ static int read_blocks(struct load *load, struct dr_engine *engine, struct dr_er
         if (!done)
             continue;
         const struct dr_load_block *block = done->user;
-        rc = use_block(load, block, done->data, error);
+        rc = use_block(load, engine->worker, block, done->data, error);
         dr_engine_release(engine, done);
         close_block(load, block);
         if (rc < 0)
@@ -248,12 +265,13 @@ static int read_blocks(struct load *load, struct dr_engine *engine, struct dr_er
 }
 
 static int work(void *context, unsigned index, struct dr_error *error) {
-    (void)index;
     struct load *load = context;
     struct dr_engine *engine = NULL;
     int rc = dr_engine_open(&engine, load->options->engine, load->depth, load->options->block_size, error);
     if (rc < 0)
         return rc;
+    engine->watch = load->options->watch;
+    engine->worker = index;
     atomic_store(&load->engine, engine->ops->name);
     rc = read_blocks(load, engine, error);
     dr_engine_close(engine);

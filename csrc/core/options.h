@@ -2,6 +2,8 @@
 #ifndef DCPRING_OPTIONS_H
 #define DCPRING_OPTIONS_H
 
+#include "watch.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -15,6 +17,7 @@ struct dr_options {
     unsigned workers;
     bool checksum;
     bool sync;
+    struct dr_watch *watch; /* NULL: nobody looks */
 };
 
 #endif

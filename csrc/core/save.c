@@ -59,14 +59,14 @@ static int pour(struct window *window, struct dr_engine *engine, struct dr_error
         if (start >= window->end)
             break;
         if (end > window->end) {
-            dr_save_window_fill(window, start, window->end, window->carry_out);
+            dr_save_window_fill(window, engine->worker, start, window->end, window->carry_out);
             break;
         }
         struct dr_request *request;
         int rc = take(&window->crew, engine, &request, error);
         if (rc < 0)
             return rc;
-        if (!request || !dr_save_window_fill(window, start, end, request->data))
+        if (!request || !dr_save_window_fill(window, engine->worker, start, end, request->data))
             return 0;
         rc = put_out(w, engine, request, start, block_size, error);
         if (rc < 0)
@@ -100,6 +100,8 @@ static int open_engines(struct dr_writer *w, unsigned count, struct dr_error *er
                                 w->options.block_size, error);
         if (rc < 0)
             return rc;
+        w->engines[w->engine_count]->watch = w->options.watch;
+        w->engines[w->engine_count]->worker = w->engine_count;
         w->engine_count++;
     }
     return 0;
@@ -189,7 +191,9 @@ static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error 
         return rc;
     w->direct = rc;
     /* Where the file system cannot preallocate the file just grows; a full disk is known at once where it can. */
+    struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = size_hint, .step = DR_STEP_ALLOCATE};
     rc = size_hint ? dr_sys.fallocate(w->fd, (off_t)dr_align_up(size_hint, DR_ALIGNMENT)) : 0;
+    dr_watch_note(w->options.watch, span);
     if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
         return dr_error_io(error, -rc, "fallocate", w->path, 0, (int64_t)size_hint);
     return 0;
@@ -236,12 +240,15 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
 }
 
 static int make_durable(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {
+    struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = w->position, .step = DR_STEP_SYNC};
     int rc = dr_sys.ftruncate(w->fd, (off_t)w->position);
     if (rc < 0)
         return dr_error_system(error, -rc, "ftruncate", w->path);
     if (!w->options.sync)
         return 0;
-    return dr_file_sync(w->fd, w->path, control, error);
+    rc = dr_file_sync(w->fd, w->path, control, error);
+    dr_watch_note(w->options.watch, span);
+    return rc;
 }
 
 int dr_writer_finish(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {

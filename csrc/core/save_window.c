@@ -127,7 +127,8 @@ static void gather(const struct piece *p, const struct dr_region *region, uint64
         memcpy(out, (const uint8_t *)p->source->data + (from - p->data), to - from);
 }
 
-static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
+static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
+                      uint64_t *crc_ns) {
     uint64_t from, to;
     const struct dr_source *s = p->source;
     if (!overlap(p->data, s->size, lo, hi, &from, &to))
@@ -139,7 +140,7 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
     bool at_once = s->strides && region.ndim > 1;
     if (at_once)
         gather(p, &region, from, to, block + (from - lo));
-    bool checksum = window->writer->options.checksum;
+    const struct dr_options *options = &window->writer->options;
     uint64_t first_block = p->payload / DR_CRC_BLOCK;
     for (uint64_t at = from, next; at < to; at = next) {
         next = dr_align_down(at, STEP) + STEP;
@@ -148,9 +149,9 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
         uint8_t *out = block + (at - lo);
         if (!at_once)
             gather(p, s->strides ? &region : NULL, at, next, out);
-        if (checksum) {
+        if (options->checksum) {
             uint32_t *crc = &p->crcs[at / DR_CRC_BLOCK - first_block];
-            *crc = dr_crc32(*crc, out, next - at);
+            *crc = dr_watch_crc32(options->watch, crc_ns, *crc, out, next - at);
         }
     }
     if (atomic_fetch_sub(&p->unsummed, to - from) == to - from)
@@ -188,7 +189,7 @@ static size_t find_piece(const struct window *window, uint64_t position) {
     return lo;
 }
 
-bool dr_save_window_fill(struct window *window, uint64_t start, uint64_t end, uint8_t *block) {
+static bool fill(struct window *window, uint64_t start, uint64_t end, uint8_t *block, uint64_t *crc_ns) {
     const struct dr_writer *w = window->writer;
     uint64_t lo = start;
     if (start < window->begin) {
@@ -199,10 +200,19 @@ bool dr_save_window_fill(struct window *window, uint64_t start, uint64_t end, ui
     size_t first = find_piece(window, lo);
     for (size_t i = first; i < window->count && window->pieces[i].begin < end; i++) {
         fill_head(&window->pieces[i], lo, end, block);
-        fill_data(window, &window->pieces[i], lo, end, block);
+        fill_data(window, &window->pieces[i], lo, end, block, crc_ns);
     }
     for (size_t i = first; i < window->count && window->pieces[i].begin < end; i++)
         if (!fill_tail(window, &window->pieces[i], lo, end, block))
             return false;
     return true;
+}
+
+bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block) {
+    struct dr_watch *watch = window->writer->options.watch;
+    struct dr_span span = {.begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL,
+                           .worker = worker};
+    bool filled = fill(window, start, end, block, &span.crc);
+    dr_watch_note(watch, span);
+    return filled;
 }

@@ -51,7 +51,10 @@ struct window {
 /* Gives each source its place behind the writer's position. What it has allocated by a failure is freed with the rest. */
 int dr_save_window_init(struct window *window, const struct dr_source *sources, size_t count, struct dr_error *error);
 
-/* Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the crew was stopped. */
-bool dr_save_window_fill(struct window *window, uint64_t start, uint64_t end, uint8_t *block);
+/*
+ * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the crew was stopped. `worker`
+ * is who does it, for the watch.
+ */
+bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block);
 
 #endif

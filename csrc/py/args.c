@@ -3,12 +3,13 @@
 
 #include "../core/crc.h"
 
-int parse_options(PyObject *tuple, struct dr_options *options) {
+int parse_options(struct module_state *state, PyObject *tuple, struct dr_options *options) {
     int direct, checksum, sync;
     unsigned depth, workers;
     Py_ssize_t block_size;
-    if (!PyArg_ParseTuple(tuple, "siInIpp;options", &options->engine, &direct, &depth, &block_size, &workers,
-                          &checksum, &sync))
+    PyObject *watch;
+    if (!PyArg_ParseTuple(tuple, "siInIppO;options", &options->engine, &direct, &depth, &block_size, &workers,
+                          &checksum, &sync, &watch))
         return -1;
     if (direct < DR_DIRECT_OFF || direct > DR_DIRECT_AUTO || workers < 1 || workers > DR_MAX_WORKERS || depth < 1 ||
         depth > 4096 || block_size < (Py_ssize_t)DR_CRC_BLOCK || block_size > ((Py_ssize_t)1 << 30) ||
@@ -22,7 +23,7 @@ int parse_options(PyObject *tuple, struct dr_options *options) {
     options->workers = workers;
     options->checksum = checksum;
     options->sync = sync;
-    return 0;
+    return parse_watch(state, watch, &options->watch);
 }
 
 int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count) {

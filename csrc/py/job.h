@@ -16,7 +16,7 @@ struct job {
     int64_t *ints; /* sizes, offsets and lengths of all reads */
 };
 
-int job_init(struct job *job, PyObject *names, PyObject *options, Py_ssize_t count);
+int job_init(struct job *job, struct module_state *state, PyObject *names, PyObject *options, Py_ssize_t count);
 /* Loads, without the GIL; (bytes, cached_bytes, engine, direct). */
 PyObject *job_run(struct module_state *state, const char *directory, struct job *job);
 void job_free(struct job *job);

@@ -295,7 +295,7 @@ static PyObject *load_matched(PyObject *module, PyObject *args) {
     if ((size_t)mask_size != p.match->core.count)
         return PyErr_Format(PyExc_ValueError, "a mask of the wrong length");
     struct job job = {0};
-    if (job_init(&job, files, options, mask_size) == 0 && describe_reads(&p, mask, &job) == 0)
+    if (job_init(&job, module_state(module), files, options, mask_size) == 0 && describe_reads(&p, mask, &job) == 0)
         result = job_run(state, directory, &job);
     job_free(&job);
     return result;

@@ -12,7 +12,7 @@ static PyMethodDef *const all_methods[] = {
     key_methods,
 };
 
-enum { TYPES = 6 };
+enum { TYPES = 7 };
 
 struct type_entry {
     const char *name;
@@ -27,6 +27,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[3] = (struct type_entry){"Places", &places_spec, &state->places_type};
     out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
     out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
+    out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
 }
 
 static int add_types(PyObject *module) {

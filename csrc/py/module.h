@@ -23,7 +23,7 @@
 struct module_state {
     PyObject *corrupt_error;   /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles;   /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
-    PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type;
+    PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type, *watch_type;
     struct torch_shim torch;
 };
 
@@ -36,8 +36,8 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error);
 
 /* ---- args.c ---- */
 
-/* (engine, direct, queue_depth, block_size, workers, checksum, sync); borrows the engine's name from the tuple. */
-int parse_options(PyObject *tuple, struct dr_options *options);
+/* (engine, direct, queue_depth, block_size, workers, checksum, sync, watch); borrows the name and the watch from it. */
+int parse_options(struct module_state *state, PyObject *tuple, struct dr_options *options);
 
 /* Reads a tuple of `count` ints (a torch.Size, say). */
 int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count);
@@ -53,9 +53,14 @@ struct gil {
 void gil_release(struct gil *gil);
 void gil_take(struct gil *gil);
 
+/* ---- watch.c ---- */
+
+/* The core's side of a Watch, borrowed; NULL for None. */
+int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **out);
+
 /* ---- one per exposed part ---- */
 
-extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec;
+extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec, watch_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];

@@ -13,9 +13,9 @@ void job_free(struct job *job) {
     PyMem_Free(job->ints);
 }
 
-int job_init(struct job *job, PyObject *names, PyObject *options, Py_ssize_t count) {
+int job_init(struct job *job, struct module_state *state, PyObject *names, PyObject *options, Py_ssize_t count) {
     *job = (struct job){.count = count};
-    if (parse_options(options, &job->options) < 0 || !(job->names = parse_names(names, &job->name_count)))
+    if (parse_options(state, options, &job->options) < 0 || !(job->names = parse_names(names, &job->name_count)))
         return -1;
     job->reads = PyMem_Calloc((size_t)count + 1, sizeof *job->reads);
     if (!job->reads) {
@@ -161,7 +161,7 @@ static PyObject *load(PyObject *module, PyObject *args) {
     Py_ssize_t count = PyList_Size(items);
     if (PyList_Size(tensors) != count)
         return PyErr_Format(PyExc_ValueError, "%zd items, but %zd tensors", count, PyList_Size(tensors));
-    if (job_init(&job, names, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
+    if (job_init(&job, state, names, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
         parse_reads(&job, items) == 0)
         result = job_run(state, directory, &job);
     job_free(&job);
@@ -211,9 +211,10 @@ static PyObject *load_bytes(PyObject *module, PyObject *args) {
     PyObject *names, *items, *options, *list = NULL, *stats = NULL;
     if (!PyArg_ParseTuple(args, "sOO!O!", &directory, &names, &PyList_Type, &items, &PyTuple_Type, &options))
         return NULL;
+    struct module_state *state = module_state(module);
     struct job job = {0};
-    if (job_init(&job, names, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
-        stats = job_run(module_state(module), directory, &job);
+    if (job_init(&job, state, names, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
+        stats = job_run(state, directory, &job);
     job_free(&job);
     PyObject *result = stats ? PyTuple_Pack(2, list, stats) : NULL;
     Py_XDECREF(list);

@@ -9,7 +9,8 @@
 struct writer {
     PyObject_HEAD
     struct dr_writer *core;
-    bool busy; /* a call is under way, with the GIL released */
+    PyObject *watch; /* which the core writes to, or None */
+    bool busy;       /* a call is under way, with the GIL released */
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
@@ -32,11 +33,12 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct dr_options options;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssKO!", names, &directory, &name, &size_hint, &PyTuple_Type,
                                      &tuple) ||
-        parse_options(tuple, &options) < 0)
+        parse_options(PyType_GetModuleState(type), tuple, &options) < 0)
         return NULL;
     struct writer *self = (struct writer *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
+    self->watch = Py_NewRef(PyTuple_GetItem(tuple, PyTuple_Size(tuple) - 1));
     /* The core keeps the engine's name: let it be one that lives for ever. */
     options.engine = strcmp(options.engine, "uring") == 0     ? "uring"
                      : strcmp(options.engine, "threads") == 0 ? "threads"
@@ -66,6 +68,7 @@ static void close_core(struct writer *self) {
 static void writer_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     close_core((struct writer *)object);
+    Py_XDECREF(((struct writer *)object)->watch);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);

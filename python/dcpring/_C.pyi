@@ -12,14 +12,20 @@ KEY_PLAIN: int
 KEY_WRAPPED: int
 KEY_ORIGINAL: int
 
-# engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum, sync
-_Options = tuple[str, int, int, int, int, bool, bool]
+# engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum, sync, watch
+_Options = tuple[str, int, int, int, int, bool, bool, "Watch | None"]
+# step (see csrc/core/watch.h), begin and end (ns of the monotonic clock), offset, size, ns of CRC, file, worker, slot
+_Span = tuple[int, int, int, int, int, int, int, int, int]
 # offset, length, payload_offset, payload_size, crcs (little-endian uint32 per CRC block)
 _Placed = tuple[int, int, int, int, bytes]
 # bytes, cached_bytes, engine, direct
 _LoadStats = tuple[int, int, str, bool]
 # file, payload_offset, payload_size, crcs, whole crc, chunk sizes, slice offsets, slice lengths
 _Read = tuple[int, int, int, bytes | None, int | None, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+class Watch:
+    def __new__(cls, counter: Any, room: int, /) -> Watch: ...
+    def take(self) -> tuple[list[_Span], int]: ...
 
 class FileWriter:
     def __new__(cls, directory: str, name: str, size_hint: int, options: _Options) -> FileWriter: ...

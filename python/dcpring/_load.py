@@ -521,7 +521,7 @@ class Loader:
         boxes = (
             (item, source, target, offsets, lengths)
             for (item, source), target in zip(chunk, targets, strict=True)
-            for offsets, lengths in _split(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
+            for offsets, lengths in split_box(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
         )
         for window in _windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
             hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
@@ -596,7 +596,7 @@ def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
     return _numel(pair[0].lengths) * pair[1].dtype.itemsize
 
 
-def _split(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Boxes (offsets, lengths) of at most ``limit`` elements that make up a box, cut along the outermost axes."""
     if _numel(lengths) <= max(limit, 1) or not lengths:
         yield (0,) * len(lengths), lengths
@@ -605,7 +605,7 @@ def _split(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ..
     rows = limit // inner
     if rows == 0:
         for row in range(lengths[0]):
-            for offsets, sizes in _split(lengths[1:], limit):
+            for offsets, sizes in split_box(lengths[1:], limit):
                 yield (row, *offsets), (1, *sizes)
         return
     for start in range(0, lengths[0], rows):

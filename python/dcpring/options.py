@@ -47,10 +47,12 @@ class IOOptions:
         if self.block_size_bytes % _C.CRC_BLOCK_BYTES:
             raise ValueError(f"block_size_bytes={self.block_size_bytes}: must be a multiple of 1 MiB")
 
-    def for_core(self, sync: bool) -> tuple[str, int, int, int, int, bool, bool]:
+    def for_core(
+        self, sync: bool, watch: _C.Watch | None = None
+    ) -> tuple[str, int, int, int, int, bool, bool, _C.Watch | None]:
         """The tuple that dcpring._C takes."""
         direct = _DIRECT_CODES[self.direct]
-        return (self.engine, direct, self.queue_depth, self.block_size_bytes, self.workers, self.checksum, sync)
+        return (self.engine, direct, self.queue_depth, self.block_size_bytes, self.workers, self.checksum, sync, watch)
 
 
 def _check_range(name: str, value: int, most: int) -> None:

@@ -18,15 +18,18 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns, the first aligned to the left and the others to the right."""
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] | None = None) -> str:
+    """Columns of plain text; those of ``right``, or else all but the first, are aligned to the right."""
+    to_right = set(range(1, len(header)) if right is None else right)
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
-        "  ".join(text.ljust(width) if column == 0 else text.rjust(width) for column, (text, width) in enumerate(pairs))
+        "  ".join(
+            text.rjust(width) if column in to_right else text.ljust(width) for column, (text, width) in enumerate(pairs)
+        ).rstrip()
         for pairs in (list(zip(row, widths, strict=True)) for row in cells)
     ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 
 @dataclass

@@ -1,0 +1,362 @@
+"""A checkpoint looked at from outside, without a state dict: what is in it, where it lies, and any part of it.
+
+Whoever wrote it, its entries look the same here. Nothing in it is believed: metadata goes through the restricted
+unpickler, and parts are read by the Loader, with all its checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcpring import _layout
+from dcpring._lazy import StoredChunks, has_known_tables
+from dcpring._load import Loader
+from dcpring._metadata import METADATA_NAME, OPAQUE, Trailer, collection_paused, ring_info, split_metadata
+from dcpring._metadata import unpickle_metadata as unpickle
+from dcpring._plan import BYTES_ROW, decode_properties
+from dcpring._save import Placed, storage_info
+from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.options import IOOptions, IOStats
+
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
+
+_MOST_NAMED = 8
+
+
+class Record(NamedTuple):
+    """One stored chunk of a tensor, or an object.
+
+    Attributes:
+        offsets: of the chunk in the tensor, in elements; () for an object.
+        lengths: of the chunk, in elements; () for an object.
+        place: where it is stored. ``kind`` is OPAQUE for what stock wrote, and then no payload is known.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    place: Placed
+
+
+class Entry(NamedTuple):
+    """A key of a checkpoint.
+
+    Attributes:
+        key: its name.
+        shape: of the tensor, in elements; None for an object.
+        dtype: of the tensor; None for an object.
+        records: its chunks, or the object.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    records: Sequence[Record]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements; of an object those of its record."""
+        if self.shape is None or self.dtype is None:
+            return sum(record.place.length for record in self.records)
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a data file, by its name; None for other names."""
+    match = _RANK_OF_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass
+class Contents(Mapping[str, Entry]):
+    """The entries of a checkpoint, by key, in the order of its metadata.
+
+    Attributes:
+        directory: of the checkpoint.
+        path: its metadata file.
+        trailer: what dcpring noted there; None where stock wrote it.
+        version: of DCP's format; "" where the file does not say.
+        options: how parts are read.
+        trusted: whether objects are unpickled whatever they hold.
+        stats: what has been read so far.
+    """
+
+    directory: Path
+    path: Path
+    trailer: Trailer | None
+    version: str
+    entries: dict[str, Entry]
+    options: IOOptions = field(default_factory=IOOptions)
+    trusted: bool = False
+    stats: IOStats = field(default_factory=IOStats)
+
+    def __getitem__(self, key: str) -> Entry:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def writer(self) -> str:
+        """Who wrote the metadata: "dcpring" or "stock"."""
+        return "stock" if self.trailer is None else "dcpring"
+
+    @functools.cached_property
+    def files(self) -> dict[str, int]:
+        """The data files that records lie in, sorted, and the bytes that each must have at least."""
+        sizes: dict[str, int] = {}
+        for entry in self.entries.values():
+            for record in entry.records:
+                place = record.place
+                sizes[place.file] = max(sizes.get(place.file, 0), place.offset + place.length)
+        return dict(sorted(sizes.items()))
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """A part of a tensor, in CPU memory.
+
+        Args:
+            key: of a tensor.
+            offsets: where the part begins, in elements; None: at the beginning.
+            lengths: of the part, in elements; None: all that there is behind ``offsets``.
+
+        Raises:
+            CorruptCheckpointError: bytes are damaged or missing, or no chunk has some of them.
+            OSError: with errno and path.
+        """
+        entry = self.entries[key]
+        assert entry.shape is not None and entry.dtype is not None
+        start = tuple(offsets or (0,) * len(entry.shape))
+        size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
+        part = torch.empty(size, dtype=entry.dtype)
+        found = [
+            (number, *overlap)
+            for number, record in enumerate(entry.records)
+            if (overlap := _overlap(record, start, size)) is not None
+        ]
+        if sum(torch.Size(item[3]).numel() for item in found) != part.numel():
+            raise CorruptCheckpointError(
+                f"{key!r}: its chunks do not make up the tensor of shape {list(entry.shape)} at {list(start)}",
+                str(self.path),
+            )
+        items = [_read_item(key, *overlap) for overlap in found]
+        self._loader().load(items, _EntryCatalog(entry), _Into(part))
+        return part
+
+    def read_object(self, key: str) -> io.BytesIO:
+        """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
+        into = _Into(torch.empty(0))
+        index = MetadataIndex(key)
+        nothing = torch.Size(())
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._loader().load([item], _EntryCatalog(self.entries[key]), into)
+        assert into.object is not None
+        return into.object
+
+    def _loader(self) -> Loader:
+        return Loader(
+            path=str(self.directory),
+            transforms=FileSystemReader(self.directory).transforms,
+            options=self.options,
+            trusted=self.trusted,
+            safe_globals=(),
+            stats=self.stats,
+            rank=0,
+        )
+
+
+class _Into(LoadPlanner):
+    """Loads into one tensor, or keeps one object."""
+
+    def __init__(self, part: Tensor) -> None:
+        self._part = part
+        self.object: io.BytesIO | None = None
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+    def create_local_plan(self) -> Any: ...
+    def create_global_plan(self, global_plan: Any) -> Any: ...
+    def finish_plan(self, central_plan: Any) -> Any: ...
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.object = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return narrow_tensor_by_index(self._part, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+
+
+class _EntryCatalog:
+    """One entry for the Loader; records are told apart by their number."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+        return storage_info(self._entry.records[index.index or 0].place)
+
+    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if self._entry.dtype is None:
+            return None
+        return self._entry.records[index.index or 0].lengths, self._entry.dtype
+
+
+def _overlap(
+    record: Record, start: Sequence[int], size: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Of a record and a part: where in the record, where in the part, and how much; None where there is none."""
+    low = tuple(max(a, b) for a, b in zip(record.offsets, start, strict=True))
+    ends = zip(record.offsets, record.lengths, start, size, strict=True)
+    high = tuple(min(a + n, b + m) for a, n, b, m in ends)
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    in_record = tuple(a - b for a, b in zip(low, record.offsets, strict=True))
+    in_part = tuple(a - b for a, b in zip(low, start, strict=True))
+    return in_record, in_part, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
+def _read_item(
+    key: str, number: int, in_record: tuple[int, ...], in_part: tuple[int, ...], lengths: tuple[int, ...]
+) -> ReadItem:
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(key),
+        torch.Size(in_part),
+        MetadataIndex(key, index=number),
+        torch.Size(in_record),
+        torch.Size(lengths),
+    )
+
+
+# ---- opening ----
+
+
+def open_contents(
+    checkpoint: str | Path, *, rank: int | None = None, trusted: bool = False, options: IOOptions | None = None
+) -> Contents:
+    """Reads a checkpoint's metadata.
+
+    Args:
+        checkpoint: its directory.
+        rank: of a save with ``use_collectives=False``, the rank whose part is wanted.
+        trusted: unpickle whatever is there.
+        options: how parts will be read.
+
+    Raises:
+        CheckpointError: there is no checkpoint; the message says what there is.
+        CorruptCheckpointError, UntrustedCheckpointError, OSError: as for ``RingReader``.
+    """
+    directory = Path(checkpoint)
+    path = directory / (METADATA_NAME if rank is None else _layout.rank_metadata_name(rank))
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(_what_there_is(directory, path)) from error
+    parts = split_metadata(data, path)
+    with collection_paused():
+        if parts.trailer is not None and has_known_tables(parts):
+            entries = _entries_of_tables(StoredChunks(parts, path, trusted, ()))
+            version = parts.trailer.version
+        else:
+            metadata = unpickle(parts.pickled, path, trusted=trusted)
+            entries = _checked_entries(metadata, path)
+            version = str(getattr(metadata, "version", None) or "")
+    return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
+
+
+def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOptions | None = None) -> list[Contents]:
+    """The whole checkpoint; one saved with ``use_collectives=False`` has a Contents for every rank."""
+    directory = Path(checkpoint)
+    ranks = _layout.rank_metadata_files(directory) if directory.is_dir() else {}
+    if (directory / METADATA_NAME).exists() or not ranks:
+        return [open_contents(directory, trusted=trusted, options=options)]
+    return [open_contents(directory, rank=rank, trusted=trusted, options=options) for rank in sorted(ranks)]
+
+
+def _what_there_is(directory: Path, path: Path) -> str:
+    if not directory.exists():
+        return f"{directory} does not exist"
+    if not directory.is_dir():
+        return f"{directory} is a file, not the directory of a checkpoint"
+    ranks = sorted(_layout.rank_metadata_files(directory))
+    if ranks:
+        return (
+            f"there is no {path}: this checkpoint was saved with use_collectives=False; name one of its ranks, {ranks}"
+        )
+    below = sorted(entry.parent.name for entry in directory.glob(f"*/{METADATA_NAME}"))
+    if below:
+        shown = ", ".join(below[:_MOST_NAMED]) + (", ..." if len(below) > _MOST_NAMED else "")
+        return f"{directory} is no checkpoint, but there are some in it: {shown}"
+    return f"{directory} is no checkpoint: there is no {path.name} in it (was the save interrupted?)"
+
+
+def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
+    table, places = chunks.table, chunks.places
+    assert places is not None
+    dtypes = [decode_properties(encoded).dtype for encoded in table.properties()]
+    entries: dict[str, Entry] = {}
+    for index in range(len(table)):
+        key, kind, size, offsets, lengths, properties, _ = table.row(index)
+        place = places.get(index)
+        if place is None:
+            raise CorruptCheckpointError(f"the metadata lists {key!r}, but not where it is stored")
+        is_object = kind == BYTES_ROW
+        record = Record(() if is_object else offsets, () if is_object else lengths, Placed(*place))
+        if key in entries:
+            entries[key].records.append(record)  # type: ignore[attr-defined]
+        elif is_object:
+            entries[key] = Entry(key, None, None, [record])
+        else:
+            entries[key] = Entry(key, size, dtypes[properties], [record])
+    return entries
+
+
+def _checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
+    try:
+        return _entries_of_objects(metadata, path)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata contradicts itself ({error})", str(path)) from error
+
+
+def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
+    stored = {(index.fqn, index.offset): info for index, info in (metadata.storage_data or {}).items()}
+    entries: dict[str, Entry] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
+            records = [
+                Record(*box, _placed(key, stored.get((key, torch.Size(box[0])), stored.get((key, None))), path))
+                for box in boxes
+            ]
+            entries[key] = Entry(key, tuple(value.size), value.properties.dtype, records)
+        else:
+            entries[key] = Entry(key, None, None, [Record((), (), _placed(key, stored.get((key, None)), path))])
+    return entries
+
+
+def _placed(key: str, info: Any, path: Path) -> Placed:
+    fields = getattr(info, "__dict__", {})
+    name, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
+    if type(name) is not str or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptCheckpointError(f"the metadata does not say where {key!r} is stored", str(path))
+    ring = ring_info(info, key)
+    descriptors = fields.get("transform_descriptors")
+    if ring is None:
+        return Placed(name, OPAQUE, offset, length, 0, 0, None, descriptors)
+    where = (name, ring.kind, offset, length, ring.payload_offset, ring.payload_bytes, ring.crcs)
+    return Placed(*where, descriptors)

@@ -1,0 +1,32 @@
+"""The command line: ``dcpring``, also ``python -m dcpring``.
+
+Each command is a module with ``add``, which describes it to the parser, and the function that runs it: it gets the
+arguments and an ``Output``, and returns the exit status. All else that is common to them is in ``_app``, ``_parser``
+and ``_output``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the arguments, without the program's name; None: those of the process.
+
+    Returns:
+        The exit status: 0 for success, 1 where what was looked at differs or is damaged, 2 for wrong arguments and
+        what cannot be done, 130 after Ctrl-C.
+    """
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        print("dcpring's command line needs the package rich: pip install 'dcpring[cli]'", file=sys.stderr)
+        return 2
+    from dcpring.cli._app import run
+
+    return run(sys.argv[1:] if argv is None else argv)

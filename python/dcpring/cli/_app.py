@@ -1,0 +1,56 @@
+"""The program: finds the command, runs it, and turns what goes wrong into a message and an exit status."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+import dcpring
+from dcpring.cli import ls
+from dcpring.cli._output import Output
+from dcpring.cli._parser import EXIT_STATUS, Commands, Parser
+from dcpring.errors import CheckpointError
+
+_COMMANDS = (ls,)
+
+DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.distributed.checkpoint."
+
+
+def make_parser() -> tuple[Parser, Commands]:
+    """The parser of the whole command line, and the commands in it."""
+    parser = Parser(prog="dcpring", description=DESCRIPTION)
+    parser.epilog = f"dcpring COMMAND --help has examples of each.\n\n{EXIT_STATUS}"
+    parser.add_argument("--version", action="version", version=f"dcpring {dcpring.__version__}")
+    commands = Commands(parser)
+    for module in _COMMANDS:
+        module.add(commands)
+    return parser, commands
+
+
+def run(argv: list[str]) -> int:
+    """See ``dcpring.cli.main``."""
+    parser, _ = make_parser()
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="dcpring: %(message)s")
+    out = Output()
+    try:
+        status = int(args.run(args, out))
+        out.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read the output has seen enough (`| head`). Python must not try to flush it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        out.error("interrupted")
+        return 128 + signal.SIGINT
+    except CheckpointError as error:
+        out.error(str(error))
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        out.error(f"{error.strerror or error}{where}")
+    except MemoryError:
+        out.error("there is not enough memory")
+    return 2

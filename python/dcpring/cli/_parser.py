@@ -1,0 +1,115 @@
+"""The arguments of all commands, and how their help looks; docs/cli.md is made from the same."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from dcpring.cli._output import Output
+
+Run = Callable[[argparse.Namespace, "Output"], int]
+
+EXIT_STATUS = """exit status:
+  0    success
+  1    what was looked at is damaged, or differs
+  2    wrong arguments, or something that cannot be done
+  130  interrupted with Ctrl-C; what was being written is not there"""
+
+
+class Example(NamedTuple):
+    """A line for the shell, and what it does."""
+
+    command: str
+    meaning: str
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps its examples, for the documentation.
+
+    Attributes:
+        examples: shown at the end of the help.
+    """
+
+    def __init__(self, *, examples: Sequence[Example] = (), **kwargs: Any) -> None:
+        self.examples = examples
+        if examples:
+            kwargs["epilog"] = "examples:\n" + "\n".join(f"  {e.command}\n      {e.meaning}" for e in examples)
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(**kwargs)
+
+
+class Commands:
+    """Where command modules enter themselves."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._subparsers = parser.add_subparsers(
+            title="commands", dest="command", metavar="COMMAND", required=True, parser_class=Parser
+        )
+        self.parsers: dict[str, Parser] = {}
+
+    def add(
+        self, name: str, run: Run, help: str, description: str, examples: Sequence[tuple[str, str]]
+    ) -> argparse.ArgumentParser:
+        """A command.
+
+        Args:
+            name: as typed.
+            run: does it; gets the arguments and the Output, and returns the exit status.
+            help: one line, for the list of commands.
+            description: for its own help.
+            examples: lines for the shell, which the tests run, with what they do.
+        """
+        parser: Parser = self._subparsers.add_parser(
+            name, help=help, description=description, examples=[Example(*example) for example in examples]
+        )
+        parser.set_defaults(run=run)
+        self.parsers[name] = parser
+        return parser
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint", **kwargs: Any) -> None:
+    """An argument that names a checkpoint."""
+    kwargs.setdefault("help", "directory of a checkpoint, stock's or dcpring's")
+    parser.add_argument(name, metavar=kwargs.pop("metavar", "CKPT"), **kwargs)
+
+
+def add_rank(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="of a checkpoint saved with use_collectives=False, the part of this rank"
+    )
+
+
+def add_trusted(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="let pickles in the checkpoint refer to anything; only for checkpoints you would run as a program",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def positive(text: str) -> int:
+    """An int above 0, for ``type=``."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def size(text: str) -> int:
+    """Bytes, as "4096", "64K", "512MiB", "4G" (powers of 1024), for ``type=``."""
+    units = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+    number = text.rstrip("iIbBkKmMgGtT ")
+    unit = text[len(number) :].strip().lower().removesuffix("b").removesuffix("i")
+    try:
+        value = float(number) * 1024 ** units[unit]
+    except (ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; examples: 4096, 64K, 512MiB, 4G") from error
+    if not 1 <= value < 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range")
+    return int(value)

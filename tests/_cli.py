@@ -1,0 +1,108 @@
+"""Running the command line: in this process, in one of its own with pipes, in a terminal, and interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcpring.cli import main
+
+PROGRAM = (sys.executable, "-m", "dcpring")
+TIMEOUT_SECONDS = 120.0
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave. In a terminal everything is in ``out``."""
+
+    status: int
+    out: str
+    err: str = ""
+
+    @property
+    def plain(self) -> str:
+        """The output without colours."""
+        return _ESCAPES.sub("", self.out)
+
+
+def run(*args: object) -> Result:
+    """In this process, as in a pipe: the fastest."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([str(arg) for arg in args])
+        except SystemExit as exit:  # argparse's, for --help and wrong arguments
+            status = exit.code if isinstance(exit.code, int) else 2
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def run_piped(*args: object, **environment: str) -> Result:
+    """In a process of its own, in pipes."""
+    done = subprocess.run(
+        [*PROGRAM, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env=os.environ | environment,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def run_in_terminal(*args: object, columns: int = 100, **environment: str) -> Result:
+    """In a process of its own, on a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "40"} | environment
+    process = subprocess.Popen([*PROGRAM, *map(str, args)], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    chunks: list[bytes] = []
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < until:
+        if not select.select([ours], [], [], 0.1)[0]:
+            continue
+        try:
+            chunk = os.read(ours, 1 << 16)
+        except OSError:  # the other side is closed
+            chunk = b""
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(ours)
+    return Result(process.wait(TIMEOUT_SECONDS), b"".join(chunks).decode(errors="replace").replace("\r\n", "\n"))
+
+
+def interrupted(*args: object, when: Callable[[], bool], **environment: str) -> Result:
+    """In a process of its own, which gets SIGINT (Ctrl-C) as soon as ``when`` holds. Fails if it never does."""
+    process = subprocess.Popen(
+        [*PROGRAM, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while not when():
+        assert process.poll() is None, f"it ended before it could be interrupted: {process.communicate()}"
+        assert time.monotonic() < until, "the moment to interrupt it never came"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    return Result(process.returncode, out, err)
+
+
+def files_in(directory: Path) -> dict[str, int]:
+    """All files below a directory, hidden ones too, and their sizes."""
+    return {str(path.relative_to(directory)): path.stat().st_size for path in directory.rglob("*") if path.is_file()}

@@ -1,0 +1,43 @@
+"""What all commands have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _cli
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import dcpring
+from dcpring.cli._output import visible
+
+
+def test_version_and_help() -> None:
+    assert _cli.run("--version").out.strip() == f"dcpring {dcpring.__version__}"
+    help = _cli.run("--help")
+    assert help.status == 0 and "exit status:" in help.out and "  ls " in help.out
+
+
+@pytest.mark.parametrize("args", [(), ("nothing",), ("ls",), ("ls", "--nothing", ".")])
+def test_wrong_arguments_are_status_2(args: tuple[str, ...]) -> None:
+    result = _cli.run(*args)
+    assert result.status == 2 and "usage: dcpring" in result.err and not result.out
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    for where, problem in [(tmp_path / "x", "does not exist"), (tmp_path, "is no checkpoint")]:
+        result = _cli.run("ls", where)
+        assert result.status == 2 and problem in result.err and not result.out
+    dcp.save({"a": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "step-5"), no_dist=True)
+    assert "there are some in it: step-5" in _cli.run("ls", tmp_path).err
+
+
+def test_a_strangers_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    key = "evil\x1b]0;title\x07\x9b31m\nnew line\u202e"
+    assert visible(key) == r"evil\x1b]0;title\x07\x9b31m\nnew line\u202e"
+    dcp.save({key: torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    result = _cli.run("ls", tmp_path)
+    assert result.status == 0 and r"evil\x1b]0;title" in result.out
+    assert not set(result.out) & {"\x1b", "\x07", "\x9b", "\u202e"}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcpring._handon
@@ -494,6 +494,23 @@ def reads_by_locality(path: str) -> tuple[int, int]:
 
 def test_the_same_layout_reads_what_it_wrote(tmp_path: Path) -> None:
     assert _distributed.run(4, reads_by_locality, str(tmp_path)) == [(4 * 16 * 8 * 4, 0)] * 4
+
+
+def reads_by_locality_in_a_subgroup(path: str) -> tuple[int, int]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return 0, 0
+    mesh = DeviceMesh.from_group(group, "cpu")
+    state = {"a": distribute_tensor(torch.randn(64, 8), mesh, [Shard(0)], src_data_rank=None)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(), process_group=group)
+    planner = RingLoadPlanner(process_group=group)
+    dcp.load(state, storage_reader=RingReader(path), planner=planner, process_group=group)
+    own = next(rank for rank in planner.report().ranks if rank.rank == dist.get_rank(group))
+    return own.own_bytes, own.other_bytes
+
+
+def test_own_files_in_a_subgroup(tmp_path: Path) -> None:
+    assert _distributed.run(3, reads_by_locality_in_a_subgroup, str(tmp_path)) == [(0, 0)] + [(32 * 8 * 4, 0)] * 2
 
 
 # ---- one process ----

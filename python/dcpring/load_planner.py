@@ -246,7 +246,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
             items: Any = ReadItems(match, wanted, chunks.table)
             if self._stored_names:
                 return self._stored_as(LoadPlan(list(items)))
-            self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks))
+            self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
             self._add_needs(self._own_plan)
         return self._own_plan
 
@@ -384,11 +384,11 @@ def _answer(plan: LoadPlan, sharing: _handon.Sharing | None) -> LoadPlan:
     return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
 
 
-def _reads(match: _C.Match, chunks: Chunks) -> ReadReport | None:
-    """How much of what is wanted lies in files that a rank of this number wrote."""
+def _reads(match: _C.Match, chunks: Chunks, group: dist.ProcessGroup | None) -> ReadReport | None:
+    """How much of what is wanted lies in files that a rank of this number, in the group or else in all, wrote."""
     if chunks.places is None:
         return None
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     files = match.file_bytes(chunks.places)
     own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
     return ReadReport(rank, own, sum(files.values()) - own)

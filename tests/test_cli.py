@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import _cli
@@ -41,3 +44,24 @@ def test_a_strangers_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
     result = _cli.run("ls", tmp_path)
     assert result.status == 0 and r"evil\x1b]0;title" in result.out
     assert not set(result.out) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from dcpring.cli import main; main(['--version']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"dcpring {dcpring.__version__}\n"), done.stderr
+
+
+def test_names_that_are_imported_when_asked_for() -> None:
+    assert sorted(dcpring._HOMES) == sorted(dcpring.__all__)
+    assert set(dcpring.__all__) <= set(dir(dcpring))
+    for name in dcpring.__all__:
+        assert getattr(dcpring, name).__name__ == name
+    source = ast.parse(Path(dcpring.__file__).read_text())
+    (typing,) = (node for node in source.body if isinstance(node, ast.If))
+    declared = {
+        (alias.name, node.module) for node in typing.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert declared == {(name, f"dcpring.{module}") for name, module in dcpring._HOMES.items()}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = dcpring.nothing

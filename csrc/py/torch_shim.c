@@ -143,12 +143,24 @@ static int take_handles(struct tensors *tensors, PyObject *capsules, Py_ssize_t 
     return 0;
 }
 
+/* dcpring._torch calls bind_torch. It waits for the first tensors, as it imports torch, which not all callers need. */
+static int bind_once(struct module_state *state) {
+    if (state->alloc_handles)
+        return 0;
+    PyObject *binding = PyImport_ImportModule("dcpring._torch");
+    if (!binding)
+        return -1;
+    Py_DECREF(binding);
+    if (state->alloc_handles)
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError, "dcpring._C.bind_torch was not called");
+    return -1;
+}
+
 int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *list) {
     *tensors = (struct tensors){.shim = &state->torch};
-    if (!state->alloc_handles) {
-        PyErr_SetString(PyExc_RuntimeError, "dcpring._C.bind_torch was not called");
+    if (bind_once(state) < 0)
         return -1;
-    }
     PyObject *capsules = PyObject_CallFunctionObjArgs(state->alloc_handles, list, NULL);
     if (!capsules)
         return -1;

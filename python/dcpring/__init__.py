@@ -11,28 +11,31 @@ What either writes, stock DCP reads, and the reverse.
 
 from __future__ import annotations
 
-from dcpring import _torch as _torch
-from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
-from dcpring.components import Elastic, PerRank, Replicated, Sharded
-from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
-from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
-from dcpring.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
-from dcpring.load_planner import RingLoadPlanner
-from dcpring.options import IOStats
-from dcpring.planner import RingSavePlanner
-from dcpring.reader import RingReader
-from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
-from dcpring.rng import RNG
-from dcpring.schedules import LRSchedule
-from dcpring.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from dcpring.writer import RingWriter
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
+    from dcpring.components import Elastic, PerRank, Replicated, Sharded
+    from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
+    from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
+    from dcpring.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
+    from dcpring.load_planner import RingLoadPlanner
+    from dcpring.options import IOStats
+    from dcpring.planner import RingSavePlanner
+    from dcpring.reader import RingReader
+    from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+    from dcpring.rng import RNG
+    from dcpring.schedules import LRSchedule
+    from dcpring.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+    from dcpring.writer import RingWriter
 
 __all__ = [
     "RNG",
@@ -74,3 +77,44 @@ __all__ = [
     "set_state_dict",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
+    "components": ("Elastic", "PerRank", "Replicated", "Sharded"),
+    "data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
+    "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
+    "keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),
+    "load_planner": ("RingLoadPlanner",),
+    "options": ("IOStats",),
+    "planner": ("RingSavePlanner",),
+    "reader": ("RingReader",),
+    "report": ("LoadReport", "PlanReport", "RankReport", "ReadReport"),
+    "rng": ("RNG",),
+    "schedules": ("LRSchedule",),
+    "state_dict": (
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+        "set_state_dict",
+    ),
+    "writer": ("RingWriter",),
+}
+"""What each module offers; it is imported when that is asked for. The command line starts without torch."""
+
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"dcpring.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"dcpring.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

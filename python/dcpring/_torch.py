@@ -1,4 +1,4 @@
-"""Binds the extension to the libtorch that ``import torch`` has loaded; imported for that effect."""
+"""Binds the extension to the libtorch that ``import torch`` has loaded. The extension imports this when it needs it."""
 
 from __future__ import annotations
 

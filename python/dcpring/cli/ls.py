@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from dcpring._contents import open_contents
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted
 from dcpring.report import format_bytes
@@ -25,6 +24,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring._contents import open_contents
+
     contents = open_contents(args.checkpoint, rank=args.rank, trusted=args.trusted)
     rows = (
         (e.key, "object" if e.shape is None else str(list(e.shape)), format_bytes(e.nbytes)) for e in contents.values()

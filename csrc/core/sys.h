@@ -11,6 +11,7 @@
 #define DCPRING_SYS_H
 
 #include <liburing.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/stat.h>
@@ -38,6 +39,15 @@ struct dr_sys {
     int (*direct_alignment)(int fd);
     /* The file system's magic number (statfs). */
     int (*file_system)(const char *path, uint64_t *out);
+    /* Writes what a terminal (or pipe) is ready to take within the time: -EAGAIN when that is nothing. */
+    ssize_t (*print)(int fd, const void *data, size_t size, int timeout_ms);
+    /* Width of a terminal. */
+    int (*columns)(int fd);
+    /* A futex that processes may share: returns when it is woken, has not this value, or the time is over. */
+    int (*wait_for)(_Atomic uint32_t *word, uint32_t value, int timeout_ms);
+    int (*wake_all)(_Atomic uint32_t *word);
+    /* 1 or 0. */
+    int (*process_exists)(pid_t process);
     void *(*map)(size_t size);
     int (*unmap)(void *data, size_t size);
     int (*uring_init)(unsigned entries, struct io_uring *ring);

@@ -92,6 +92,17 @@ static int fault_direct_alignment(int fd) {
     return fails("direct_alignment") ? -armed.err : dr_sys_real.direct_alignment(fd);
 }
 
+static ssize_t fault_print(int fd, const void *data, size_t size, int timeout_ms) {
+    ssize_t room = shorten("print", size);
+    return room < 0 ? room : dr_sys_real.print(fd, data, (size_t)room, timeout_ms);
+}
+
+static int fault_columns(int fd) { return fails("columns") ? -armed.err : dr_sys_real.columns(fd); }
+
+static int fault_process_exists(pid_t process) {
+    return fails("process_exists") ? 0 : dr_sys_real.process_exists(process);
+}
+
 static void *fault_map(size_t size) { return fails("map") ? NULL : dr_sys_real.map(size); }
 
 static int fault_uring_init(unsigned entries, struct io_uring *ring) {
@@ -145,6 +156,11 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .cached = fault_cached,
         .direct_alignment = fault_direct_alignment,
         .file_system = fault_file_system,
+        .print = fault_print,
+        .columns = fault_columns,
+        .wait_for = dr_sys_real.wait_for,
+        .wake_all = dr_sys_real.wake_all,
+        .process_exists = fault_process_exists,
         .map = fault_map,
         .unmap = dr_sys_real.unmap,
         .uring_init = fault_uring_init,

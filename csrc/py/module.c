@@ -1,6 +1,7 @@
 /* The extension module: state, initialisation, and nothing else. */
 #include "module.h"
 
+#include "../core/bar.h"
 #include "../core/crc.h"
 #include "../core/key.h"
 #include "../core/pool.h"
@@ -12,7 +13,7 @@ static PyMethodDef *const all_methods[] = {
     key_methods,
 };
 
-enum { TYPES = 7 };
+enum { TYPES = 9 };
 
 struct type_entry {
     const char *name;
@@ -28,6 +29,8 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
     out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
+    out[7] = (struct type_entry){"Slots", &slots_spec, &state->slots_type};
+    out[8] = (struct type_entry){"Bar", &bar_spec, &state->bar_type};
 }
 
 static int add_types(PyObject *module) {
@@ -65,7 +68,10 @@ static int module_exec(PyObject *module) {
         PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0 ||
         PyModule_AddIntConstant(module, "KEY_PLAIN", DR_KEY_PLAIN) < 0 ||
         PyModule_AddIntConstant(module, "KEY_WRAPPED", DR_KEY_WRAPPED) < 0 ||
-        PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0)
+        PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0 ||
+        PyModule_AddIntConstant(module, "BAR_UNICODE", DR_BAR_UNICODE) < 0 ||
+        PyModule_AddIntConstant(module, "BAR_COLOUR", DR_BAR_COLOUR) < 0 ||
+        PyModule_AddIntConstant(module, "BAR_ERASE", DR_BAR_ERASE) < 0)
         return -1;
     return 0;
 }

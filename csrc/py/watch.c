@@ -81,7 +81,16 @@ static PyObject *take(PyObject *object, PyObject *unused) {
     return list ? Py_BuildValue("(Nn)", list, (Py_ssize_t)(seen - kept)) : NULL;
 }
 
+static PyObject *add(PyObject *object, PyObject *args) {
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "K", &bytes))
+        return NULL;
+    dr_watch_count(&((struct watch *)object)->core, bytes);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"add", add, METH_VARARGS, "add(bytes): counts what Python has done"},
     {"take", take, METH_NOARGS,
      "take() -> ([(step, begin ns, end ns, offset, size, CRC ns, file, worker, slot)], how many found no room); forgets "
      "them. Not while a call that has the watch is under way"},

@@ -250,6 +250,41 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
     return rc;
 }
 
+/* What exchange does, in three steps. */
+static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
+    char *aside = malloc(strlen(tmp) + sizeof ".old");
+    if (!aside)
+        return -ENOMEM;
+    strcat(strcpy(aside, tmp), ".old");
+    int rc = dr_sys.rename(dirfd, name, aside);
+    if (rc >= 0) {
+        rc = dr_sys.rename(dirfd, tmp, name);
+        int put_back = dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp);
+        rc = rc < 0 ? rc : put_back;
+    }
+    free(aside);
+    return rc;
+}
+
+int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error) {
+    int dirfd = dr_sys.open_dir(dir);
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = dr_sys.exchange(dirfd, tmp, name);
+    if (rc == -ENOENT)
+        rc = dr_sys.rename(dirfd, tmp, name);
+    else if (rc == -EINVAL || rc == -ENOSYS)
+        rc = exchange_slowly(dirfd, tmp, name);
+    char *path = rc < 0 ? dr_path_join(dir, name) : NULL;
+    if (rc < 0)
+        dr_error_system(error, -rc, "rename", path ? path : name);
+    else if (sync)
+        rc = sync_directory(dirfd, dir, error);
+    free(path);
+    dr_sys.close(dirfd);
+    return rc < 0 ? rc : 0;
+}
+
 int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     char *at = strdup(path);
     if (!at)

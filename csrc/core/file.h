@@ -30,6 +30,12 @@ int dr_directory_sync(const char *dir, struct dr_error *error);
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error);
 
+/*
+ * Renames tmp, which is complete and durable, to name. What was called name before is called tmp then: name is one or
+ * the other at any time. (Where the file system cannot exchange names, name is missing for a moment.)
+ */
+int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
+
 /* Removes files of dir, all that it can; names with a "/" are refused, missing ones are no error. */
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);
 

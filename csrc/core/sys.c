@@ -124,6 +124,10 @@ static int real_mkdir(const char *path, mode_t mode) { return result(mkdir(path,
 
 static int real_rename(int dirfd, const char *from, const char *to) { return result(renameat(dirfd, from, dirfd, to)); }
 
+static int real_exchange(int dirfd, const char *a, const char *b) {
+    return result(renameat2(dirfd, a, dirfd, b, RENAME_EXCHANGE));
+}
+
 static int real_unlink(int dirfd, const char *name) { return result(unlinkat(dirfd, name, 0)); }
 
 /* Where cachestat is missing, a page that can be read without waiting is a cached page: ask the first and the last. */
@@ -253,6 +257,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .fsync = real_fsync, \
         .mkdir = real_mkdir, \
         .rename = real_rename, \
+        .exchange = real_exchange, \
         .unlink = real_unlink, \
         .cached = real_cached, \
         .direct_alignment = real_direct_alignment, \

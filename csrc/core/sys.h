@@ -32,6 +32,8 @@ struct dr_sys {
     int (*fsync)(int fd);
     int (*mkdir)(const char *path, mode_t mode);
     int (*rename)(int dirfd, const char *from, const char *to);
+    /* Lets two names, which both exist, change places at once. */
+    int (*exchange)(int dirfd, const char *a, const char *b);
     int (*unlink)(int dirfd, const char *name);
     /* Bytes of [offset, offset + size) that the page cache holds. */
     int64_t (*cached)(int fd, off_t offset, size_t size);

@@ -80,6 +80,10 @@ static int fault_rename(int dirfd, const char *from, const char *to) {
     return fails("rename") ? -armed.err : dr_sys_real.rename(dirfd, from, to);
 }
 
+static int fault_exchange(int dirfd, const char *a, const char *b) {
+    return fails("exchange") ? -armed.err : dr_sys_real.exchange(dirfd, a, b);
+}
+
 static int fault_unlink(int dirfd, const char *name) {
     return fails("unlink") ? -armed.err : dr_sys_real.unlink(dirfd, name);
 }
@@ -152,6 +156,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .fsync = fault_fsync,
         .mkdir = fault_mkdir,
         .rename = fault_rename,
+        .exchange = fault_exchange,
         .unlink = fault_unlink,
         .cached = fault_cached,
         .direct_alignment = fault_direct_alignment,

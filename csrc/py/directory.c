@@ -64,6 +64,19 @@ static PyObject *commit(PyObject *module, PyObject *args) {
     return finish_call(module, rc, &error);
 }
 
+static PyObject *replace(PyObject *module, PyObject *args) {
+    const char *directory, *tmp, *name;
+    int sync, rc;
+    if (!PyArg_ParseTuple(args, "sssp", &directory, &tmp, &name, &sync))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_directory_replace(directory, tmp, name, sync, &error);
+    Py_END_ALLOW_THREADS
+    return finish_call(module, rc, &error);
+}
+
 static PyObject *remove_files(PyObject *module, PyObject *args) {
     const char *directory;
     PyObject *list;
@@ -88,6 +101,8 @@ PyMethodDef directory_methods[] = {
     {"file_system", file_system, METH_VARARGS, "file_system(path) -> the magic number of the file system it lies on"},
     {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},
+    {"replace", replace, METH_VARARGS,
+     "replace(directory, tmp, name, sync): tmp is called name; what was name, if anything, is tmp"},
     {"remove_files", remove_files, METH_VARARGS, "remove_files(directory, names): missing ones are no error"},
     {NULL, NULL, 0, NULL},
 };

@@ -158,6 +158,60 @@ static void commit_fails_at_each_call(void) {
     }
 }
 
+/* ---- replacing ---- */
+
+static int replace(struct dr_error *error) {
+    dr_error_clear(error);
+    return dr_directory_replace(check_path("p"), "tmp", "name", true, error);
+}
+
+static void replaces(void) {
+    struct dr_error error;
+    CHECK_EQ(mkdir(check_path("p"), 0777), 0);
+    CHECK_FAILS(replace(&error), &error, ENOENT);
+    check_write_file("p/tmp", "first", 5);
+    CHECK_OK(replace(&error), &error);
+    check_content("p/name", "first");
+    CHECK(!check_exists("p/tmp"));
+    const int refusals[] = {0, EINVAL, ENOSYS};
+    for (int i = 0; i < 3; i++) {
+        check_write_file("p/tmp", i % 2 ? "even" : "odd", i % 2 ? 4 : 3);
+        dr_fault_arm(&(struct dr_fault){.call = "exchange", .nth = refusals[i] ? 1 : 0, .err = refusals[i]});
+        CHECK_OK(replace(&error), &error);
+        dr_fault_disarm();
+        check_content("p/name", i % 2 ? "even" : "odd");
+        check_content("p/tmp", i == 0 ? "first" : i % 2 ? "odd" : "even");
+        CHECK(!check_exists("p/tmp.old"));
+    }
+    /* A directory takes the place of another, with what is in it. */
+    CHECK_EQ(mkdir(check_path("p/a"), 0777), 0);
+    CHECK_EQ(mkdir(check_path("p/b"), 0777), 0);
+    check_write_file("p/a/new", "n", 1);
+    check_write_file("p/b/old", "o", 1);
+    dr_error_clear(&error);
+    CHECK_OK(dr_directory_replace(check_path("p"), "a", "b", true, &error), &error);
+    CHECK(check_exists("p/b/new") && check_exists("p/a/old"));
+}
+
+static void replace_fails_at_each_call(void) {
+    uint64_t calls = 1;
+    for (uint64_t n = 0; n <= calls; n++) {
+        struct dr_error error;
+        check_write_file("p/tmp", "new", 3);
+        check_write_file("p/name", "old", 3);
+        int before = check_open_descriptors();
+        dr_fault_arm(&(struct dr_fault){.nth = n, .err = EIO});
+        int rc = replace(&error);
+        calls = n == 0 ? dr_fault_disarm() : (dr_fault_disarm(), calls);
+        CHECK_EQ(check_open_descriptors(), before);
+        CHECK_EQ(rc, -error.err);
+        CHECK(check_exists("p/name"));
+        if (rc == 0)
+            check_content("p/name", "new");
+    }
+    CHECK_INT(calls, >=, 4);
+}
+
 /* ---- removing ---- */
 
 static void removes_files(void) {
@@ -286,5 +340,6 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"refuses_what_cannot_be_made", refuses_what_cannot_be_made},
            {"another_made_it_first", another_made_it_first}, {"making_fails_at_each_call", making_fails_at_each_call},
            {"commits", commits}, {"commit_fails_at_each_call", commit_fails_at_each_call},
+           {"replaces", replaces}, {"replace_fails_at_each_call", replace_fails_at_each_call},
            {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
            {"sync_fails", sync_fails}, {"opens_only_below", opens_only_below})

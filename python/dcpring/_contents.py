@@ -59,12 +59,14 @@ class Entry(NamedTuple):
         shape: of the tensor, in elements; None for an object.
         dtype: of the tensor; None for an object.
         records: its chunks, or the object.
+        layout: of the tensor; what is not ``torch.strided`` can only be read as an object.
     """
 
     key: str
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     records: Sequence[Record]
+    layout: torch.layout = torch.strided
 
     @property
     def nbytes(self) -> int:
@@ -144,27 +146,44 @@ class Contents(Mapping[str, Entry]):
         start = tuple(offsets or (0,) * len(entry.shape))
         size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
         part = torch.empty(size, dtype=entry.dtype)
+        self.read_into([(key, start, part)])
+        return part
+
+    def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Reads parts of any number of tensors at once.
+
+        Args:
+            parts: for each the key, where the part begins (in elements), and a CPU tensor of the part's shape and of
+                the stored dtype, which is filled.
+
+        Raises: as ``read``.
+        """
+        items = [item for number, part in enumerate(parts) for item in self._items_of(number, *part)]
+        catalog = _EntryCatalog({key: self.entries[key] for key, _, _ in parts})
+        self._loader().load(items, catalog, _Into([part for _, _, part in parts]))
+
+    def _items_of(self, number: int, key: str, start: Sequence[int], part: Tensor) -> list[ReadItem]:
+        """What of its chunks makes up the part; ``number`` says which part an item is for."""
+        entry, size = self.entries[key], tuple(part.shape)
         found = [
-            (number, *overlap)
-            for number, record in enumerate(entry.records)
+            (index, *overlap)
+            for index, record in enumerate(entry.records)
             if (overlap := _overlap(record, start, size)) is not None
         ]
         if sum(torch.Size(item[3]).numel() for item in found) != part.numel():
             raise CorruptCheckpointError(
-                f"{key!r}: its chunks do not make up the tensor of shape {list(entry.shape)} at {list(start)}",
+                f"{key!r}: its chunks do not make up the tensor of shape {list(entry.shape or ())} at {list(start)}",
                 str(self.path),
             )
-        items = [_read_item(key, *overlap) for overlap in found]
-        self._loader().load(items, _EntryCatalog(entry), _Into(part))
-        return part
+        return [_read_item(key, number, *overlap) for overlap in found]
 
     def read_object(self, key: str) -> io.BytesIO:
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
-        into = _Into(torch.empty(0))
+        into = _Into([])
         index = MetadataIndex(key)
         nothing = torch.Size(())
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._loader().load([item], _EntryCatalog(self.entries[key]), into)
+        self._loader().load([item], _EntryCatalog({key: self.entries[key]}), into)
         assert into.object is not None
         return into.object
 
@@ -181,10 +200,10 @@ class Contents(Mapping[str, Entry]):
 
 
 class _Into(LoadPlanner):
-    """Loads into one tensor, or keeps one object."""
+    """Loads into tensors, which items name by their number, or keeps one object."""
 
-    def __init__(self, part: Tensor) -> None:
-        self._part = part
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
         self.object: io.BytesIO | None = None
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
@@ -196,24 +215,24 @@ class _Into(LoadPlanner):
         self.object = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return narrow_tensor_by_index(self._part, read_item.dest_offsets, read_item.lengths)
+        part = self._parts[read_item.dest_index.index or 0]
+        return narrow_tensor_by_index(part, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
 
 class _EntryCatalog:
-    """One entry for the Loader; records are told apart by their number."""
+    """Entries for the Loader; records are told apart by their number."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
 
     def info(self, index: MetadataIndex) -> _StorageInfo | None:
-        return storage_info(self._entry.records[index.index or 0].place)
+        return storage_info(self._entries[index.fqn].records[index.index or 0].place)
 
     def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        if self._entry.dtype is None:
-            return None
-        return self._entry.records[index.index or 0].lengths, self._entry.dtype
+        entry = self._entries[index.fqn]
+        return None if entry.dtype is None else (entry.records[index.index or 0].lengths, entry.dtype)
 
 
 def _overlap(
@@ -231,13 +250,13 @@ def _overlap(
 
 
 def _read_item(
-    key: str, number: int, in_record: tuple[int, ...], in_part: tuple[int, ...], lengths: tuple[int, ...]
+    key: str, part: int, record: int, in_record: tuple[int, ...], in_part: tuple[int, ...], lengths: tuple[int, ...]
 ) -> ReadItem:
     return ReadItem(
         LoadItemType.TENSOR,
-        MetadataIndex(key),
+        MetadataIndex(key, index=part),
         torch.Size(in_part),
-        MetadataIndex(key, index=number),
+        MetadataIndex(key, index=record),
         torch.Size(in_record),
         torch.Size(lengths),
     )
@@ -308,7 +327,7 @@ def _what_there_is(directory: Path, path: Path) -> str:
 def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
     table, places = chunks.table, chunks.places
     assert places is not None
-    dtypes = [decode_properties(encoded).dtype for encoded in table.properties()]
+    properties_of = [decode_properties(encoded) for encoded in table.properties()]
     entries: dict[str, Entry] = {}
     for index in range(len(table)):
         key, kind, size, offsets, lengths, properties, _ = table.row(index)
@@ -322,7 +341,8 @@ def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
         elif is_object:
             entries[key] = Entry(key, None, None, [record])
         else:
-            entries[key] = Entry(key, size, dtypes[properties], [record])
+            described = properties_of[properties]
+            entries[key] = Entry(key, size, described.dtype, [record], described.layout)
     return entries
 
 
@@ -343,7 +363,7 @@ def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
                 Record(*box, _placed(key, stored.get((key, torch.Size(box[0])), stored.get((key, None))), path))
                 for box in boxes
             ]
-            entries[key] = Entry(key, tuple(value.size), value.properties.dtype, records)
+            entries[key] = Entry(key, tuple(value.size), value.properties.dtype, records, value.properties.layout)
         else:
             entries[key] = Entry(key, None, None, [Record((), (), _placed(key, stored.get((key, None)), path))])
     return entries

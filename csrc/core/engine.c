@@ -146,10 +146,10 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     rc = advance(request, result, error);
     if (rc == 0)
         return dr_engine_submit(engine, request, error);
+    *done = request;
     if (rc < 0)
         return rc;
     note(engine, request);
-    *done = request;
     return 0;
 }
 

@@ -79,7 +79,10 @@ struct dr_request *dr_engine_take(struct dr_engine *engine);
 
 int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error);
 
-/* Waits up to timeout_ms for one request to be wholly done; gives NULL on a timeout. */
+/*
+ * Waits up to timeout_ms for one request to be wholly done; gives NULL on a timeout. A failure that comes with a
+ * request is that request's own: it is done, and the others go on.
+ */
 int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **done, struct dr_error *error);
 
 void dr_engine_release(struct dr_engine *engine, struct dr_request *request);

@@ -13,9 +13,8 @@
 #ifndef DCPRING_LOAD_H
 #define DCPRING_LOAD_H
 
-#include "crew.h"
-#include "options.h"
 #include "record.h"
+#include "stream.h"
 
 struct dr_read {
     size_t file;                         /* index of its name */
@@ -30,15 +29,8 @@ struct dr_read {
     bool touched;                        /* out: memory was written to */
 };
 
-struct dr_load_stats {
-    uint64_t bytes;        /* read from files, page cache included */
-    uint64_t cached_bytes; /* of these, through the page cache */
-    bool direct;
-    const char *engine; /* NULL when nothing was read */
-};
-
 int dr_load(const char *dir, const char *const *names, size_t name_count, struct dr_read *reads, size_t read_count,
-            const struct dr_options *options, const struct dr_control *control, struct dr_load_stats *stats,
+            const struct dr_options *options, const struct dr_control *control, struct dr_stream_stats *stats,
             struct dr_error *error);
 
 /* One record to be understood: dr_record_locate for many, file by file. */

@@ -2,13 +2,10 @@
 #include "load_plan.h"
 
 #include "crc.h"
-#include "file.h"
 #include "pool.h"
 #include "region.h"
-#include "sys.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,84 +16,11 @@
 /* An extent grows to whole CRC blocks, so that all of it is checked, where that adds at most 1/20 at each end. */
 #define CRC_GROWTH 20
 
-/* ---- files ---- */
-
-int dr_load_file_open(const struct dr_load_plan *plan, const struct dr_load_file *file, int *fd, struct dr_error *error) {
-    int rc = dr_sys.open_below(plan->dirfd, file->name, 0, 0);
-    if (rc < 0)
-        return dr_error_system(error, -rc, "open", file->path);
-    *fd = rc;
-    return 0;
-}
-
-void dr_load_file_close(struct dr_load_file *file) {
-    if (file->buffered_fd >= 0)
-        dr_sys.close(file->buffered_fd);
-    if (file->direct_fd >= 0)
-        dr_sys.close(file->direct_fd);
-    file->buffered_fd = file->direct_fd = -1;
-}
-
-static int stat_file(struct dr_load_plan *plan, struct dr_load_file *file, struct dr_error *error) {
-    struct stat st;
-    /* O_NONBLOCK: a FIFO in the file's place is refused below, not waited for. */
-    int fd = dr_sys.open_below(plan->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0);
-    if (fd < 0)
-        return dr_error_system(error, -fd, "open", file->path);
-    int rc = dr_sys.fstat(fd, &st);
-    dr_sys.close(fd);
-    if (rc < 0)
-        return dr_error_system(error, -rc, "fstat", file->path);
-    if (!S_ISREG(st.st_mode))
-        return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM, "not a regular file");
-    file->size = (uint64_t)st.st_size;
-    return 0;
-}
-
-static bool leaves_directory(const char *name) {
-    if (name[0] == '/' || name[0] == '\0')
-        return true;
-    for (const char *part = name;; part++) {
-        const char *end = strchr(part, '/');
-        if (end ? end - part == 2 && memcmp(part, "..", 2) == 0 : strcmp(part, "..") == 0)
-            return true;
-        if (!end)
-            return false;
-        part = end;
-    }
-}
-
-int dr_load_plan_open_files(struct dr_load_plan *plan, const char *dir, const char *const *names, size_t count,
-                            struct dr_error *error) {
-    plan->dirfd = dr_sys.open_dir(dir);
-    plan->opened = plan->dirfd >= 0;
-    if (!plan->opened)
-        return dr_error_system(error, -plan->dirfd, "open", dir);
-    plan->files = calloc(count ? count : 1, sizeof *plan->files);
-    if (!plan->files)
-        return dr_error_system(error, ENOMEM, "malloc", dir);
-    for (size_t i = 0; i < count; i++) {
-        struct dr_load_file *file = &plan->files[i];
-        *file = (struct dr_load_file){.name = names[i], .buffered_fd = -1, .direct_fd = -1};
-        plan->file_count = i + 1;
-        file->path = dr_path_join(dir, names[i]);
-        if (!file->path)
-            return dr_error_system(error, ENOMEM, "malloc", dir);
-        if (leaves_directory(names[i]))
-            return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
-                                    "the metadata names a file outside of the checkpoint directory");
-        int rc = stat_file(plan, file, error);
-        if (rc < 0)
-            return rc;
-    }
-    return 0;
-}
-
 /* ---- reads ---- */
 
 static int check_read(const struct dr_load_plan *plan, size_t index, struct dr_error *error) {
     const struct dr_read *r = &plan->reads[index];
-    const struct dr_load_file *file = &plan->files[r->file];
+    const struct dr_input_file *file = &plan->input.files[r->file];
     uint64_t bytes;
     int64_t item = (int64_t)index;
     if (r->payload_offset > file->size || r->payload_size > file->size - r->payload_offset)
@@ -152,7 +76,7 @@ static int add_extent(void *context, uint64_t lo, uint64_t hi) {
     const struct dr_read *r = adding->read;
     void *grown = grow(plan->extents, plan->extent_count, &plan->extent_room, sizeof *plan->extents);
     if (!grown)
-        return dr_error_system(adding->error, ENOMEM, "malloc", plan->files[r->file].path);
+        return dr_error_system(adding->error, ENOMEM, "malloc", plan->input.files[r->file].path);
     plan->extents = grown;
     lo += r->payload_offset;
     hi += r->payload_offset;
@@ -174,10 +98,10 @@ static int add_read(struct dr_load_plan *plan, size_t index, bool checksum, stru
     if (rc < 0 || !checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
     if (!plan->sums && !(plan->sums = calloc(plan->read_count, sizeof *plan->sums)))
-        return dr_error_system(error, ENOMEM, "malloc", plan->files[r->file].path);
+        return dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
     size_t count = dr_crc_count(r->payload_offset, r->payload_size);
     plan->sums[index] = calloc(count ? count : 1, sizeof **plan->sums);
-    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->files[r->file].path);
+    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
 }
 
 static int by_position(const void *a, const void *b) {
@@ -194,7 +118,7 @@ static int by_position(const void *a, const void *b) {
 /* Cuts the range [lo, hi), which extents [first, end) make up, at the block grid. */
 static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_t first, size_t end,
                       uint64_t block_size, struct dr_error *error) {
-    struct dr_load_file *file = &plan->files[plan->extents[first].file];
+    struct dr_input_file *file = &plan->input.files[plan->extents[first].file];
     for (uint64_t at = dr_align_down(lo, DR_ALIGNMENT), next; at < hi; at = next) {
         next = dr_align_down(at, block_size) + block_size;
         if (next > hi)
@@ -206,8 +130,8 @@ static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_
             return dr_error_system(error, ENOMEM, "malloc", file->path);
         plan->blocks = grown;
         plan->blocks[plan->block_count++] =
-            (struct dr_load_block){plan->extents[first].file, at, next, first};
-        file->blocks_left++;
+            (struct dr_block){.file = plan->extents[first].file, .lo = at, .hi = next, .first = first};
+        
     }
     return 0;
 }
@@ -234,11 +158,11 @@ static int make_blocks(struct dr_load_plan *plan, uint64_t block_size, struct dr
 int dr_load_plan_init(struct dr_load_plan *plan, const char *dir, const char *const *names, size_t name_count,
                       struct dr_read *reads, size_t read_count, const struct dr_options *options,
                       struct dr_error *error) {
-    int rc = dr_load_plan_open_files(plan, dir, names, name_count, error);
-    if (rc < 0)
-        return rc;
     plan->reads = reads;
     plan->read_count = read_count;
+    int rc = dr_input_init(&plan->input, dir, names, name_count, error);
+    for (size_t i = 0; i < name_count && rc == 0; i++)
+        rc = dr_input_look(&plan->input, i, error);
     for (size_t i = 0; i < read_count && rc == 0; i++)
         rc = add_read(plan, i, options->checksum, error);
     if (rc < 0)
@@ -255,7 +179,7 @@ int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *er
             continue;
         uint32_t crc = dr_crc_whole(r->payload_offset, r->payload_size, plan->sums[i]);
         if (crc != r->whole_crc)
-            return dr_error_corrupt(error, plan->files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
+            return dr_error_corrupt(error, plan->input.files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
                                     "CRC-32 of its %llu bytes is %08x, was %08x when they were written",
                                     (unsigned long long)r->payload_size, crc, r->whole_crc);
     }
@@ -263,16 +187,10 @@ int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *er
 }
 
 void dr_load_plan_destroy(struct dr_load_plan *plan) {
-    for (size_t i = 0; i < plan->file_count; i++) {
-        dr_load_file_close(&plan->files[i]);
-        free(plan->files[i].path);
-    }
     for (size_t i = 0; plan->sums && i < plan->read_count; i++)
         free(plan->sums[i]);
     free(plan->sums);
-    free(plan->files);
     free(plan->extents);
     free(plan->blocks);
-    if (plan->opened)
-        dr_sys.close(plan->dirfd);
+    dr_input_destroy(&plan->input);
 }

@@ -1,11 +1,11 @@
 /* Looking into records that the metadata says little about: dr_record_locate for many, file by file. See load.h. */
-#include "load_plan.h"
+#include "load.h"
 
-static int locate_in_file(struct dr_load_plan *plan, size_t file, struct dr_lookup *lookups, size_t count,
+static int locate_in_file(struct dr_input *input, size_t file, struct dr_lookup *lookups, size_t count,
                           const struct dr_control *control, struct dr_error *error) {
     struct dr_window window = {0};
-    struct dr_load_file *f = &plan->files[file];
-    int rc = dr_load_file_open(plan, f, &f->buffered_fd, error);
+    struct dr_input_file *f = &input->files[file];
+    int rc = dr_input_open(input, f, &f->buffered_fd, error);
     if (rc == 0)
         rc = dr_window_init(&window, f->buffered_fd, f->path, error);
     for (size_t i = 0; i < count && rc == 0; i++) {
@@ -22,27 +22,30 @@ static int locate_in_file(struct dr_load_plan *plan, size_t file, struct dr_look
             rc = dr_error_cancelled(error);
     }
     dr_window_destroy(&window);
-    dr_load_file_close(f);
+    dr_input_close(f);
     return rc;
 }
 
 int dr_locate(const char *dir, const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
               const struct dr_control *control, struct dr_error *error) {
-    struct dr_load_plan plan = {0};
-    int rc = dr_load_plan_open_files(&plan, dir, names, name_count, error);
-    for (size_t i = 0; rc < 0 && i < count && error->item == DR_NO_ITEM; i++)
-        if (lookups[i].file + 1 == plan.file_count)
-            error->item = (int64_t)i;
+    struct dr_input input;
+    int rc = dr_input_init(&input, dir, names, name_count, error);
+    for (size_t i = 0; i < count && rc == 0; i++)
+        if (i == 0 || lookups[i].file != lookups[i - 1].file) {
+            rc = dr_input_look(&input, lookups[i].file, error);
+            if (rc < 0)
+                error->item = (int64_t)i;
+        }
     /* Lookups come sorted by file, so each file's are one stretch. */
     for (size_t i = 0; i < count && rc == 0;) {
         size_t end = i;
         while (end < count && lookups[end].file == lookups[i].file)
             end++;
-        rc = locate_in_file(&plan, lookups[i].file, lookups + i, end - i, control, error);
+        rc = locate_in_file(&input, lookups[i].file, lookups + i, end - i, control, error);
         if (rc < 0 && error->item != DR_NO_ITEM)
             error->item += (int64_t)i;
         i = end;
     }
-    dr_load_plan_destroy(&plan);
+    dr_input_destroy(&input);
     return rc;
 }

@@ -136,7 +136,7 @@ static PyObject *raise_load_error(struct module_state *state, const struct job *
 }
 
 PyObject *job_run(struct module_state *state, const char *directory, struct job *job) {
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;

@@ -325,9 +325,9 @@ void target_free(struct target *targets, size_t count) {
 }
 
 int sample_load_all(const char *name, const struct sample *samples, size_t count, const struct dr_options *options,
-                    const struct dr_control *control, struct dr_load_stats *stats, struct dr_error *error) {
+                    const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error) {
     struct rng rng = {77};
-    struct dr_load_stats ignored;
+    struct dr_stream_stats ignored;
     struct target *targets = check_alloc(count * sizeof *targets);
     struct dr_read *reads = check_alloc(count * sizeof *reads);
     for (size_t i = 0; i < count; i++)

@@ -61,6 +61,6 @@ void target_free(struct target *targets, size_t count);
 
 /* Everything loaded whole from check_dir/name; right, or an error. */
 int sample_load_all(const char *name, const struct sample *samples, size_t count, const struct dr_options *options,
-                    const struct dr_control *control, struct dr_load_stats *stats, struct dr_error *error);
+                    const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error);
 
 #endif

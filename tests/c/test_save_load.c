@@ -86,7 +86,7 @@ static void load_slices(const char *name, const struct sample *samples, size_t c
     enum { READS = 60 };
     struct target targets[READS];
     struct dr_read reads[READS];
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     dr_error_clear(&error);
     uint64_t needed = 0;
@@ -118,7 +118,7 @@ static void round_trips(void) {
         struct dr_options options;
         struct dr_error error;
         struct dr_writer_stats saved;
-        struct dr_load_stats loaded;
+        struct dr_stream_stats loaded;
         if (!vary(n, &rng, &options))
             continue;
         size_t count = make_samples(samples, COUNT, &rng);
@@ -231,7 +231,7 @@ static void several_files(void) {
     struct dr_read reads[FILES * EACH];
     char names[FILES][16];
     const char *list[FILES];
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     for (size_t f = 0; f < FILES; f++) {
@@ -260,7 +260,7 @@ static void several_files(void) {
 static void reads_only_what_is_needed(void) {
     struct rng rng = {35};
     struct sample sample;
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     const char *name = "f";
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
@@ -323,7 +323,7 @@ static void flipped_bits(void) {
             /* With only a CRC of the whole it is caught all the same. */
             struct target target;
             struct dr_read read;
-            struct dr_load_stats stats;
+            struct dr_stream_stats stats;
             target_init(&target, &read, &samples[hit], 0, &rng, SLICE_WHOLE, false);
             read.crcs = NULL;
             read.has_whole_crc = true;
@@ -354,7 +354,7 @@ static void flipped_bits(void) {
 /* All is checked before the first byte lands. */
 static void check_refused(const char *name, struct dr_read *reads, size_t count, const struct target *targets,
                           int err, int64_t item) {
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     dr_error_clear(&error);
@@ -643,7 +643,7 @@ static void direct_refused(void) {
     struct sample sample;
     struct dr_error error;
     struct dr_writer_stats saved;
-    struct dr_load_stats loaded;
+    struct dr_stream_stats loaded;
     struct dr_options options = make_options("auto", DR_DIRECT_ON);
     sample_bytes(&sample, &rng, 3 * MIB);
     const struct dr_fault refuse = {.call = "set_direct", .nth = 1, .sticky = true, .err = EINVAL};

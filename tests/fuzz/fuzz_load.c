@@ -245,7 +245,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct input in = {data, size};
     struct wanted wanted[MAX_READS];
     struct dr_read reads[MAX_READS];
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     struct dr_error error;
     uint64_t flags = take(&in, 1);
     const struct dr_options options = {.engine = "threads",

@@ -10,7 +10,7 @@ import sys
 import dcpring
 from dcpring.cli import ls
 from dcpring.cli._output import Output
-from dcpring.cli._parser import EXIT_STATUS, Commands, Parser
+from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
 _COMMANDS = (ls,)
@@ -21,7 +21,7 @@ DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.di
 def make_parser() -> tuple[Parser, Commands]:
     """The parser of the whole command line, and the commands in it."""
     parser = Parser(prog="dcpring", description=DESCRIPTION)
-    parser.epilog = f"dcpring COMMAND --help has examples of each.\n\n{EXIT_STATUS}"
+    parser.epilog = f"dcpring COMMAND --help has examples of each.\n\n{parser.epilog}"
     parser.add_argument("--version", action="version", version=f"dcpring {dcpring.__version__}")
     commands = Commands(parser)
     for module in _COMMANDS:

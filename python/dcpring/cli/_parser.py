@@ -11,31 +11,50 @@ if TYPE_CHECKING:
 
 Run = Callable[[argparse.Namespace, "Output"], int]
 
-EXIT_STATUS = """exit status:
-  0    success
-  1    what was looked at is damaged, or differs
-  2    wrong arguments, or something that cannot be done
-  130  interrupted with Ctrl-C; what was being written is not there"""
+DIFFERS = "what was looked at is damaged, or differs"
+"""What exit status 1 says, unless a command says it more exactly."""
+
+
+def exit_statuses(differs: str = DIFFERS) -> dict[int, str]:
+    """What each exit status says.
+
+    Args:
+        differs: what 1 does; "": it is never given.
+    """
+    return {
+        0: "success",
+        **({1: differs} if differs else {}),
+        2: "wrong arguments, or something that cannot be done",
+        130: "interrupted with Ctrl-C; what was being written is not there",
+    }
 
 
 class Example(NamedTuple):
-    """A line for the shell, and what it does."""
+    """A line for the shell, what it does, and the exit status that it ends with."""
 
     command: str
     meaning: str
+    status: int = 0
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps its examples, for the documentation.
+    """Keeps what its help ends with, for the documentation.
 
     Attributes:
-        examples: shown at the end of the help.
+        examples: lines for the shell.
+        statuses: what its exit statuses say.
+        summary: one line.
     """
 
-    def __init__(self, *, examples: Sequence[Example] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *, examples: Sequence[Example] = (), differs: str = DIFFERS, summary: str = "", **kwargs: Any
+    ) -> None:
         self.examples = examples
-        if examples:
-            kwargs["epilog"] = "examples:\n" + "\n".join(f"  {e.command}\n      {e.meaning}" for e in examples)
+        self.summary = summary
+        self.statuses = exit_statuses(differs)
+        lines = ["examples:", *(f"  {e.command}\n      {e.meaning}" for e in examples), ""] if examples else []
+        lines += ["exit status:", *(f"  {status:<4} {meaning}" for status, meaning in self.statuses.items())]
+        kwargs["epilog"] = "\n".join(lines)
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(**kwargs)
 
@@ -50,7 +69,13 @@ class Commands:
         self.parsers: dict[str, Parser] = {}
 
     def add(
-        self, name: str, run: Run, help: str, description: str, examples: Sequence[tuple[str, str]]
+        self,
+        name: str,
+        run: Run,
+        help: str,
+        description: str,
+        examples: Sequence[tuple[str, str] | tuple[str, str, int]],
+        differs: str = DIFFERS,
     ) -> argparse.ArgumentParser:
         """A command.
 
@@ -59,10 +84,17 @@ class Commands:
             run: does it; gets the arguments and the Output, and returns the exit status.
             help: one line, for the list of commands.
             description: for its own help.
-            examples: lines for the shell, which the tests run, with what they do.
+            examples: lines for the shell, which the tests run, with what they do, and their exit status where it is
+                not 0.
+            differs: what its exit status 1 says; "": it never has it.
         """
         parser: Parser = self._subparsers.add_parser(
-            name, help=help, description=description, examples=[Example(*example) for example in examples]
+            name,
+            help=help,
+            description=description,
+            examples=[Example(*example) for example in examples],
+            differs=differs,
+            summary=help,
         )
         parser.set_defaults(run=run)
         self.parsers[name] = parser

@@ -64,6 +64,7 @@ struct dr_engine {
     unsigned in_flight;
     struct dr_watch *watch; /* the caller's; NULL: none */
     unsigned worker;        /* whose engine this is, for the watch */
+    unsigned registered;    /* buffers [0, registered) are registered with the kernel */
     void *method; /* the method's own state */
 };
 

@@ -16,7 +16,6 @@ enum { MAX_SUBMITS = 1000, PAUSE_US = 1000 };
 
 struct uring {
     struct io_uring ring;
-    unsigned registered; /* buffers [0, registered) are registered */
 };
 
 static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *pool) {
@@ -47,7 +46,7 @@ static int uring_open(struct dr_engine *engine, struct dr_error *error) {
         free(uring);
         return dr_error_system(error, ENOSYS, "io_uring_setup", NULL);
     }
-    uring->registered = register_buffers(&uring->ring, &engine->pool);
+    engine->registered = register_buffers(&uring->ring, &engine->pool);
     engine->method = uring;
     return 0;
 }
@@ -71,7 +70,7 @@ static int uring_submit(struct dr_engine *engine, struct dr_request *request, st
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
     if (!sqe)
         return dr_error_system(error, EBUSY, "io_uring_get_sqe", request->path);
-    prepare(sqe, request, request->buffer < uring->registered);
+    prepare(sqe, request, request->buffer < engine->registered);
     io_uring_sqe_set_data(sqe, request);
     int rc = dr_sys.uring_submit(&uring->ring);
     for (unsigned tries = 0; (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY) && tries < MAX_SUBMITS; tries++) {
@@ -106,7 +105,7 @@ static int uring_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_r
 static void uring_close(struct dr_engine *engine) {
     struct uring *uring = engine->method;
     /* The ring's own end comes later, in the kernel's time; pinned memory would count against the limit until then. */
-    if (uring->registered > 0)
+    if (engine->registered > 0)
         io_uring_unregister_buffers(&uring->ring);
     io_uring_queue_exit(&uring->ring);
     free(uring);

@@ -289,17 +289,19 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     char *at = strdup(path);
     if (!at)
         return dr_error_memory(error);
-    int rc = dr_sys.file_system(at, out);
+    struct statfs about = {0};
+    int rc = dr_sys.statfs(at, &about);
     while (rc == -ENOENT) {
         char *slash = strrchr(at, '/');
         if (!slash || slash == at) {
-            rc = dr_sys.file_system(slash ? "/" : ".", out);
+            rc = dr_sys.statfs(slash ? "/" : ".", &about);
             break;
         }
         *slash = 0;
-        rc = dr_sys.file_system(at, out);
+        rc = dr_sys.statfs(at, &about);
     }
     free(at);
+    *out = (uint64_t)about.f_type & UINT32_MAX;
     return rc < 0 ? dr_error_system(error, -rc, "statfs", path) : 0;
 }
 

@@ -11,7 +11,6 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -155,13 +154,7 @@ static int64_t real_cached(int fd, off_t offset, size_t size) {
     return cached_by_nowait(fd, offset, size);
 }
 
-static int real_file_system(const char *path, uint64_t *out) {
-    struct statfs about;
-    if (statfs(path, &about) < 0)
-        return -errno;
-    *out = (uint64_t)about.f_type & UINT32_MAX;
-    return 0;
-}
+static int real_statfs(const char *path, struct statfs *out) { return result(statfs(path, out)); }
 
 static int real_direct_alignment(int fd) {
     union {
@@ -261,7 +254,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .unlink = real_unlink, \
         .cached = real_cached, \
         .direct_alignment = real_direct_alignment, \
-        .file_system = real_file_system, \
+        .statfs = real_statfs, \
         .print = real_print, \
         .columns = real_columns, \
         .wait_for = real_wait_for, \

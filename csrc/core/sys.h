@@ -15,6 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/types.h>
 
 struct dr_sys {
@@ -39,8 +40,7 @@ struct dr_sys {
     int64_t (*cached)(int fd, off_t offset, size_t size);
     /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */
     int (*direct_alignment)(int fd);
-    /* The file system's magic number (statfs). */
-    int (*file_system)(const char *path, uint64_t *out);
+    int (*statfs)(const char *path, struct statfs *out);
     /* Writes what a terminal (or pipe) is ready to take within the time: -EAGAIN when that is nothing. */
     ssize_t (*print)(int fd, const void *data, size_t size, int timeout_ms);
     /* Width of a terminal. */

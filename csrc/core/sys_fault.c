@@ -64,8 +64,8 @@ static int fault_ftruncate(int fd, off_t size) {
     return fails("ftruncate") ? -armed.err : dr_sys_real.ftruncate(fd, size);
 }
 
-static int fault_file_system(const char *path, uint64_t *out) {
-    return fails("file_system") ? -armed.err : dr_sys_real.file_system(path, out);
+static int fault_statfs(const char *path, struct statfs *out) {
+    return fails("statfs") ? -armed.err : dr_sys_real.statfs(path, out);
 }
 
 static int fault_fdatasync(int fd) { return fails("fdatasync") ? -armed.err : dr_sys_real.fdatasync(fd); }
@@ -160,7 +160,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .unlink = fault_unlink,
         .cached = fault_cached,
         .direct_alignment = fault_direct_alignment,
-        .file_system = fault_file_system,
+        .statfs = fault_statfs,
         .print = fault_print,
         .columns = fault_columns,
         .wait_for = dr_sys_real.wait_for,

@@ -66,6 +66,7 @@ extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec,
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];
+extern PyMethodDef probe_methods[];
 extern PyMethodDef torch_methods[];
 extern PyMethodDef fault_methods[];
 extern PyMethodDef table_methods[];

@@ -1,7 +1,7 @@
 """The C extension's interface to the Python layer. Not an interface for users."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -80,6 +80,24 @@ def guess_keys(keys: list[str]) -> tuple[list[str], bytes]: ...
 def arm_fault(call: str | None, nth: int, errno: int, sticky: bool) -> None: ...
 def disarm_fault() -> int: ...
 def file_system(path: str) -> int: ...
+
+# errno (0: it works), cure, ns; None: not asked, as what it needs does not work
+_Answer = tuple[int, str, int] | None
+
+class _DirectoryAnswers(TypedDict):
+    space: _Answer
+    create: _Answer
+    allocate: _Answer
+    direct: _Answer
+    sync: _Answer
+    commit: _Answer
+    remove: _Answer
+    about: tuple[int, int, int, int, int]
+    alignment: int
+
+def probe_ring(depth: int, buffer_size: int) -> tuple[_Answer, int]: ...
+def probe_directory(directory: str) -> _DirectoryAnswers: ...
+def probe_crc(bytes: int) -> int: ...
 
 # ---- planning ----
 

@@ -1,0 +1,71 @@
+/* dcpring._C.probe_ring, probe_directory and probe_crc (core/probe.h). */
+#include "module.h"
+
+#include "../core/probe.h"
+
+/* None where it was not asked. */
+static PyObject *answer_tuple(const struct dr_answer *answer) {
+    if (!answer->asked)
+        return Py_NewRef(Py_None);
+    return Py_BuildValue("(isK)", answer->err, answer->cure, (unsigned long long)answer->ns);
+}
+
+static PyObject *probe_ring(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned depth;
+    Py_ssize_t buffer_size;
+    if (!PyArg_ParseTuple(args, "In", &depth, &buffer_size))
+        return NULL;
+    struct dr_ring_answers answers;
+    Py_BEGIN_ALLOW_THREADS
+    dr_probe_ring(depth, (size_t)buffer_size, &answers);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(NI)", answer_tuple(&answers.open), answers.registered);
+}
+
+static PyObject *space_tuple(const struct dr_space *about) {
+    return Py_BuildValue("(KKKKK)", (unsigned long long)about->file_system, (unsigned long long)about->bytes,
+                         (unsigned long long)about->free_bytes, (unsigned long long)about->files,
+                         (unsigned long long)about->free_files);
+}
+
+static PyObject *probe_directory(PyObject *module, PyObject *args) {
+    const char *directory;
+    if (!PyArg_ParseTuple(args, "s", &directory))
+        return NULL;
+    struct dr_directory_answers a;
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release(&gil);
+    int rc = dr_probe_directory(directory, &a, &gil.control, &error);
+    gil_take(&gil);
+    if (rc < 0)
+        return raise_error(module_state(module), &error);
+    return Py_BuildValue("{sNsNsNsNsNsNsNsNsi}", "space", answer_tuple(&a.space), "create", answer_tuple(&a.create),
+                         "allocate", answer_tuple(&a.allocate), "direct", answer_tuple(&a.direct), "sync",
+                         answer_tuple(&a.sync), "commit", answer_tuple(&a.commit), "remove", answer_tuple(&a.remove),
+                         "about", space_tuple(&a.about), "alignment", a.alignment);
+}
+
+static PyObject *probe_crc(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long bytes, ns;
+    if (!PyArg_ParseTuple(args, "K", &bytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ns = dr_probe_crc(bytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(ns);
+}
+
+PyMethodDef probe_methods[] = {
+    {"probe_ring", probe_ring, METH_VARARGS,
+     "probe_ring(depth, buffer size) -> (answer, buffers registered); an answer is (errno or 0, cure, ns), None where "
+     "it was not asked"},
+    {"probe_directory", probe_directory, METH_VARARGS,
+     "probe_directory(directory) -> {name: answer, \"about\": (magic number, bytes, free bytes, files, free files), "
+     "\"alignment\": bytes}; makes files in it, and removes them"},
+    {"probe_crc", probe_crc, METH_VARARGS, "probe_crc(bytes) -> ns"},
+    {NULL, NULL, 0, NULL},
+};

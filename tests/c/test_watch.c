@@ -55,7 +55,7 @@ static void load(const char *name, const struct dr_options *options, const uint8
                            .memory = loaded,
                            .strides = &one,
                            .crcs = crcs};
-    struct dr_load_stats stats;
+    struct dr_stream_stats stats;
     CHECK_OK(dr_load(check_dir, &name, 1, &read, 1, options, &never, &stats, &error), &error);
     CHECK_EQ(stats.bytes, PAYLOAD);
     CHECK_BYTES(loaded, payload, PAYLOAD);

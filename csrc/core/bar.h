@@ -5,7 +5,7 @@
  * lock of anybody's, and no interpreter. A terminal that takes nothing (it was
  * stopped, or its program is slow) loses pictures rather than holding up the
  * thread. It ends by itself, with a last line, when all slots have ended, or
- * when the bar is closed.
+ * when the bar is closed. Work of less than a frame (1/8 s) shows nothing.
  *
  * The slots belong to the caller, until the bar is closed. One thread at a
  * time may use a bar.
@@ -23,10 +23,9 @@ enum dr_bar_flags {
 
 /* ---- what a line looks like ---- */
 
-/* A known number of bytes; a label is UTF-8. */
 struct dr_bar_view {
-    const char *label;
-    uint64_t done, total;
+    const char *label; /* UTF-8 */
+    uint64_t done, total; /* bytes */
     uint64_t rate; /* bytes a second, of late; 0: not known yet */
     uint64_t ms;   /* since the start */
     int columns;   /* of the terminal; the last one stays free */

@@ -115,7 +115,8 @@ static void put_seconds(struct text *text, uint64_t ms) {
 
 /* "0:07 left". */
 static void put_left(struct text *text, const struct dr_bar_view *view) {
-    uint64_t s = view->rate ? (view->total - view->done) / view->rate : UINT64_MAX;
+    uint64_t left = view->total - view->done;
+    uint64_t s = view->rate ? left / view->rate + (left % view->rate > 0) : UINT64_MAX;
     char digits[FIELD];
     if (s >= 100 * 3600)
         snprintf(digits, sizeof digits, "-:-- left");
@@ -196,48 +197,59 @@ static void put_fraction(struct text *text, const struct dr_bar_view *view) {
     put_ascii(text, BINARY[unit]);
 }
 
-/* A field keeps its width while its number changes: the bar before it stands still. */
-static void put_padded(struct text *text, const struct text *field, int width) {
-    put_ascii(text, "  ");
-    for (int i = field->columns; i < width; i++)
-        put_ascii(text, " ");
-    put_sign(text, field->data, field->columns);
+static int columns_of(const char *label) {
+    int columns = 0;
+    for (; *label; label++)
+        columns += ((unsigned char)*label & 0xc0) != 0x80;
+    return columns;
 }
 
+static struct text field_of(enum field field, const struct dr_bar_view *view, char data[FIELD]) {
+    struct text text = text_in(data, FIELD);
+    if (field == BYTES)
+        put_fraction(&text, view);
+    else if (field == RATE)
+        put_rate(&text, view->rate);
+    else
+        put_left(&text, view);
+    return text;
+}
+
+/* The fields after the bar, with two spaces before each; each keeps its width while its number changes. */
+static void put_fields(struct text *text, const struct dr_bar_view *view, int count) {
+    struct dr_bar_view widest = *view;
+    widest.done = view->total;
+    char data[FIELD];
+    const int width[FIELDS] = {field_of(BYTES, &widest, data).columns, 9, 9};
+    for (int i = 0; i < count; i++) {
+        struct text field = field_of((enum field)i, view, data);
+        put_ascii(text, "  ");
+        for (int column = field.columns; column < width[i]; column++)
+            put_ascii(text, " ");
+        put_ascii(text, data);
+    }
+}
+
+/* Where the columns do not suffice, the fields go first, the last one before the others; then the bar; then the label. */
 void dr_bar_line(const struct dr_bar_view *wanted, char out[DR_BAR_LINE]) {
     struct dr_bar_view view = plausible(wanted);
-    char data[FIELDS + 1][FIELD];
-    struct text field[FIELDS], percent = text_in(data[FIELDS], FIELD), line = text_in(out, DR_BAR_LINE);
-    for (int i = 0; i < FIELDS; i++)
-        field[i] = text_in(data[i], FIELD);
-    put_fraction(&field[BYTES], &view);
-    put_rate(&field[RATE], view.rate);
-    put_left(&field[LEFT], &view);
-    snprintf(data[FIELDS], FIELD, " %3" PRIu64 "%%", share(&view, 100));
-    percent.columns = (int)strlen(percent.data);
-    int width[FIELDS] = {field[BYTES].columns, 9, 9};
-    width[BYTES] = field[BYTES].columns > 15 ? field[BYTES].columns : 15;
-    int room = view.columns - 1, label = 0;
-    for (const char *c = view.label; *c; c++)
-        label += ((unsigned char)*c & 0xc0) != 0x80;
-    int used = label + 2 + percent.columns + frame_of(style_of(view.flags));
-    int fields = FIELDS;
-    for (int i = 0; i < FIELDS; i++)
-        used += 2 + (width[i] > field[i].columns ? width[i] : field[i].columns);
-    while (fields > 0 && room - used < NARROWEST_BAR) {
-        fields--;
-        used -= 2 + (width[fields] > field[fields].columns ? width[fields] : field[fields].columns);
-    }
-    int cells = room - used;
-    put_label(&line, view.label, room - percent.columns > 0 ? room - percent.columns : 0);
-    if (cells >= NARROWEST_BAR / 2) {
+    char percent[FIELD], fields[FIELDS * FIELD];
+    struct text line = text_in(out, DR_BAR_LINE), tail;
+    snprintf(percent, sizeof percent, " %3" PRIu64 "%%", share(&view, 100));
+    int room = view.columns - 1 - (int)strlen(percent), count = FIELDS, cells;
+    do {
+        tail = text_in(fields, sizeof fields);
+        put_fields(&tail, &view, count);
+        cells = room - columns_of(view.label) - 2 - frame_of(style_of(view.flags)) - tail.columns;
+    } while (cells < NARROWEST_BAR && count-- > 0);
+    put_label(&line, view.label, room);
+    if (cells >= NARROWEST_BAR) {
         put_ascii(&line, "  ");
         put_bar(&line, &view, cells < WIDEST_BAR ? cells : WIDEST_BAR);
     }
-    if (room >= percent.columns)
-        put_sign(&line, percent.data, percent.columns);
-    for (int i = 0; i < fields; i++)
-        put_padded(&line, &field[i], width[i]);
+    if (room >= 0)
+        put_ascii(&line, percent);
+    put_ascii(&line, fields);
 }
 
 /* "saving: 4.0 GiB in 3.2 s, 1.34 GB/s", or how far it came; cut where the terminal ends. */

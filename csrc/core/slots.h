@@ -37,7 +37,8 @@ struct dr_slots {
 
 struct dr_sums {
     uint64_t done, total; /* bytes of all slots */
-    uint32_t joined, running, ended, failed;
+    uint32_t joined, running, ended, failed; /* slots */
+    bool over; /* nobody is at work any more; who joined has had the time to begin */
 };
 
 static inline size_t dr_slots_size(size_t count) { return sizeof(struct dr_slots) + count * sizeof(struct dr_slot); }
@@ -50,13 +51,27 @@ void dr_slots_begin(struct dr_slots *slots, size_t index, uint64_t total);
 /* What has ended well is done wholly, whatever was counted: a plan says only about how many bytes there will be. */
 void dr_slots_end(struct dr_slots *slots, size_t index, bool failed);
 
-/* A slot whose process is gone counts as failed. */
-struct dr_sums dr_slots_sum(struct dr_slots *slots, size_t count);
-
-/* Returns when a state has changed since `changes` had this value, or after the time; or for no reason. */
-void dr_slots_wait(struct dr_slots *slots, uint32_t changes, int timeout_ms);
-
 /* Wakes all that wait. */
 void dr_slots_wake(struct dr_slots *slots);
+
+/* ---- who looks on ---- */
+
+struct dr_onlooker {
+    struct dr_slots *slots;
+    size_t count;
+    uint32_t changes; /* seen by the last look */
+    uint64_t busy_ms; /* when work was last under way */
+};
+
+uint64_t dr_now_ms(void);
+
+/* A slot whose process is gone counts as failed. */
+struct dr_sums dr_slots_look(struct dr_onlooker *onlooker);
+
+/*
+ * Returns when a state has changed since the last look, or after the time, or
+ * for no reason.
+ */
+void dr_slots_wait(const struct dr_onlooker *onlooker, int timeout_ms);
 
 #endif

@@ -8,10 +8,10 @@
 struct slots {
     PyObject_HEAD
     Py_buffer memory; /* without obj there is none */
-    Py_ssize_t count;
+    struct dr_onlooker onlooker;
 };
 
-static struct dr_slots *core_of(struct slots *self) { return self->memory.buf; }
+static struct dr_slots *core_of(struct slots *self) { return self->onlooker.slots; }
 
 static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *memory;
@@ -21,7 +21,6 @@ static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     struct slots *self = (struct slots *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
-    self->count = count;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -33,6 +32,8 @@ static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF(self);
         return NULL;
     }
+    self->onlooker.slots = self->memory.buf;
+    self->onlooker.count = (size_t)count;
     return (PyObject *)self;
 }
 
@@ -47,9 +48,9 @@ static void slots_dealloc(PyObject *object) {
 }
 
 static int check_index(struct slots *self, Py_ssize_t index) {
-    if (index >= 0 && index < self->count)
+    if (index >= 0 && (size_t)index < self->onlooker.count)
         return 0;
-    PyErr_Format(PyExc_ValueError, "slot %zd of %zd", index, self->count);
+    PyErr_Format(PyExc_ValueError, "slot %zd of %zu", index, self->onlooker.count);
     return -1;
 }
 
@@ -83,34 +84,21 @@ static PyObject *slots_end(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *slots_sum(PyObject *object, PyObject *unused) {
+static PyObject *slots_look(PyObject *object, PyObject *unused) {
     (void)unused;
-    struct slots *self = (struct slots *)object;
-    struct dr_sums sums = dr_slots_sum(core_of(self), (size_t)self->count);
-    return Py_BuildValue("(KKIIII)", (unsigned long long)sums.done, (unsigned long long)sums.total, sums.joined,
-                         sums.running, sums.ended, sums.failed);
-}
-
-static PyObject *slots_changes(PyObject *object, PyObject *unused) {
-    (void)unused;
-    return PyLong_FromUnsignedLong(atomic_load(&core_of((struct slots *)object)->changes));
+    struct dr_sums sums = dr_slots_look(&((struct slots *)object)->onlooker);
+    return Py_BuildValue("(KKO)", (unsigned long long)sums.done, (unsigned long long)sums.total,
+                         sums.over ? Py_True : Py_False);
 }
 
 static PyObject *slots_wait(PyObject *object, PyObject *args) {
-    struct dr_slots *core = core_of((struct slots *)object);
-    unsigned changes;
+    const struct dr_onlooker *onlooker = &((struct slots *)object)->onlooker;
     int timeout_ms;
-    if (!PyArg_ParseTuple(args, "Ii", &changes, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "i", &timeout_ms))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    dr_slots_wait(core, changes, timeout_ms);
+    dr_slots_wait(onlooker, timeout_ms);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-static PyObject *slots_wake(PyObject *object, PyObject *unused) {
-    (void)unused;
-    dr_slots_wake(core_of((struct slots *)object));
     Py_RETURN_NONE;
 }
 
@@ -127,10 +115,9 @@ static PyMethodDef slots_methods[] = {
     {"join", slots_join, METH_VARARGS, "join(slot) -> where in the memory the 8 bytes of its count lie"},
     {"begin", slots_begin, METH_VARARGS, "begin(slot, total bytes)"},
     {"end", slots_end, METH_VARARGS, "end(slot, failed)"},
-    {"sum", slots_sum, METH_NOARGS, "sum() -> (done bytes, total bytes, slots: joined, running, ended, failed)"},
-    {"changes", slots_changes, METH_NOARGS, "changes() -> how often a slot has joined, begun or ended"},
-    {"wait", slots_wait, METH_VARARGS, "wait(changes, timeout ms): until there are more changes. Lets go of the GIL"},
-    {"wake", slots_wake, METH_NOARGS, "wake(): ends all waiting"},
+    {"look", slots_look, METH_NOARGS, "look() -> (done bytes, total bytes, whether it is over)"},
+    {"wait", slots_wait, METH_VARARGS,
+     "wait(timeout ms): until a slot has joined, begun or ended since the last look. Lets go of the GIL"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -172,7 +159,7 @@ static PyObject *bar_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         return NULL;
     struct slots *shown = (struct slots *)slots;
     self->slots = Py_NewRef(slots);
-    self->core = dr_bar_open(core_of(shown), (size_t)shown->count, label, fd, flags);
+    self->core = dr_bar_open(core_of(shown), shown->onlooker.count, label, fd, flags);
     if (!self->core) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_RuntimeError, "there is no thread to be had for a progress bar");

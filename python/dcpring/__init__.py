@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpring._progress import Progress
     from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
@@ -55,6 +56,7 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "PlanReport",
+    "Progress",
     "RankReport",
     "ReadReport",
     "Replicated",
@@ -79,6 +81,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "_progress": ("Progress",),
     "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
     "components": ("Elastic", "PerRank", "Replicated", "Sharded"),
     "data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),

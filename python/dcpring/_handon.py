@@ -16,9 +16,7 @@ A rank that fails says so at the end of the round, and takes part until then: no
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpring import _C
+from dcpring import _C, _shared_memory
 from dcpring._plan import TENSOR_ROW
 from dcpring._strategy import BALANCED
 from dcpring.errors import CheckpointError
@@ -194,15 +192,23 @@ class Exchange:
         if not self._has_spoken:
             self._gather(("", _word_of(error)))
 
-    def run(self, positions: set[int], read: Read, part: Callable[[int], Tensor], stats: IOStats) -> None:
+    def run(
+        self,
+        positions: set[int],
+        read: Read,
+        part: Callable[[int], Tensor],
+        stats: IOStats,
+        advance: Callable[[int], None],
+    ) -> None:
         """Reads the overlaps at all positions: what is shared in rounds, then the rest.
 
         Args:
             read: reads overlaps into their tensors.
             part: the memory that an overlap fills.
             stats: counts what is sent and received.
+            advance: is told of bytes that were received.
         """
-        self._read, self._part, self._stats = read, part, stats
+        self._read, self._part, self._stats, self._advance = read, part, stats, advance
         memory = self._shared_memory()
         if memory is None:
             read(positions)
@@ -253,10 +259,7 @@ class Exchange:
         sharing, descriptor, path, failure = self._sharing, -1, "", None
         try:
             if sharing.room and self._rank == sharing.leader:
-                name = f"dcpring-{secrets.token_hex(8)}"
-                descriptor = os.memfd_create(name)
-                os.ftruncate(descriptor, 2 * sharing.room)
-                path = f"/proc/{os.getpid()}/fd/{descriptor} {name}"
+                descriptor, path = _shared_memory.create(2 * sharing.room)
         except OSError as error:
             failure = _word_of(error)
         try:
@@ -291,6 +294,7 @@ class Exchange:
         with torch.no_grad():
             part.copy_(_like(part, data))
         self._stats.received_bytes += part.nbytes
+        self._advance(part.nbytes)
         self._stats.tensor_bytes += part.nbytes
 
     # ---- between hosts ----
@@ -331,18 +335,11 @@ def _raise_first(words: Sequence[str | None]) -> None:
 
 
 def _map(word: str, size: int) -> tuple[Tensor, str]:
-    """The memory at a path, if it is that of this name, and what went wrong, or ""."""
+    """The memory that a word stands for, and what went wrong, or ""."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8), ""
-    path, _, name = word.partition(" ")
     try:
-        if not os.readlink(path).startswith(f"/memfd:{name}"):
-            return torch.empty(0, dtype=torch.uint8), f"{path} is another process's: the ranks' process ids differ"
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), ""
-        finally:
-            os.close(descriptor)
+        return torch.frombuffer(_shared_memory.open_word(word, size), dtype=torch.uint8), ""
     except (OSError, ValueError) as error:
         return torch.empty(0, dtype=torch.uint8), str(error)
 

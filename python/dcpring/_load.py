@@ -33,6 +33,7 @@ from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
+from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
@@ -173,16 +174,19 @@ class Loader:
         stats: IOStats,
         rank: int,
         casts: Casts = "safe",
+        meter: Meter | None = None,
+        watch: _C.Watch | None = None,
     ) -> None:
         self._path = path
         self._transforms = transforms
-        self._options = options.for_core(sync=False)
+        self._options = options.for_core(False, watch)
         self._checksum = options.checksum
         self._trusted = trusted
         self._safe_globals = list(safe_globals)
         self._stats = stats
         self._rank = rank
         self._casts = casts
+        self._meter = meter or Meter()
         self._files: dict[str, int] = {}
         self._catalog: Catalog
 
@@ -197,6 +201,7 @@ class Loader:
         self._check_wholes(wholes, planner)
         if makes_tensors(planner) or straight is not None:
             self._check_sources(sources)
+        self._meter.begin(lambda: _wanted_bytes([*objects, *wholes], sources, straight))
         values = self._read_objects(objects)
         if straight is None:
             self._load_sources(sources, planner)
@@ -261,7 +266,7 @@ class Loader:
         def part(position: int) -> Tensor:
             return planner.resolve_tensor(straight.items.make(position))
 
-        straight.exchange.run(everything, read, part, self._stats)
+        straight.exchange.run(everything, read, part, self._stats, self._meter.advance)
 
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
@@ -594,6 +599,13 @@ def _numel(lengths: tuple[int, ...]) -> int:
 
 def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
     return _numel(pair[0].lengths) * pair[1].dtype.itemsize
+
+
+def _wanted_bytes(
+    wholes: list[tuple[ReadItem, _Whole]], sources: list[tuple[ReadItem, _Source]], straight: Straight | None
+) -> int:
+    rest = sum(whole.size for _, whole in wholes) + sum(map(_item_bytes, sources))
+    return rest + (sum(itertools.compress(straight.items.match.sizes(), straight.mask)) if straight else 0)
 
 
 def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -111,6 +111,10 @@ class TableSource:
         names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
         self._names = [names[row] for row in rows]
         self._bytes = [sizes[row] for row in rows]
+        for position, kept in enumerate(items.kept):
+            if not isinstance(kept, int):
+                row, _, length = kept
+                self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
         self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
         self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
         self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
@@ -119,7 +123,7 @@ class TableSource:
         return self._names[position]
 
     def planned_bytes(self, position: int) -> int:
-        return self._bytes[position]  # of a tensor that is cut, more than the part: only a hint
+        return self._bytes[position]
 
     def item(self, position: int) -> WriteItem:
         return self._items[position]

@@ -105,12 +105,15 @@ class Stored:
         if MANIFEST_KEY not in self.metadata.state_dict_metadata:
             return None
         state: dict[str, Any] = {MANIFEST_KEY: None}
+        progress, self.reader.progress = self.reader.progress, False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is done without the other ranks is intended
             try:
                 dcp.load(state, storage_reader=self.reader, no_dist=True)
             except CheckpointException as error:
                 raise error.failures[0][0] from None
+            finally:
+                self.reader.progress = progress
         return Manifest.parse(state[MANIFEST_KEY], self.path)
 
     @functools.cached_property

@@ -29,6 +29,7 @@ from dcpring._metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring._progress import Meter, ProgressOption, make_watch, start_meter
 from dcpring.errors import CheckpointError
 from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.options import Direct, Engine, IOOptions, IOStats
@@ -55,6 +56,9 @@ class RingReader(FileSystemReader):
             an argument of its own.
         casts: "safe" casts dtypes where ``torch.can_cast`` allows it, and logs it; "any" casts floats to ints too;
             "never" makes any difference an error.
+        progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
+            function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
+            ranks alike.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
@@ -82,6 +86,7 @@ class RingReader(FileSystemReader):
         key_map: KeyMapLike = None,
         unexpected: Unexpected = "log",
         casts: Casts = "safe",
+        progress: ProgressOption = False,
     ) -> None:
         self._storage_data: dict[MetadataIndex, Any] | None = None
         super().__init__(path, _extension_registry)
@@ -97,6 +102,8 @@ class RingReader(FileSystemReader):
         self.safe_globals = tuple(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
+        self.progress = progress
+        self._meter = Meter()
         self.stats: IOStats | None = None
         self._metadata: Metadata | None = None
 
@@ -142,6 +149,7 @@ class RingReader(FileSystemReader):
         self._storage_data = None
         self.rank = rank
         self.use_collectives = use_collectives
+        self._meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
 
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
@@ -170,10 +178,12 @@ class RingReader(FileSystemReader):
             stats=self.stats,
             rank=self._rank(),
             casts=self.policy.casts,
+            meter=self._meter,
+            watch=make_watch(self._meter.counter),
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, self._metadata, self._rank())
-        with collection_paused():
+        with self._meter, collection_paused():
             self._load(loader, plan, planner)
         self.stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,9 @@ from dcpring._metadata import (
     pickle_metadata,
     read_trailer,
 )
+from dcpring._progress import Meter, ProgressOption, make_watch, start_meter
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
+from dcpring._store import agree, has_group
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.planner import RingSavePlanner
@@ -63,6 +64,9 @@ class RingWriter(FileSystemWriter):
         key_map: other names for the keys in the checkpoint: "normalize", a dict, the path of a JSON table, or a
             function from the state dict's names (see docs/keys.md). The table that was used is stored beside the
             checkpoint, in ``.dcpring.json``.
+        progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
+            function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
+            ranks alike.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data``, None before.
@@ -92,6 +96,7 @@ class RingWriter(FileSystemWriter):
         checksum: bool = True,
         keep_superseded: bool = False,
         key_map: KeyMapLike = None,
+        progress: ProgressOption = False,
     ) -> None:
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ValueError(
@@ -118,6 +123,8 @@ class RingWriter(FileSystemWriter):
         )
         self.keep_superseded = keep_superseded
         self.key_map = None if key_map is None else KeyMap(key_map)
+        self.progress = progress
+        self._meter = Meter()
         self._group_id = ""
         self._plans: list[SavePlan] = []
         self._planner: RingSavePlanner | None = None
@@ -150,7 +157,7 @@ class RingWriter(FileSystemWriter):
         """Writes the plan's items to new files; nothing that exists is touched."""
         started = time.perf_counter()
         self.stats = IOStats(items=len(plan.items))
-        with collection_paused():
+        with self._meter, collection_paused():
             results = self._write_files(plan, planner, self.stats)
         self.stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingSavePlanner):
@@ -163,6 +170,8 @@ class RingWriter(FileSystemWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         rank, tag = self._plan_rank(plan), _layout.new_tag()
         source = source_of(plan.items, planner)
+        self._meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
+        watch = make_watch(self._meter.counter)
         names: list[str] = []
         placed: dict[int, Placed] = {}
         try:
@@ -172,7 +181,7 @@ class RingWriter(FileSystemWriter):
                     path=str(self.path),
                     name=names[-1],
                     source=source,
-                    options=self.options.for_core(self.sync_files),
+                    options=self.options.for_core(self.sync_files, watch),
                     transforms=self.transforms,
                     ahead_bytes=self.per_thread_copy_ahead,
                     windowed=makes_tensors(planner),
@@ -285,33 +294,18 @@ class RingWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
+        self._meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._group_id = "" if self.use_collectives else agree_on_id(str(self.path))
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
             trailer.group_id = self._group_id
-            trailer.world_size = dist.get_world_size() if _has_group() else 1
+            trailer.world_size = dist.get_world_size() if has_group() else 1
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 
 
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-_attempts: Counter[str] = Counter()
-"""How often this process has begun a save with ``use_collectives=False`` to each path."""
-
-
 def agree_on_id(path: str) -> str:
-    """The same random id on all ranks for their n-th save to a path, without a collective: the first to ask draws it.
-
-    Returns "" where there is no process group's store to ask.
-    """
-    if not _has_group():
-        return ""
-    _attempts[path] += 1
-    store = dist.distributed_c10d._get_default_store()
-    key = f"dcpring/{path}/{_attempts[path]}"
-    return bytes(store.compare_set(key, "", _layout.new_tag())).decode()
+    """The same random id on all ranks for their n-th save to a path, "" where there is no store to agree by."""
+    return agree(f"dcpring/{path}", _layout.new_tag())

@@ -1,0 +1,614 @@
+"""Progress: the bar on a real terminal (a pseudo-terminal), the function that is told, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import gc
+import io
+import logging
+import mmap
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring import _C, Checkpointer, Progress, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import _progress as progress_module
+from dcpring._progress import progress_bar
+
+TENSORS = 16
+TENSOR_BYTES = 3 << 20
+STATE_BYTES = TENSORS * TENSOR_BYTES
+"""Of one rank's state."""
+STEP_SECONDS = 0.03
+"""How long the slow planners take for a tensor: a save of them all is long enough to be drawn."""
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+# ---- a terminal ----
+
+
+class Screen:
+    """What has been written to a pseudo-terminal."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+
+    @property
+    def text(self) -> str:
+        return _ESCAPES.sub("", self.raw).replace("\r\n", "\n")
+
+    @property
+    def pictures(self) -> list[str]:
+        """All lines that were drawn, one over the other, but for the last."""
+        return [line for line in re.split(r"[\r\n]+", self.text) if "%" in line]
+
+    @property
+    def percents(self) -> list[int]:
+        return [int(match[1]) for match in map(re.compile(r"(\d+)%").search, self.pictures) if match]
+
+    @property
+    def last(self) -> str:
+        assert self.raw.endswith("\r\n"), self.raw[-200:]
+        return self.text.rstrip("\n").split("\n")[-1].split("\r")[-1]
+
+
+@contextlib.contextmanager
+def terminal(columns: int = 100, encoding: str = "utf-8") -> Iterator[Screen]:
+    """Standard error is a terminal within this. What is on it is known afterwards."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    screen, chunks = Screen(), []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while chunk := os.read(ours, 1 << 16):
+                chunks.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before = sys.stderr
+    try:
+        with open(theirs, "w", encoding=encoding) as sys.stderr:
+            yield screen
+    finally:
+        sys.stderr = before
+        reader.join(20)
+        assert not reader.is_alive(), "somebody has kept the terminal open"
+        os.close(ours)
+        screen.raw = b"".join(chunks).decode()
+
+
+# ---- states and planners ----
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    return {
+        f"r{rank}.t{index}": torch.full((TENSOR_BYTES,), rank + index, dtype=torch.uint8) for index in range(TENSORS)
+    }
+
+
+class SlowSave(DefaultSavePlanner):
+    failing_rank: int | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        time.sleep(STEP_SECONDS)
+        if self.failing_rank == rank_now() and write_item.index.fqn.endswith("t9"):
+            raise OSError(28, "No space left on device")
+        return super().resolve_data(write_item)
+
+
+class SlowRingSave(RingSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        time.sleep(STEP_SECONDS)
+        return super().resolve_data(write_item)
+
+
+class SlowLoad(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> Any:
+        time.sleep(STEP_SECONDS)
+        return super().resolve_tensor(read_item)
+
+
+class SlowRingLoad(RingLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> Any:
+        time.sleep(STEP_SECONDS)
+        return super().resolve_tensor(read_item)
+
+
+def rank_now() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def slow_save(path: Any, planner: type[Any] = SlowSave, **options: Any) -> Screen:
+    rank = rank_now()
+    with terminal() as screen:
+        dcp.save(state_of(rank), storage_writer=RingWriter(path, progress=True), planner=planner(), **options)
+    return screen
+
+
+def check_screen(screen: Screen, label: str, ranks: int = 1) -> None:
+    """A bar that grew, with all bytes of these ranks, and its last line."""
+    assert len(screen.percents) >= 2
+    assert screen.percents == sorted(screen.percents)
+    assert screen.percents[0] < 100
+    total = f"{ranks * STATE_BYTES / 2**20:.1f}"
+    assert all(line.startswith(label) and f"/{total} MiB" in line for line in screen.pictures[-2:])
+    assert re.fullmatch(rf"{label}: {total} MiB in \d+\.\d s, [\d.]+ [kMG]B/s", screen.last), screen.last
+    assert screen.text.count("\n") == 1
+
+
+# ---- one process ----
+
+
+@pytest.mark.parametrize("planner", [SlowSave, SlowRingSave])
+def test_save_draws_a_bar(tmp_path: Path, planner: type[Any]) -> None:
+    check_screen(slow_save(tmp_path, planner, no_dist=True), "saving")
+
+
+@pytest.mark.parametrize("planner", [SlowLoad, SlowRingLoad])
+def test_load_draws_a_bar(tmp_path: Path, planner: type[Any]) -> None:
+    dcp.save(state_of(0), storage_writer=RingWriter(tmp_path), no_dist=True)
+    state = {key: torch.zeros_like(value) for key, value in state_of(0).items()}
+    with terminal() as screen:
+        dcp.load(state, storage_reader=RingReader(tmp_path, progress=True), planner=planner(), no_dist=True)
+    check_screen(screen, "loading")
+    assert all(torch.equal(value, state[key]) for key, value in state_of(0).items())
+
+
+def test_what_is_over_at_once_shows_nothing(tmp_path: Path) -> None:
+    with terminal() as screen:
+        dcp.save({"t": torch.ones(8)}, storage_writer=RingWriter(tmp_path, progress=True), no_dist=True)
+    assert screen.raw == ""
+
+
+def test_nothing_is_written_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "err", "w+") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        writer = RingWriter(tmp_path / "c", progress=True)
+        dcp.save(state_of(0), storage_writer=writer, planner=SlowSave(), no_dist=True)
+        file.seek(0)
+        assert file.read() == ""
+    for stream in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        dcp.save({"t": torch.ones(8)}, storage_writer=RingWriter(tmp_path / "c", progress=True), no_dist=True)
+    monkeypatch.undo()
+    assert RingReader(tmp_path / "c").read_metadata().state_dict_metadata.keys() == {"t"}
+
+
+def test_a_bar_does_not_outlive_a_failed_save(tmp_path: Path) -> None:
+    threads = os.listdir("/proc/self/task")
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    class Failing(SlowSave):
+        failing_rank = 0
+
+    with terminal() as screen, pytest.raises(CheckpointException):
+        dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=True), planner=Failing(), no_dist=True)
+    assert re.fullmatch(r"saving: stopped at \d+\.\d/48\.0 MiB after \d\.\d s", screen.last), screen.last
+    assert os.listdir("/proc/self/task") == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_async_save_draws_a_bar(tmp_path: Path) -> None:
+    _distributed.run(1, _save_async, tmp_path)
+
+
+def _save_async(path: Path) -> None:
+    with terminal() as screen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.async_save(state_of(0), storage_writer=RingWriter(path, progress=True), planner=SlowSave()).result()
+    check_screen(screen, "saving")
+
+
+def test_a_checkpointer_passes_it_on(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    model = torch.nn.Linear(64, 64)
+    options = {"progress": seen.append}
+    with Checkpointer(tmp_path, {"model": model}, writer_options=options, reader_options=options) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.load()
+    assert [one.operation for one in seen if one.finished] == ["save", "load"]
+    assert all(one.done_bytes == one.total_bytes == 4 * 65 * 64 for one in seen if one.finished)
+
+
+# ---- how it looks ----
+
+
+def draw_for(seconds: float, label: str = "verifying", **options: Any) -> Screen:
+    total = 4 << 30
+    with terminal(**options) as screen, progress_bar(label, total) as bar:
+        for _ in range(10):
+            bar.advance(total // 10)
+            time.sleep(seconds / 10)
+        bar.advance(total % 10)
+    return screen
+
+
+def test_colours_and_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = draw_for(0.4)
+    assert "\x1b[36m━" in screen.raw
+    assert re.fullmatch(r"verifying: 4\.0 GiB in 0\.\d s, [\d.]+ GB/s", screen.last)
+    assert "#" in draw_for(0.4, encoding="ascii").raw.encode("ascii").decode()
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            raw = draw_for(0.4).raw
+            assert set(re.findall(r"\x1b\[[^A-Za-z]*[A-Za-z]", raw)) == {"\x1b[K"}
+            assert "█" in raw
+
+
+@pytest.mark.parametrize("columns", [200, 80, 50, 30, 14, 6])
+def test_a_line_never_wraps(columns: int) -> None:
+    screen = draw_for(0.5, columns=columns, label="prüfe")
+    lines = re.split(r"[\r\n]+", screen.text.strip())
+    assert len(lines) >= 2
+    assert max(map(len, lines)) <= columns - 1
+    assert ("left" in screen.pictures[0]) == (columns >= 80) if columns > 6 else True
+
+
+def test_a_body_that_fails_ends_the_bar() -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    with terminal() as screen, pytest.raises(KeyboardInterrupt), progress_bar("verifying", 4 << 20) as bar:
+        bar.advance(1 << 20)
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+    assert screen.last.startswith("verifying: stopped at 1.0/4.0 MiB after 0.")
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_a_bar_may_be_turned_off() -> None:
+    with terminal() as screen, progress_bar("verifying", 100, enabled=False) as bar:
+        time.sleep(0.3)
+        bar.advance(100)
+    assert screen.raw == ""
+
+
+def test_a_label_cannot_steer_the_terminal() -> None:
+    screen = draw_for(0.3, label="bad\x1b[2Jname\n")
+    assert "\x1b[2J" not in screen.raw
+    assert screen.last.startswith("bad?[2Jname?: 4.0 GiB")
+
+
+# ---- several ranks ----
+
+
+def _save_on_ranks(path: Path, use_collectives: bool) -> tuple[str, list[Progress]]:
+    options = {} if use_collectives else {"use_collectives": False}
+    dist.barrier()
+    return slow_save(path, **options).raw, []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_bar_for_all_ranks_of_a_host(tmp_path: Path, ranks: int) -> None:
+    first, *others = _distributed.run(ranks, _save_on_ranks, tmp_path, True)
+    screen = Screen()
+    screen.raw = first[0]
+    check_screen(screen, "saving", ranks)
+    assert [raw for raw, _ in others] == [""] * (ranks - 1)
+
+
+def test_one_bar_without_collectives(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, _save_on_ranks, tmp_path, False)
+    screen = Screen()
+    screen.raw = first[0]
+    check_screen(screen, "saving", 2)
+    assert second[0] == ""
+
+
+def _load_on_ranks(path: Path, planner: type[Any], share: str) -> tuple[str, list[Progress], bool]:
+    full = {key: value for rank in range(2) for key, value in state_of(rank).items()}
+    if rank_now() == 0:
+        dcp.save(full, storage_writer=RingWriter(path), no_dist=True)
+    dist.barrier()
+    state = {key: torch.zeros_like(value) for key, value in full.items()}
+    arguments = {"share": share} if issubclass(planner, RingLoadPlanner) else {}
+    with terminal() as screen:
+        dcp.load(state, storage_reader=RingReader(path, progress=True), planner=planner(**arguments))
+    return screen.raw, [], all(torch.equal(value, state[key]) for key, value in full.items())
+
+
+@pytest.mark.parametrize(("planner", "share"), [(SlowLoad, ""), (SlowRingLoad, "off"), (SlowRingLoad, "host")])
+def test_one_bar_while_ranks_load(tmp_path: Path, planner: type[Any], share: str) -> None:
+    first, second = _distributed.run(2, _load_on_ranks, tmp_path, planner, share)
+    screen = Screen()
+    screen.raw = first[0]
+    check_screen(screen, "loading", 4)  # two ranks load the states of two
+    assert second[0] == ""
+    assert first[2]
+    assert second[2]
+
+
+class FailingOnOne(SlowSave):
+    failing_rank = 1
+
+
+def _fail_on_one(path: Path) -> tuple[str, int, int]:
+    dist.barrier()
+    threads = len(os.listdir("/proc/self/task"))
+    with terminal() as screen:
+        try:
+            dcp.save(state_of(rank_now()), storage_writer=RingWriter(path, progress=True), planner=FailingOnOne())
+        except CheckpointException as error:
+            assert list(error.failures) == [1]
+        else:
+            raise AssertionError("it did not fail")
+    gc.collect()  # the exception has the writer in a cycle
+    shared = Path("/proc/self/maps").read_text().count("memfd:dcpring")
+    return screen.raw, len(os.listdir("/proc/self/task")) - threads, shared
+
+
+def test_the_bar_ends_when_a_rank_fails(tmp_path: Path) -> None:
+    _distributed.run(2, _save_on_ranks, tmp_path / "first", True)  # starts what torch keeps
+    first, second = _distributed.run(2, _fail_on_one, tmp_path)
+    screen = Screen()
+    screen.raw = first[0]
+    assert re.fullmatch(r"saving: stopped at \d+\.\d/96\.0 MiB after \d\.\d s", screen.last), screen.last
+    assert second[0] == ""
+    assert (first[1:], second[1:]) == ((0, 0), (0, 0))
+
+
+def _save_apart(path: Path) -> tuple[str, list[Progress]]:
+    """Rank 1 cannot open what rank 0 has made, as in another container."""
+    if rank_now() == 1:
+        progress_module._shared_memory = None  # type: ignore[assignment]
+    try:
+        return _save_on_ranks(path, True)
+    finally:
+        from dcpring import _shared_memory
+
+        progress_module._shared_memory = _shared_memory
+
+
+def test_a_rank_that_cannot_share_goes_on_without(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, _save_apart, tmp_path)
+    screen = Screen()
+    screen.raw = first[0]
+    check_screen(screen, "saving", 1)
+    assert second[0] == ""
+
+
+def test_a_rank_that_is_gone_ends_the_bar() -> None:
+    memory = mmap.mmap(-1, _C.Slots.size(2))
+    slots = _C.Slots(memory, 2)
+    slots.join(0)
+    slots.begin(0, 100)
+    child = os.fork()
+    if child == 0:
+        slots.join(1)
+        slots.begin(1, 100)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert slots.look() == (0, 200, False)
+    slots.end(0, False)
+    assert slots.look() == (100, 200, True)
+
+
+# ---- the function ----
+
+
+def test_a_function_is_told(tmp_path: Path) -> None:
+    seen: list[tuple[Progress, int]] = []
+
+    def note(progress: Progress) -> None:
+        seen.append((progress, threading.get_ident()))
+
+    began = time.monotonic()
+    dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=note), planner=SlowSave(), no_dist=True)
+    seconds = time.monotonic() - began
+    reports = [progress for progress, _ in seen]
+    assert {ident for _, ident in seen}.isdisjoint({threading.get_ident()})
+    assert 2 <= len(reports) <= 5 + 6 * seconds
+    assert [report.finished for report in reports] == [False] * (len(reports) - 1) + [True]
+    assert {(report.operation, report.total_bytes) for report in reports} == {("save", STATE_BYTES)}
+    assert [report.done_bytes for report in reports] == sorted(report.done_bytes for report in reports)
+    assert any(0 < report.done_bytes < STATE_BYTES for report in reports)
+    last = reports[-1]
+    assert last.done_bytes == STATE_BYTES
+    assert last.bytes_per_second == pytest.approx(STATE_BYTES / last.seconds)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        last.done_bytes = 0  # type: ignore[misc]
+
+
+def plain_save(path: Path, note: Callable[[Progress], None]) -> None:
+    dcp.save(state_of(0), storage_writer=RingWriter(path, progress=note), planner=RingSavePlanner(), no_dist=True)
+
+
+def test_compact_plans_say_how_much_there_is(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    plain_save(tmp_path, seen.append)
+    state = {key: value[: TENSOR_BYTES // 2].clone() for key, value in state_of(0).items()}
+    full = {key: torch.zeros(TENSOR_BYTES, dtype=torch.uint8) for key in state_of(0)}
+    reader = RingReader(tmp_path, progress=seen.append)
+    dcp.load(full, storage_reader=reader, planner=RingLoadPlanner(), no_dist=True)
+    assert [one.total_bytes for one in seen if one.finished] == [STATE_BYTES, STATE_BYTES]
+    seen.clear()
+    del state["r0.t0"]
+    few = {"r0.t1": full["r0.t1"]}
+    dcp.load(few, storage_reader=reader, planner=RingLoadPlanner(), no_dist=True)
+    assert [one.total_bytes for one in seen if one.finished] == [TENSOR_BYTES]
+
+
+def test_a_function_that_fails_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Progress] = []
+
+    def fail(progress: Progress) -> None:
+        calls.append(progress)
+        raise ValueError("no")
+
+    with caplog.at_level(logging.WARNING, "dcpring"):
+        dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=fail), planner=SlowSave(), no_dist=True)
+    assert calls[-1].finished
+    assert len(calls) > 1
+    assert [record.message for record in caplog.records if record.name == "dcpring"] == [
+        "the function given as progress= failed; the save goes on"
+    ]
+    assert RingReader(tmp_path).read_metadata().state_dict_metadata.keys() == state_of(0).keys()
+
+
+def test_a_function_is_told_of_a_failure(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+
+    class Failing(SlowSave):
+        failing_rank = 0
+
+    with pytest.raises(CheckpointException):
+        dcp.save(
+            state_of(0), storage_writer=RingWriter(tmp_path, progress=seen.append), planner=Failing(), no_dist=True
+        )
+    assert [one.finished for one in seen] == [False] * (len(seen) - 1) + [True]
+    assert seen[-1].done_bytes < seen[-1].total_bytes == STATE_BYTES
+    assert "dcpring-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def _tell_on_ranks(path: Path) -> list[Progress]:
+    seen: list[Progress] = []
+    dist.barrier()
+    writer = RingWriter(path, progress=seen.append)
+    dcp.save(state_of(rank_now()), storage_writer=writer, planner=SlowSave())
+    until = time.monotonic() + 10
+    while seen and not seen[-1].finished and time.monotonic() < until:
+        time.sleep(0.01)
+    return seen
+
+
+def test_the_coordinator_is_told_of_all_ranks(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, _tell_on_ranks, tmp_path)
+    assert second == []
+    assert first[-1].done_bytes == first[-1].total_bytes == 2 * STATE_BYTES
+    assert [one.finished for one in first] == [False] * (len(first) - 1) + [True]
+
+
+# ---- cost ----
+
+
+def test_the_bar_needs_no_gil() -> None:
+    """It moves while a call of C holds the GIL for a second, and another process counts."""
+    total = 1000
+    memory = mmap.mmap(-1, _C.Slots.size(1))
+    slots = _C.Slots(memory, 1)
+    where = slots.join(0)
+    slots.begin(0, total)
+    ours, theirs = pty.openpty()
+    hold = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
+    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
+    child = os.fork()
+    if child == 0:
+        watch = _C.Watch(memoryview(memory)[where : where + 8], 0)
+        for _ in range(100):
+            time.sleep(0.01)
+            watch.add(total // 100)
+        os._exit(0)
+    os.set_blocking(ours, False)
+    while True:  # what was drawn before the GIL is held does not count
+        try:
+            os.read(ours, 1 << 16)
+        except BlockingIOError:
+            break
+    hold(800_000)
+    held = os.read(ours, 1 << 16).decode()
+    os.waitpid(child, 0)
+    slots.end(0, False)
+    bar.close()
+    os.close(ours)
+    os.close(theirs)
+    percents = [int(match) for match in re.findall(r"(\d+)%", held)]
+    assert len(percents) >= 3
+    assert percents == sorted(set(percents))
+
+
+def test_a_bar_costs_next_to_no_cpu() -> None:
+    ours, theirs = pty.openpty()
+    memory = mmap.mmap(-1, _C.Slots.size(64))
+    slots = _C.Slots(memory, 64)
+    watches = []
+    for index in range(64):
+        where = slots.join(index)
+        watches.append(_C.Watch(memoryview(memory)[where : where + 8], 0))
+        slots.begin(index, 1000)
+    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
+    began, cpu = time.monotonic(), time.process_time()
+    for watch in watches[:20]:
+        time.sleep(0.1)
+        watch.add(500)
+    share = (time.process_time() - cpu) / (time.monotonic() - began)
+    bar.close()
+    os.close(ours)
+    os.close(theirs)
+    assert share < 0.05  # of one core; 0.002 on a quiet machine
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nobody() -> None:
+    """Stopped by Ctrl-S: pictures are lost, and the bar ends all the same."""
+    ours, theirs = pty.openpty()
+    termios.tcflow(theirs, termios.TCOOFF)
+    memory = mmap.mmap(-1, _C.Slots.size(1))
+    slots = _C.Slots(memory, 1)
+    slots.join(0)
+    slots.begin(0, 100)
+    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
+    time.sleep(0.3)
+    began = time.monotonic()
+    bar.close()
+    assert time.monotonic() - began < 2
+    termios.tcflow(theirs, termios.TCOON)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_forked_child_is_not_held_up() -> None:
+    memory = mmap.mmap(-1, _C.Slots.size(1))
+    slots = _C.Slots(memory, 1)
+    slots.join(0)
+    slots.begin(0, 100)
+    ours, theirs = pty.openpty()
+    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
+    child = os.fork()
+    if child == 0:
+        bar.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    bar.close()
+    os.close(ours)
+    os.close(theirs)
+
+
+# ---- wrong use ----
+
+
+def test_slots_check_what_they_are_given() -> None:
+    memory = mmap.mmap(-1, _C.Slots.size(2))
+    for buffer, count in ((memory, 3000), (memory, 0), (memory, -1), (memoryview(memory)[8:], 1), (memory, 1 << 62)):
+        with pytest.raises(ValueError, match="slots do not lie"):
+            _C.Slots(buffer, count)
+    with pytest.raises(BufferError):
+        _C.Slots(bytes(4096), 1)
+    slots = _C.Slots(memory, 2)
+    for call in (slots.join, lambda index: slots.begin(index, 1), lambda index: slots.end(index, False)):
+        for index in (-1, 2):
+            with pytest.raises(ValueError, match="slot"):
+                call(index)
+    with pytest.raises(TypeError):
+        _C.Bar(memory, "saving", 2, 0)  # type: ignore[arg-type]

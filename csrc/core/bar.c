@@ -88,6 +88,7 @@ static void *run(void *argument) {
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, NULL);
+    pthread_setname_np(pthread_self(), "dcpring-bar");
     for (;;) {
         struct dr_sums sums = dr_slots_look(&bar->onlooker);
         uint64_t ms = dr_now_ms();

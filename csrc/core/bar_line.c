@@ -127,14 +127,15 @@ static void put_left(struct text *text, const struct dr_bar_view *view) {
     put_ascii(text, digits);
 }
 
-/* done * steps / total, for steps below 1024. */
+/* done * steps / total, for steps below 1024: all of them only when all is done. */
 static uint64_t share(const struct dr_bar_view *view, uint64_t steps) {
     uint64_t done = view->done, total = view->total;
     while (total >> 53) {
         done >>= 1;
         total >>= 1;
     }
-    return total ? done * steps / total : 0;
+    uint64_t part = total ? done * steps / total : 0;
+    return part == steps && view->done < view->total ? steps - 1 : part;
 }
 
 /* ---- the bar ---- */

@@ -277,7 +277,7 @@ def _shared_slots(operation: Operation, path: str) -> _Place | None:
 
 
 def _host_memory(name: str, size: int) -> mmap.mmap:
-    """Memory that all ranks of this host get by this name; who made it keeps it open for the others while he uses it."""
+    """Memory that all ranks of this host get by this name; whose it is keeps it open for the others."""
     descriptor, word = _shared_memory.create(size)
     try:
         agreed = agree(name, word)

@@ -103,7 +103,8 @@ static int read_cached(struct run *run, unsigned worker, const struct dr_block *
         return 0;
     struct dr_watch *watch = run->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch), .offset = block->lo, .size = block->hi - block->lo,
-                           .step = DR_STEP_READ, .file = (uint32_t)block->file, .worker = worker};
+                           .step = DR_STEP_READ, .file = (uint32_t)block->file, .worker = worker,
+                           .slot = DR_NO_SLOT};
     struct dr_block piece = *block;
     for (piece.lo = block->lo; piece.lo < block->hi; piece.lo = piece.hi) {
         piece.hi = block->in_one ? block->hi : dr_align_down(piece.lo, DR_CRC_BLOCK) + DR_CRC_BLOCK;

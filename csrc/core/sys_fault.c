@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static struct dr_fault armed;
 static char armed_call[32];
@@ -16,7 +17,12 @@ static bool hit(const char *call) {
     if (armed.call && strcmp(call, armed.call) != 0)
         return false;
     uint64_t n = atomic_fetch_add(&calls, 1) + 1;
-    return armed.nth != 0 && (n == armed.nth || (armed.sticky && n > armed.nth));
+    bool is_hit = armed.nth != 0 && (n == armed.nth || (armed.sticky && n > armed.nth));
+    if (is_hit && armed.delay_ms) {
+        struct timespec delay = {armed.delay_ms / 1000, armed.delay_ms % 1000 * 1000000L};
+        nanosleep(&delay, NULL);
+    }
+    return is_hit;
 }
 
 static bool fails(const char *call) { return hit(call) && armed.err != 0; }
@@ -25,7 +31,9 @@ static bool fails(const char *call) { return hit(call) && armed.err != 0; }
 static ssize_t shorten(const char *call, size_t size) {
     if (!hit(call))
         return (ssize_t)size;
-    return armed.err ? -armed.err : (ssize_t)(size > 1 ? size / 2 : size);
+    if (armed.err)
+        return -armed.err;
+    return (ssize_t)(size > 1 && !armed.delay_ms ? size / 2 : size);
 }
 
 static int fault_open_dir(const char *path) { return fails("open_dir") ? -armed.err : dr_sys_real.open_dir(path); }

@@ -32,8 +32,10 @@ struct dr_span {
     uint32_t step;
     uint32_t file; /* of a load: its number; 0 of a save */
     uint32_t worker;
-    uint32_t slot; /* transfers: which of the worker's buffers */
+    uint32_t slot; /* transfers: which of the worker's buffers, or DR_NO_SLOT */
 };
+
+#define DR_NO_SLOT UINT32_MAX /* the worker itself reads, through the page cache */
 
 struct dr_watch {
     _Atomic uint64_t *done; /* bytes read or written; may lie in memory that processes share. NULL: not counted */

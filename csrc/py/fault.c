@@ -5,10 +5,10 @@
 
 static PyObject *arm_fault(PyObject *module, PyObject *args) {
     (void)module;
-    struct dr_fault fault;
+    struct dr_fault fault = {0};
     unsigned long long nth;
     int sticky;
-    if (!PyArg_ParseTuple(args, "zKip", &fault.call, &nth, &fault.err, &sticky))
+    if (!PyArg_ParseTuple(args, "zKip|I", &fault.call, &nth, &fault.err, &sticky, &fault.delay_ms))
         return NULL;
     fault.nth = nth;
     fault.sticky = sticky;
@@ -24,7 +24,7 @@ static PyObject *disarm_fault(PyObject *module, PyObject *unused) {
 
 PyMethodDef fault_methods[] = {
     {"arm_fault", arm_fault, METH_VARARGS,
-     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky): for tests"},
+     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky, delay_ms=0): for tests"},
     {"disarm_fault", disarm_fault, METH_NOARGS, "disarm_fault() -> calls counted since arm_fault"},
     {NULL, NULL, 0, NULL},
 };

@@ -28,6 +28,7 @@ from torch import Tensor
 from dcpring import _C, _shared_memory
 from dcpring._plan import TENSOR_ROW
 from dcpring._strategy import BALANCED
+from dcpring._trace import Phases
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 
@@ -186,6 +187,7 @@ class Exchange:
         self._group = group
         self._rank = dist.get_rank(group)
         self._has_spoken = False
+        self._phases = Phases()
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this rank has failed, if they do not know yet: they wait for its first word."""
@@ -198,6 +200,7 @@ class Exchange:
         read: Read,
         part: Callable[[int], Tensor],
         stats: IOStats,
+        phases: Phases,
         advance: Callable[[int], None],
     ) -> None:
         """Reads the overlaps at all positions: what is shared in rounds, then the rest.
@@ -206,9 +209,10 @@ class Exchange:
             read: reads overlaps into their tensors.
             part: the memory that an overlap fills.
             stats: counts what is sent and received.
+            phases: of the load.
             advance: is told of bytes that were received.
         """
-        self._read, self._part, self._stats, self._advance = read, part, stats, advance
+        self._read, self._part, self._stats, self._phases, self._advance = read, part, stats, phases, advance
         memory = self._shared_memory()
         if memory is None:
             read(positions)
@@ -216,14 +220,15 @@ class Exchange:
         units = self._sharing.units
         failure: BaseException | None = None
         for number in range(self._sharing.rounds):
-            now = [unit for unit in units if unit.round == number]
-            room = memory[number % 2]
-            self._begin_transfer()
-            failure = failure or self._attempt(self._read_own, now, room)
-            failure = failure or self._attempt(self._prepare_transfer, now, room)
-            self._agree(failure)
-            self._transfer()
-            failure = self._attempt(self._take, now, room)
+            with phases.span(f"hand-on round {number + 1}"):
+                now = [unit for unit in units if unit.round == number]
+                room = memory[number % 2]
+                self._begin_transfer()
+                failure = failure or self._attempt(self._read_own, now, room)
+                failure = failure or self._attempt(self._prepare_transfer, now, room)
+                self._agree(failure)
+                self._transfer()
+                failure = self._attempt(self._take, now, room)
         self._agree(failure)  # the memory is used until here
         read(positions - {self._positions[unit.row] for unit in units})
 
@@ -239,7 +244,8 @@ class Exchange:
     def _gather(self, word: Any) -> list[Any]:
         self._has_spoken = True
         words: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(words, word, group=self._group)
+        with self._phases.span("wait for all", "wait"):
+            dist.all_gather_object(words, word, group=self._group)
         return words
 
     def _agree(self, failure: BaseException | None) -> None:

@@ -35,9 +35,10 @@ from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
+from dcpring._trace import Phases
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
-from dcpring.options import IOOptions, IOStats
+from dcpring.options import IOOptions, IOStats, make_watch
 
 logger = logging.getLogger("dcpring")
 
@@ -175,18 +176,20 @@ class Loader:
         rank: int,
         casts: Casts = "safe",
         meter: Meter | None = None,
-        watch: _C.Watch | None = None,
+        phases: Phases | None = None,
     ) -> None:
         self._path = path
         self._transforms = transforms
-        self._options = options.for_core(False, watch)
+        self._meter = meter or Meter()
+        self._phases = phases or Phases()
+        self._watch = make_watch(self._meter.counter, self._phases.room)
+        self._options = options.for_core(False, self._watch)
         self._checksum = options.checksum
         self._trusted = trusted
         self._safe_globals = list(safe_globals)
         self._stats = stats
         self._rank = rank
         self._casts = casts
-        self._meter = meter or Meter()
         self._files: dict[str, int] = {}
         self._catalog: Catalog
 
@@ -266,14 +269,17 @@ class Loader:
         def part(position: int) -> Tensor:
             return planner.resolve_tensor(straight.items.make(position))
 
-        straight.exchange.run(everything, read, part, self._stats, self._meter.advance)
+        straight.exchange.run(everything, read, part, self._stats, self._phases, self._meter.advance)
 
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
             return
         match, files = straight.items.match, straight.files
         try:
-            stats = _C.load_matched(self._path, files, match, straight.places, straight.tensors, mask, self._options)
+            with self._phases.core(self._watch, "read tensors", files):
+                stats = _C.load_matched(
+                    self._path, files, match, straight.places, straight.tensors, mask, self._options
+                )
         except _CORE_ERRORS as error:
             chosen = [position for position, good in enumerate(mask) if good]
             raise self._explained(error, LazyItems(straight.items, chosen)) from error
@@ -388,7 +394,8 @@ class Loader:
         wanted = [(whole.file, whole.offset, whole.size, whole.crcs) for _, whole in batch]
         self._check_ends([item for item, _ in batch], [(whole.file, whole.offset + whole.size) for _, whole in batch])
         try:
-            data, stats = _C.load_bytes(self._path, list(self._files), wanted, self._options)
+            with self._phases.core(self._watch, "read objects", list(self._files)):
+                data, stats = _C.load_bytes(self._path, list(self._files), wanted, self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, [item for item, _ in batch]) from error
         self._count(stats)
@@ -516,7 +523,8 @@ class Loader:
         if not boxes:
             return
         try:
-            stats = _C.load(self._path, list(self._files), boxes, targets, self._options)
+            with self._phases.core(self._watch, "read tensors", list(self._files)):
+                stats = _C.load(self._path, list(self._files), boxes, targets, self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, items) from error
         self._count(stats)

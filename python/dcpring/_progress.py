@@ -68,11 +68,6 @@ class Progress:
 ProgressOption = bool | Callable[[Progress], None]
 
 
-def make_watch(counter: memoryview | None, room: int = 0) -> _C.Watch | None:
-    """A watch that counts bytes in a counter and keeps so many spans; None where there is nothing for it to do."""
-    return None if counter is None and not room else _C.Watch(counter, room)
-
-
 # ---- the bar ----
 
 

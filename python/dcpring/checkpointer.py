@@ -29,6 +29,7 @@ from dcpring._ranks import Failure, Ranks, described, failure_of, together
 from dcpring._recognise import as_component, model_of
 from dcpring._staging import StagingBuffer
 from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored, ranks, spans
+from dcpring._trace import Staging
 from dcpring.components import Component, ModelState, Place, Plan, some, some_are
 from dcpring.errors import CheckpointError
 from dcpring.writer import RingWriter
@@ -264,13 +265,16 @@ class Checkpointer:
         }
         return Manifest(step, self._place.world_size, entries)
 
-    def _write(self, state: dict[str, Any], step: int, group: Ranks) -> None:
+    def _write(self, state: dict[str, Any], step: int, group: Ranks, staging: Staging | None = None) -> None:
         path = self.path(step)
+        writer = RingWriter(path, **self._writer_options)
+        if staging is not None:
+            writer.note_staged(staging)
         group.with_dcp(
             f"cannot save {path}",
             lambda: dcp.save(
                 state,
-                storage_writer=RingWriter(path, **self._writer_options),
+                storage_writer=writer,
                 planner=_dcp.SavePlanner(),
                 process_group=group.group,
                 no_dist=group.group is None,
@@ -288,18 +292,19 @@ class Checkpointer:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
         assert self._executor is not None
         try:
-            staged, error = self._staging.stage(state), None
+            with Staging.timed() as staging:
+                staged, error = self._staging.stage(state), None
         except Exception as caught:
             staged, error = None, caught
-        self._pending = self._executor.submit(self._write_staged, staged, error, step, self._background)
+        self._pending = self._executor.submit(self._write_staged, staged, error, staging, step, self._background)
 
-    def _write_staged(self, staged: Any, error: Exception | None, step: int, group: Ranks) -> None:
+    def _write_staged(self, staged: Any, error: Exception | None, staging: Staging, step: int, group: Ranks) -> None:
         def check() -> None:
             if error is not None:
                 raise error
 
         group.attempt(f"cannot save step {step}: copying the state", check)
-        self._write(staged, step, group)
+        self._write(staged, step, group, staging)
 
     # ---- retention, on rank 0 ----
 

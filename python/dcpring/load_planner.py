@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
-from dcpring import _C, _handon, _strategy
+from dcpring import _C, _handon, _strategy, _trace
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
@@ -177,6 +177,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
+        self._phases = _trace.Phases()
         self._report = LoadReport()
 
     # ---- what DCP calls, in this order ----
@@ -184,6 +185,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        self._phases = _trace.accept()
         self._own_plan = None
         self._report = LoadReport()
         with collection_paused():
@@ -223,6 +225,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         except KeyMismatchError as mismatch:
             raise mismatch from error
 
+    @_trace.hook
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         if self.key_map is not None:
@@ -250,7 +253,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
             self._add_needs(self._own_plan)
         return self._own_plan
 
+    @_trace.hook
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
         self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
@@ -260,7 +265,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._report.share = needs[0].share
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
+    @_trace.hook
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self._phases.begin(_trace.READ)
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
         self._own_plan.storage_data = new_plan.storage_data

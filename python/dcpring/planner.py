@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from dcpring import _C, _replicas, _strategy
+from dcpring import _C, _replicas, _strategy, _trace
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
@@ -52,6 +51,13 @@ __all__ = ["RingSavePlanner"]
 logger = logging.getLogger("dcpring")
 
 _OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
+
+_REPORTED = {
+    **{_trace.LOCAL_PLAN: "local plan", _trace.GATHER_PLANS: "gather", _trace.GLOBAL_PLAN: "plan"},
+    **{_trace.SCATTER_PLANS: "scatter", _trace.WRITE: "write"},
+    **dict.fromkeys((_trace.GATHER_RESULTS, _trace.COMMIT, _trace.CLEAN_UP), "commit"),
+}
+"""The names of phases in a PlanReport."""
 
 _MOST_NAMED = 10
 """Keys that one warning about differing replicas names."""
@@ -138,7 +144,8 @@ class RingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._save = _Save()
+        self._save = _Save(phases=_trace.accept())
+        self._phases.begin(_trace.LOCAL_PLAN)
         with collection_paused():
             if self.flatten_state_dict:
                 self._save.flat = flatten(state_dict)
@@ -155,8 +162,9 @@ class RingSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
         self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
 
+    @_trace.hook
     def create_local_plan(self) -> SavePlan:
-        self._save.clock.start()
+        self._phases.begin(_trace.LOCAL_PLAN)
         compared = _world_size() > 1 and self.check_replicas != "off"
         flat = self._save.flat
         if self.state_dict is not flat.values:  # a subclass has put another in its place
@@ -167,7 +175,7 @@ class RingSavePlanner(DefaultSavePlanner):
                 self._save.fingerprints = _fingerprints(table, flat)
             self._save.ties = tied_rows(flat, table) if _world_size() > 1 else ()
         self.plan = RingPlan(items=Items(table), seal=self._seal)  # type: ignore[arg-type]
-        self._save.clock.end("local plan")
+        self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
 
     def _seal(self, plan: RingPlan) -> LocalMessage:
@@ -187,8 +195,9 @@ class RingSavePlanner(DefaultSavePlanner):
             _rank(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
         )
 
+    @_trace.hook
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self._save.clock.end("gather")
+        self._phases.begin(_trace.GLOBAL_PLAN)
         with collection_paused():
             messages = _messages(all_plans)
             cache = _cache_of(self._cached_plans_key) if self._enable_plan_caching else _Cache()
@@ -206,12 +215,13 @@ class RingSavePlanner(DefaultSavePlanner):
         self._note_plan(messages, plans, outcome)
         return plans, metadata
 
+    @_trace.hook
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         answer = getattr(new_plan, "message", None)
         if not isinstance(answer, Answer) or self._save.sent is None:
             self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
             return self.plan
-        self._save.clock.end("scatter" if self.is_coordinator else "coordinate")
+        self._phases.begin(_trace.WRITE)
         cache = _cache_of(self._cached_plans_key) if self._enable_plan_caching else _Cache()
         kept = cache.finish(self._save.sent, answer.kept)
         items = self._save.sent.items(kept)
@@ -219,7 +229,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
         if not self._save.report.ranks:
             self._save.report = PlanReport(str(answer.choice.writers), answer.choice.reason, [answer.rank])
-        self._save.report.seconds = self._save.clock.seconds
+        self._note_seconds()
         logger.info("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
         return self.plan
 
@@ -272,12 +282,12 @@ class RingSavePlanner(DefaultSavePlanner):
             logger.warning(text)
 
     def _note_plan(self, messages: list[LocalMessage], plans: list[Any], outcome: _Outcome) -> None:
-        self._save.clock.end("plan")
+        if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
+            self._phases.begin(_trace.SCATTER_PLANS)
         self._save.report = PlanReport(
             writers=str(outcome.choice.writers),
             reason=outcome.choice.reason,
             ranks=[replace(rank) for rank in outcome.ranks],
-            seconds=self._save.clock.seconds,
             gathered_bytes=sum(len(m.layout or b"") + len(m.fingerprints) for m in messages),
             scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans),
             cached=sum(message.layout is None for message in messages),
@@ -285,19 +295,33 @@ class RingSavePlanner(DefaultSavePlanner):
 
     # ---- the report ----
 
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._save.phases
+
+    def _note_seconds(self) -> None:
+        """The phases that are over, by the report's names."""
+        names = _REPORTED | ({} if self.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
+        seconds = self._save.report.seconds = {}
+        for phase, taken in self._phases.seconds().items():
+            if phase in names:
+                seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+
     def report(self) -> PlanReport:
         """What the last save's plan did. On the coordinator it covers all ranks, elsewhere this one."""
         return self._save.report
 
     def note_written(self, stats: IOStats) -> None:
         """Called by RingWriter when this rank's files are written."""
-        self._save.clock.end("write")
+        self._phases.begin(_trace.GATHER_RESULTS) if self.is_coordinator else self._phases.end()
+        self._note_seconds()
         if len(self._save.report.ranks) == 1:
             _note_io(self._save.report.ranks[0], stats)
 
     def note_committed(self, stats: Sequence[IOStats]) -> None:
         """Called by RingWriter on the coordinator when the checkpoint is committed, with the stats of all ranks."""
-        self._save.clock.end("commit")
+        self._phases.end()
+        self._note_seconds()
         for rank, one in zip(self._save.report.ranks, stats, strict=False):
             _note_io(rank, one)
         logger.info("saved: %s", self._save.report.summary())
@@ -307,22 +331,6 @@ class RingSavePlanner(DefaultSavePlanner):
 
 _Piece = tuple[MetadataIndex, int, int]
 """The chunk that a part was cut from, the part's first row in it, and its rows."""
-
-
-class _Clock:
-    """Wall time by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        self._last = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
 
 
 @dataclass
@@ -364,6 +372,7 @@ class _Save:
         sent: None before the plan has been sent.
         pieces: parts of tensors that this rank writes, by key and offset.
         checkpoint: where the checkpoint goes, None where the storage does not say.
+        phases: of the save; RingWriter's where that writes.
     """
 
     flat: Flat = field(default_factory=Flat)
@@ -372,7 +381,7 @@ class _Save:
     sent: _Sent | None = None
     pieces: dict[tuple[str, torch.Size | None], _Piece] = field(default_factory=dict)
     checkpoint: Any = None
-    clock: _Clock = field(default_factory=_Clock)
+    phases: _trace.Phases = field(default_factory=_trace.Phases)
     report: PlanReport = field(default_factory=PlanReport)
 
 

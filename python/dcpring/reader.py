@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from dcpring import _layout
+from dcpring import _layout, _trace
 from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring._key_policy import Casts, LoadPolicy, Unexpected
 from dcpring._lazy import LazyMetadata, StoredChunks, has_known_tables
@@ -29,7 +29,7 @@ from dcpring._metadata import (
     split_metadata,
     unpickle_metadata,
 )
-from dcpring._progress import Meter, ProgressOption, make_watch, start_meter
+from dcpring._progress import Meter, ProgressOption, start_meter
 from dcpring.errors import CheckpointError
 from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.options import Direct, Engine, IOOptions, IOStats
@@ -59,6 +59,7 @@ class RingReader(FileSystemReader):
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
+        trace: path of a trace of all loads, as for ``RingWriter``.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
@@ -87,7 +88,9 @@ class RingReader(FileSystemReader):
         unexpected: Unexpected = "log",
         casts: Casts = "safe",
         progress: ProgressOption = False,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._tracer = _trace.Tracer(trace)
         self._storage_data: dict[MetadataIndex, Any] | None = None
         super().__init__(path, _extension_registry)
         self.options = IOOptions(
@@ -106,10 +109,25 @@ class RingReader(FileSystemReader):
         self._meter = Meter()
         self.stats: IOStats | None = None
         self._metadata: Metadata | None = None
+        self._is_coordinator = False
 
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._tracer.phases
+
+    @_trace.hook
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
-        rank = kwargs.get("rank")
+        # DCP asks with a rank once it has failed to get the metadata of all ranks.
+        if kwargs.get("rank") is None or self._phases.is_sure:
+            self._tracer.start("load", self.path)
+        self._phases.begin(_trace.READ_METADATA)
+        metadata = self._find_metadata(kwargs.get("rank"))
+        self._phases.begin(_trace.LOCAL_PLAN)
+        _trace.offer(self._phases)
+        return metadata
+
+    def _find_metadata(self, rank: int | None) -> Metadata:
         directory = Path(self.path)
         if rank is None:
             _refuse_stale(directory)
@@ -150,6 +168,20 @@ class RingReader(FileSystemReader):
         self.rank = rank
         self.use_collectives = use_collectives
         self._meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        self._is_coordinator = is_coordinator
+        self._phases.join(is_coordinator)
+
+    @_trace.hook
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self._phases.begin(_trace.GATHER_PLANS if self._is_coordinator else _trace.SCATTER_PLANS)
+        return super().prepare_local_plan(plan)
+
+    @_trace.hook
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        self._phases.begin(_trace.SCATTER_PLANS)
+        return plans
 
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
@@ -163,8 +195,11 @@ class RingReader(FileSystemReader):
     def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
         self._storage_data = value
 
+    @_trace.hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
+        self._phases.begin(_trace.READ)
+        _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = IOStats(items=len(plan.items))
         if self._metadata is None:
@@ -179,7 +214,7 @@ class RingReader(FileSystemReader):
             rank=self._rank(),
             casts=self.policy.casts,
             meter=self._meter,
-            watch=make_watch(self._meter.counter),
+            phases=self._phases,
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, self._metadata, self._rank())
@@ -188,6 +223,7 @@ class RingReader(FileSystemReader):
         self.stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):
             planner.note_read(self.stats)
+        self._phases.finish()
         future: Future[None] = Future()
         future.set_result(None)
         return future

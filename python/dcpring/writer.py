@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dcpring import _C, _layout
+from dcpring import _C, _layout, _trace
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, dump_tables, load_tables, rename_metadata, rename_results
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import (
@@ -32,11 +32,11 @@ from dcpring._metadata import (
     pickle_metadata,
     read_trailer,
 )
-from dcpring._progress import Meter, ProgressOption, make_watch, start_meter
+from dcpring._progress import Meter, ProgressOption, start_meter
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
 from dcpring._store import agree, has_group
 from dcpring.errors import CheckpointError
-from dcpring.options import Direct, Engine, IOOptions, IOStats
+from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.planner import RingSavePlanner
 
 __all__ = ["RingWriter"]
@@ -67,6 +67,9 @@ class RingWriter(FileSystemWriter):
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
+        trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
+            With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
+            ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data``, None before.
@@ -97,6 +100,7 @@ class RingWriter(FileSystemWriter):
         keep_superseded: bool = False,
         key_map: KeyMapLike = None,
         progress: ProgressOption = False,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ValueError(
@@ -125,6 +129,7 @@ class RingWriter(FileSystemWriter):
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.progress = progress
         self._meter = Meter()
+        self._tracer = _trace.Tracer(trace)
         self._group_id = ""
         self._plans: list[SavePlan] = []
         self._planner: RingSavePlanner | None = None
@@ -140,21 +145,54 @@ class RingWriter(FileSystemWriter):
         """The rank whose files alone are this writer's business, None with collectives (the coordinator's: all)."""
         return None if self.use_collectives else self.rank
 
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._tracer.phases
+
+    def stage(self, state_dict: Any) -> Any:
+        with _trace.Staging.timed() as staging:
+            staged = super().stage(state_dict)
+        self._tracer.staged(staging)
+        return staged
+
+    def note_staged(self, staging: _trace.Staging) -> None:
+        """Called by Checkpointer, which copies the state itself: when it did that for the next save."""
+        self._tracer.staged(staging)
+
+    def storage_meta(self) -> Any:
+        """DCP asks for it first of all; ``finish`` does, too."""
+        if self._phases.name != _trace.COMMIT:
+            self._begin_save()
+        return super().storage_meta()
+
+    def _begin_save(self) -> None:
+        self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
+        _trace.offer(self._phases)
+
+    @_trace.hook
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         _C.make_directory(str(self.path), self.sync_files)
         if not self.overwrite and self._metadata_exists():
             raise RuntimeError(
                 f"a checkpoint exists already in {self.path}, and overwrite=False; choose another directory"
             )
+        self._phases.begin(_trace.GATHER_PLANS if self._is_coordinator else _trace.SCATTER_PLANS)
         return plan
 
+    @_trace.hook
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        _layout.remove_leftovers(self._directory, self._own_rank_only)
-        self._plans = super().prepare_global_plan(plans)
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        with self._phases.span(_trace.CLEAN_UP):
+            _layout.remove_leftovers(self._directory, self._own_rank_only)
+        self._plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        self._phases.begin(_trace.SCATTER_PLANS)
         return self._plans
 
+    @_trace.hook
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
+        self._phases.begin(_trace.WRITE)
+        _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = IOStats(items=len(plan.items))
         with self._meter, collection_paused():
@@ -165,15 +203,20 @@ class RingWriter(FileSystemWriter):
             self._planner = planner if self._is_coordinator else None
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
+        if self._is_coordinator or not self.use_collectives:
+            self._phases.begin(_trace.GATHER_RESULTS)
+            self._phases.flush()
+        else:
+            self._phases.finish()
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         rank, tag = self._plan_rank(plan), _layout.new_tag()
         source = source_of(plan.items, planner)
         self._meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
-        watch = make_watch(self._meter.counter)
         names: list[str] = []
         placed: dict[int, Placed] = {}
+        watch = make_watch(self._meter.counter, self._phases.room)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
                 names.append(_layout.data_file_name(rank, index, tag))
@@ -187,14 +230,16 @@ class RingWriter(FileSystemWriter):
                     windowed=makes_tensors(planner),
                     stats=stats,
                 )
-                file.write(positions)
+                with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
+                    file.write(positions)
                 placed |= file.placed
         except BaseException:
             with contextlib.suppress(OSError):  # the next save removes them
                 _C.remove_files(str(self.path), names)
             raise
         if names and self.sync_files:
-            _C.sync_directory(str(self.path))
+            with self._phases.span("sync directory"):
+                _C.sync_directory(str(self.path))
         stats.files = len(names)
         return self._results(plan.items, source, [placed[position] for position in range(len(plan.items))], stats)
 
@@ -218,8 +263,10 @@ class RingWriter(FileSystemWriter):
             return int(match[1])
         return self.rank or 0
 
+    @_trace.hook
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
+        self._phases.begin(_trace.COMMIT)
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = self.storage_meta()
         table: KeyTable | None = None if self._planner is None else self._planner.key_table
@@ -240,6 +287,7 @@ class RingWriter(FileSystemWriter):
         planner, self._planner = self._planner, None
         if planner is not None and all(isinstance(part, Results) for part in results):
             planner.note_committed([part.stats for part in results])
+        self._phases.finish()
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
@@ -270,6 +318,7 @@ class RingWriter(FileSystemWriter):
         name = METADATA_NAME if self.use_collectives else _layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
         _C.commit(str(self.path), _layout.unfinished_name(name), name, data, self.sync_files)
+        self._phases.begin(_trace.CLEAN_UP)
         _layout.remove_superseded(self._directory, superseded, set(sizes))
         _layout.remove_tables(self._directory, self._own_rank_only, table_name)
 
@@ -295,7 +344,11 @@ class RingWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         self._meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        if self._phases.is_sure:  # nobody has asked for storage_meta()
+            self._begin_save()
+        self._phases.join(is_coordinator)
         self._group_id = "" if self.use_collectives else agree_on_id(str(self.path))
+        self._phases.share(self._group_id)
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")

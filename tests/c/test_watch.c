@@ -75,7 +75,7 @@ static uint64_t bytes_of(const struct dr_watch *watch, enum dr_step step, uint64
         CHECK(since <= s->begin && s->begin <= s->end);
         CHECK_INT(s->crc, <=, s->end - s->begin);
         CHECK_INT(s->worker, <, 2);
-        CHECK_INT(s->slot, <, 2);
+        CHECK(s->slot < 2 || s->slot == DR_NO_SLOT);
         bytes += s->step == step ? s->size : 0;
         *crc_ns += s->step == step ? s->crc : 0;
     }

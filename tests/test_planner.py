@@ -424,7 +424,7 @@ def early_failure(path: str, share: Any, where: str) -> str:
     if where == "memory":
         os.memfd_create = lambda *_: (_ for _ in ()).throw(OSError(24, "boom"))
     if dist.get_rank() == 1 and where == "map":
-        dcpring._handon.mmap.mmap = lambda *_: (_ for _ in ()).throw(ValueError("too small"))  # type: ignore[assignment]
+        dcpring._shared_memory.mmap.mmap = lambda *_: (_ for _ in ()).throw(ValueError("too small"))  # type: ignore[assignment]
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
     return failure_of(lambda: dcp.load(state, storage_reader=RingReader(path), planner=planner))
 

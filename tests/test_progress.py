@@ -11,6 +11,7 @@ import io
 import logging
 import mmap
 import os
+import pickle
 import pty
 import re
 import struct
@@ -236,6 +237,17 @@ def test_a_checkpointer_passes_it_on(tmp_path: Path) -> None:
     assert all(one.done_bytes == one.total_bytes == 4 * 65 * 64 for one in seen if one.finished)
 
 
+def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    """As dcp.async_save does with a process of its own."""
+    writer = RingWriter(tmp_path, progress=True)
+    for _ in range(2):
+        copied = pickle.loads(pickle.dumps(writer))
+        with terminal() as screen:
+            dcp.save(state_of(0), storage_writer=copied, planner=SlowSave(), no_dist=True)
+        check_screen(screen, "saving")
+        writer = copied
+
+
 # ---- how it looks ----
 
 
@@ -342,6 +354,24 @@ def test_one_bar_while_ranks_load(tmp_path: Path, planner: type[Any], share: str
     assert second[0] == ""
     assert first[2]
     assert second[2]
+
+
+def _load_each_alone(path: Path) -> str:
+    if rank_now() == 0:
+        dcp.save(state_of(0), storage_writer=RingWriter(path), no_dist=True)
+    dist.barrier()
+    state = {key: torch.zeros_like(value) for key, value in state_of(0).items()}
+    reader = RingReader(path, progress=True)
+    with terminal() as screen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader, planner=SlowLoad(), no_dist=True)
+        dist.barrier()
+    return screen.raw
+
+
+def test_ranks_that_load_each_for_itself_draw_one_bar(tmp_path: Path) -> None:
+    screens = _distributed.run(2, _load_each_alone, tmp_path)
+    assert len([raw for raw in screens if "loading" in raw]) == 1
 
 
 class FailingOnOne(SlowSave):

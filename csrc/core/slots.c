@@ -17,6 +17,8 @@ void dr_slots_wait(const struct dr_onlooker *onlooker, int timeout_ms) {
     dr_sys.wait_for(&onlooker->slots->changes, onlooker->changes, timeout_ms);
 }
 
+bool dr_slots_claim(struct dr_slots *slots) { return atomic_exchange(&slots->claimed, 1) == 0; }
+
 void dr_slots_join(struct dr_slots *slots, size_t index) {
     struct dr_slot *slot = &slots->slot[index];
     atomic_store(&slot->done, 0);

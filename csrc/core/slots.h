@@ -32,6 +32,7 @@ struct dr_slot {
 
 struct dr_slots {
     _Alignas(64) _Atomic uint32_t changes; /* a futex: of states */
+    _Atomic uint32_t claimed;              /* somebody shows them */
     struct dr_slot slot[];
 };
 
@@ -50,6 +51,9 @@ void dr_slots_begin(struct dr_slots *slots, size_t index, uint64_t total);
 
 /* What has ended well is done wholly, whatever was counted: a plan says only about how many bytes there will be. */
 void dr_slots_end(struct dr_slots *slots, size_t index, bool failed);
+
+/* True for the first that asks: of several that might show the slots, one does. */
+bool dr_slots_claim(struct dr_slots *slots);
 
 /* Wakes all that wait. */
 void dr_slots_wake(struct dr_slots *slots);

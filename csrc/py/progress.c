@@ -102,6 +102,11 @@ static PyObject *slots_wait(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *slots_claim(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return PyBool_FromLong(dr_slots_claim(core_of((struct slots *)object)));
+}
+
 static PyObject *slots_size(PyObject *type, PyObject *args) {
     (void)type;
     Py_ssize_t count;
@@ -112,6 +117,7 @@ static PyObject *slots_size(PyObject *type, PyObject *args) {
 
 static PyMethodDef slots_methods[] = {
     {"size", slots_size, METH_VARARGS | METH_STATIC, "size(count) -> bytes of memory that so many slots take"},
+    {"claim", slots_claim, METH_NOARGS, "claim() -> whether the caller is the first to ask, and so shows them"},
     {"join", slots_join, METH_VARARGS, "join(slot) -> where in the memory the 8 bytes of its count lie"},
     {"begin", slots_begin, METH_VARARGS, "begin(slot, total bytes)"},
     {"end", slots_end, METH_VARARGS, "end(slot, failed)"},

@@ -229,7 +229,8 @@ def start_meter(progress: ProgressOption, operation: Operation, path: str, is_co
             return _nothing
         if callable(progress):
             return _tell(slots, operation, progress)
-        bar = _draw(slots, _LABELS[operation]) if is_terminal() else None
+        # Loads with no_dist=True have as many coordinators as there are ranks, and share a terminal.
+        bar = _draw(slots, _LABELS[operation]) if is_terminal() and slots.claim() else None
         return bar.close if bar is not None else _nothing
 
     slots, counter, index = _shared_slots(operation, path) or _own_slots()

@@ -198,6 +198,8 @@ static void slots_add_up(void) {
     struct dr_slots *slots = new_slots(5);
     struct dr_onlooker onlooker = {slots, 5, 0, 0};
     CHECK(!dr_slots_look(&onlooker).over); /* nobody has joined yet */
+    CHECK(dr_slots_claim(slots));
+    CHECK(!dr_slots_claim(slots));
     dr_slots_join(slots, 1);
     dr_slots_join(slots, 4);
     struct dr_sums sums = dr_slots_look(&onlooker);

@@ -91,8 +91,8 @@ class Phases:
         """By name, of the phases that have ended."""
         return self._seconds
 
-    def join(self, is_coordinator: bool) -> None:
-        """It is a save or a load, which this rank leads or not."""
+    def join(self, is_coordinator: bool, is_alone: bool = False) -> None:
+        """It is a save or a load, which this rank leads or not; or where each plans and commits by itself."""
         self.is_sure = True
 
     # ---- what only an Operation does ----
@@ -155,9 +155,9 @@ class Operation(Phases):
         if self._mark is not None:
             self._mark.close()
 
-    def join(self, is_coordinator: bool) -> None:
-        super().join(is_coordinator)
-        self._recorded.is_coordinator = is_coordinator
+    def join(self, is_coordinator: bool, is_alone: bool = False) -> None:
+        super().join(is_coordinator, is_alone)
+        self._recorded.is_coordinator, self._recorded.is_alone = is_coordinator, is_alone
 
     def share(self, identity: str) -> None:
         self.identity = identity or self.identity

@@ -79,6 +79,7 @@ class Recorded:
         checkpoint: its path.
         clock_offset: from CLOCK_MONOTONIC to the wall clock, ns.
         identity: the same on all ranks.
+        is_alone: each rank plans and commits by itself.
         failure: "" for none.
         open: the phase that it is in.
         lost: spans of the core that there was no room for.
@@ -91,6 +92,7 @@ class Recorded:
     clock_offset: int
     identity: str = ""
     is_coordinator: bool = False
+    is_alone: bool = False
     failure: str = ""
     spans: list[Span] = field(default_factory=list)
     open: Span | None = None
@@ -186,6 +188,7 @@ class TraceFile:
             "world_size": self._world_size,
             "host": socket.gethostname(),
             "process": os.getpid(),
+            "parent": os.getppid(),
             "clock": "CLOCK_MONOTONIC put on the wall clock: microseconds since 1970; each operation has its offset",
             "dropped_operations": self._dropped,
             "lost_spans": self._lost,
@@ -264,6 +267,7 @@ def _whole(recorded: Recorded, rank: int, world_size: int, tid: int) -> str:
         "checkpoint": recorded.checkpoint,
         "world_size": world_size,
         "coordinator": recorded.is_coordinator,
+        "alone": recorded.is_alone,
         "clock_offset_ns": recorded.clock_offset,
         **({"failed": recorded.failure} if recorded.failure else {}),
     }

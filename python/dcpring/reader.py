@@ -169,7 +169,7 @@ class RingReader(FileSystemReader):
         self.use_collectives = use_collectives
         self._meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
         self._is_coordinator = is_coordinator
-        self._phases.join(is_coordinator)
+        self._phases.join(is_coordinator, not use_collectives)
 
     @_trace.hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

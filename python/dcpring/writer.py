@@ -346,7 +346,7 @@ class RingWriter(FileSystemWriter):
         self._meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         if self._phases.is_sure:  # nobody has asked for storage_meta()
             self._begin_save()
-        self._phases.join(is_coordinator)
+        self._phases.join(is_coordinator, not self.use_collectives)
         self._group_id = "" if self.use_collectives else agree_on_id(str(self.path))
         self._phases.share(self._group_id)
 

@@ -13,8 +13,8 @@
 #ifndef DCPRING_RECORD_H
 #define DCPRING_RECORD_H
 
+#include "archive.h"
 #include "dtype.h"
-#include "error.h"
 
 #include <stdbool.h>
 
@@ -54,18 +54,6 @@ struct dr_located {
     int ndim;
     int64_t sizes[DR_MAX_DIMS];
 };
-
-/* A window over a file, read with pread as it is needed. */
-struct dr_window {
-    int fd;
-    const char *path;
-    uint8_t *data;
-    uint64_t start;
-    size_t filled;
-};
-
-int dr_window_init(struct dr_window *window, int fd, const char *path, struct dr_error *error);
-void dr_window_destroy(struct dr_window *window);
 
 /*
  * Finds the payload of the record at [offset, offset + length), whoever wrote

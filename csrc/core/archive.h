@@ -1,0 +1,89 @@
+/*
+ * The zip around a record, whoever wrote it: its directory, and where the
+ * entries' bytes lie. Only what torch.save makes is understood: one file, no
+ * comment at its end.
+ *
+ * Everything read here is untrusted: each offset and length is checked against
+ * the record before it is used.
+ */
+#ifndef DCPRING_ARCHIVE_H
+#define DCPRING_ARCHIVE_H
+
+#include "error.h"
+
+#include <stdbool.h>
+
+enum { DR_WINDOW_BYTES = 256 * 1024 };
+
+/* A window over a file, read with pread as it is needed; or a fixed one, over memory of the caller's. */
+struct dr_window {
+    int fd;
+    bool fixed;
+    const char *path;
+    uint8_t *data;
+    uint64_t start;
+    size_t filled;
+};
+
+int dr_window_init(struct dr_window *window, int fd, const char *path, struct dr_error *error);
+/* Not for fixed ones. */
+void dr_window_destroy(struct dr_window *window);
+
+/*
+ * The bytes at [offset, offset + size), valid until the next look; NULL when they cannot be had: an error, more
+ * than DR_WINDOW_BYTES, outside of a fixed window. `until` is how far reading ahead is useful.
+ */
+const uint8_t *dr_window_look(struct dr_window *window, uint64_t offset, size_t size, uint64_t until,
+                              struct dr_error *error);
+
+struct dr_archive {
+    struct dr_window *window;
+    uint64_t offset, length; /* the record in the file */
+    struct dr_error *error;
+};
+
+/* Bytes of the record, from its start; NULL when it has none there. `ahead` as for a window, but a length. */
+const uint8_t *dr_archive_look(const struct dr_archive *archive, uint64_t offset, size_t size, uint64_t ahead);
+
+static inline uint64_t dr_get_le(const uint8_t *data, unsigned bytes) {
+    uint64_t value = 0;
+    for (unsigned i = 0; i < bytes; i++)
+        value |= (uint64_t)data[i] << (8 * i);
+    return value;
+}
+
+enum {
+    DR_ZIP_LOCAL = 0x04034b50,
+    DR_ZIP_DESCRIPTOR = 0x08074b50,
+    DR_ZIP_END = 0x06054b50,
+    DR_ZIP_LOCAL_SIZE = 30,
+    DR_ZIP_END_SIZE = 22,
+    DR_ZIP_END64_SIZE = 56,
+    DR_ZIP_LOCATOR_SIZE = 20,
+    DR_ZIP_ENCRYPTED = 1, /* flags */
+    DR_ZIP_SIZES_LATER = 8,
+};
+
+/* All offsets count from the record's start. */
+struct dr_directory {
+    uint64_t offset, size, entries;
+    uint64_t next, left; /* the entry that dr_archive_next will read, and how many are left */
+};
+
+struct dr_entry {
+    const char *name; /* valid until the next look */
+    size_t name_size;
+    uint64_t header; /* of the local header */
+    uint64_t size, packed_size;
+    uint32_t crc;
+    unsigned flags, method;
+};
+
+/* Finds the directory; false when there is none, or on an error. */
+bool dr_archive_open(const struct dr_archive *archive, struct dr_directory *out);
+/* The directory's next entry; false when there is none, or it is not in order. */
+bool dr_archive_next(const struct dr_archive *archive, struct dr_directory *directory, struct dr_entry *out);
+/* Where an entry's bytes start; false when they do not fit in the record. */
+bool dr_archive_data(const struct dr_archive *archive, const struct dr_entry *entry, uint64_t *start);
+
+#endif

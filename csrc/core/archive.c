@@ -62,10 +62,10 @@ static bool find_directory64(const struct dr_archive *a, uint64_t end, struct dr
     const uint8_t *d = NULL;
     if (end >= DR_ZIP_LOCATOR_SIZE)
         d = dr_archive_look(a, end - DR_ZIP_LOCATOR_SIZE, DR_ZIP_LOCATOR_SIZE, 0);
-    if (!d || dr_get_le(d, 4) != 0x07064b50)
+    if (!d || dr_get_le(d, 4) != DR_ZIP_LOCATOR)
         return false;
     d = dr_archive_look(a, dr_get_le(d + 8, 8), DR_ZIP_END64_SIZE, 0);
-    if (!d || dr_get_le(d, 4) != 0x06064b50)
+    if (!d || dr_get_le(d, 4) != DR_ZIP_END64)
         return false;
     *out = (struct dr_directory){dr_get_le(d + 48, 8), dr_get_le(d + 40, 8), dr_get_le(d + 32, 8), 0, 0};
     return true;
@@ -131,6 +131,7 @@ bool dr_archive_next(const struct dr_archive *a, struct dr_directory *dir, struc
                              .size = dr_get_le(d + 24, 4),
                              .packed_size = dr_get_le(d + 20, 4),
                              .crc = (uint32_t)dr_get_le(d + 16, 4),
+                             .time = (uint32_t)dr_get_le(d + 12, 4),
                              .flags = (unsigned)dr_get_le(d + 8, 2),
                              .method = (unsigned)dr_get_le(d + 10, 2)};
     dir->next += size;

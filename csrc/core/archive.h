@@ -56,6 +56,8 @@ enum {
     DR_ZIP_LOCAL = 0x04034b50,
     DR_ZIP_DESCRIPTOR = 0x08074b50,
     DR_ZIP_END = 0x06054b50,
+    DR_ZIP_END64 = 0x06064b50,
+    DR_ZIP_LOCATOR = 0x07064b50,
     DR_ZIP_LOCAL_SIZE = 30,
     DR_ZIP_END_SIZE = 22,
     DR_ZIP_END64_SIZE = 56,
@@ -75,7 +77,7 @@ struct dr_entry {
     size_t name_size;
     uint64_t header; /* of the local header */
     uint64_t size, packed_size;
-    uint32_t crc;
+    uint32_t crc, time;
     unsigned flags, method;
 };
 

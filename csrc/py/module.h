@@ -73,5 +73,6 @@ extern PyMethodDef table_methods[];
 extern PyMethodDef merge_methods[];
 extern PyMethodDef places_methods[];
 extern PyMethodDef match_methods[];
+extern PyMethodDef verify_methods[];
 
 #endif

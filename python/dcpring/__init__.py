@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpring._verify import Problem, VerifyReport, verify
     from dcpring._progress import Progress
     from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.components import Elastic, PerRank, Replicated, Sharded
@@ -57,6 +58,7 @@ __all__ = [
     "PerRank",
     "PlanReport",
     "Progress",
+    "Problem",
     "RankReport",
     "ReadReport",
     "Replicated",
@@ -67,6 +69,7 @@ __all__ = [
     "RingWriter",
     "Sharded",
     "UntrustedCheckpointError",
+    "VerifyReport",
     "diff_keys",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -77,10 +80,12 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "verify",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
+    "_verify": ("Problem", "VerifyReport", "verify"),
     "_progress": ("Progress",),
     "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
     "components": ("Elastic", "PerRank", "Replicated", "Sharded"),

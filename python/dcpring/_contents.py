@@ -293,7 +293,7 @@ def open_contents(
             version = parts.trailer.version
         else:
             metadata = unpickle(parts.pickled, path, trusted=trusted)
-            entries = _checked_entries(metadata, path)
+            entries = checked_entries(metadata, path)
             version = str(getattr(metadata, "version", None) or "")
     return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
 
@@ -346,7 +346,7 @@ def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
     return entries
 
 
-def _checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
+def checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
     try:
         return _entries_of_objects(metadata, path)
     except (AttributeError, TypeError, ValueError) as error:

@@ -130,11 +130,11 @@ class RingReader(FileSystemReader):
     def _find_metadata(self, rank: int | None) -> Metadata:
         directory = Path(self.path)
         if rank is None:
-            _refuse_stale(directory)
+            refuse_stale(directory)
             path = directory / METADATA_NAME
         else:
             _refuse_superseded(directory, rank)
-            _refuse_mixed(directory, rank)
+            refuse_mixed(directory, rank)
             path = directory / _layout.rank_metadata_name(rank)
         metadata = self._read_metadata(path)
         if self.key_map is not None:
@@ -255,7 +255,7 @@ def _trailers(directory: Path) -> dict[int, Trailer]:
     return {rank: trailer for rank, trailer in trailers if trailer is not None}
 
 
-def _refuse_stale(directory: Path) -> None:
+def refuse_stale(directory: Path) -> None:
     """A global metadata file that a later save with ``use_collectives=False`` has superseded is not loaded."""
     path = directory / METADATA_NAME
     if not path.exists():
@@ -285,7 +285,7 @@ def _refuse_superseded(directory: Path, rank: int) -> None:
         )
 
 
-def _refuse_mixed(directory: Path, rank: int) -> None:
+def refuse_mixed(directory: Path, rank: int) -> None:
     """Rank-local metadata of different saves do not make a checkpoint."""
     trailers = _trailers(directory)
     own = trailers.get(rank)

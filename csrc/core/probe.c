@@ -55,17 +55,18 @@ void dr_probe_ring(unsigned depth, size_t buffer_size, struct dr_ring_answers *o
 
 /* ---- a directory ---- */
 
-static void ask_space(const char *dir, struct dr_directory_answers *out) {
+struct dr_answer dr_probe_space(const char *dir, struct dr_space *out) {
     struct statfs about = {0};
-    out->space = answer_of(dr_sys.statfs(dir, &about), "statfs");
+    int rc = dr_sys.statfs(dir, &about);
     uint64_t block = (uint64_t)about.f_bsize;
-    out->about = (struct dr_space){
+    *out = (struct dr_space){
         .file_system = (uint64_t)about.f_type & UINT32_MAX,
         .bytes = about.f_blocks * block,
         .free_bytes = about.f_bavail * block,
         .files = about.f_files,
         .free_files = about.f_ffree,
     };
+    return answer_of(rc, "statfs");
 }
 
 static void ask_direct(int fd, struct dr_directory_answers *out) {
@@ -128,7 +129,6 @@ static int ask_file(const char *path, const char *dir, int fd, const struct dr_c
 int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const struct dr_control *control,
                        struct dr_error *error) {
     *out = (struct dr_directory_answers){0};
-    ask_space(dir, out);
     int dirfd = dr_sys.open_dir(dir);
     int fd = dirfd < 0 ? dirfd : dr_sys.open_below(dirfd, DR_PROBE_FILE, O_RDWR | O_CREAT | O_EXCL, 0666);
     out->create = answer_of(fd, "open");

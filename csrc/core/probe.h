@@ -36,12 +36,14 @@ struct dr_space {
     uint64_t files, free_files; /* both 0 where files are not counted */
 };
 
+/* Of the file system that the directory lies on. */
+struct dr_answer dr_probe_space(const char *dir, struct dr_space *out);
+
 #define DR_PROBE_FILE "probe"
 #define DR_PROBE_COMMIT "probe.tmp"
 
 struct dr_directory_answers {
-    struct dr_answer space, create, allocate, direct, sync, commit, remove;
-    struct dr_space about;
+    struct dr_answer create, allocate, direct, sync, commit, remove;
     int alignment; /* that direct I/O needs; 0 where the kernel does not tell */
 };
 

@@ -1,4 +1,4 @@
-/* dcpring._C.probe_ring, probe_directory and probe_crc (core/probe.h). */
+/* dcpring._C.probe_ring, probe_space, probe_directory and probe_crc (core/probe.h). */
 #include "module.h"
 
 #include "../core/probe.h"
@@ -23,10 +23,19 @@ static PyObject *probe_ring(PyObject *module, PyObject *args) {
     return Py_BuildValue("(NI)", answer_tuple(&answers.open), answers.registered);
 }
 
-static PyObject *space_tuple(const struct dr_space *about) {
-    return Py_BuildValue("(KKKKK)", (unsigned long long)about->file_system, (unsigned long long)about->bytes,
-                         (unsigned long long)about->free_bytes, (unsigned long long)about->files,
-                         (unsigned long long)about->free_files);
+static PyObject *probe_space(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *directory;
+    if (!PyArg_ParseTuple(args, "s", &directory))
+        return NULL;
+    struct dr_answer answer;
+    struct dr_space about;
+    Py_BEGIN_ALLOW_THREADS
+    answer = dr_probe_space(directory, &about);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(NKKKKK)", answer_tuple(&answer), (unsigned long long)about.file_system,
+                         (unsigned long long)about.bytes, (unsigned long long)about.free_bytes,
+                         (unsigned long long)about.files, (unsigned long long)about.free_files);
 }
 
 static PyObject *probe_directory(PyObject *module, PyObject *args) {
@@ -42,10 +51,9 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
     gil_take(&gil);
     if (rc < 0)
         return raise_error(module_state(module), &error);
-    return Py_BuildValue("{sNsNsNsNsNsNsNsNsi}", "space", answer_tuple(&a.space), "create", answer_tuple(&a.create),
-                         "allocate", answer_tuple(&a.allocate), "direct", answer_tuple(&a.direct), "sync",
+    return Py_BuildValue("{sNsNsNsNsNsNsi}", "create", answer_tuple(&a.create), "allocate", answer_tuple(&a.allocate), "direct", answer_tuple(&a.direct), "sync",
                          answer_tuple(&a.sync), "commit", answer_tuple(&a.commit), "remove", answer_tuple(&a.remove),
-                         "about", space_tuple(&a.about), "alignment", a.alignment);
+                         "alignment", a.alignment);
 }
 
 static PyObject *probe_crc(PyObject *module, PyObject *args) {
@@ -63,9 +71,10 @@ PyMethodDef probe_methods[] = {
     {"probe_ring", probe_ring, METH_VARARGS,
      "probe_ring(depth, buffer size) -> (answer, buffers registered); an answer is (errno or 0, cure, ns), None where "
      "it was not asked"},
+    {"probe_space", probe_space, METH_VARARGS,
+     "probe_space(directory) -> (answer, magic number, bytes, free bytes, files, free files) of its file system"},
     {"probe_directory", probe_directory, METH_VARARGS,
-     "probe_directory(directory) -> {name: answer, \"about\": (magic number, bytes, free bytes, files, free files), "
-     "\"alignment\": bytes}; makes files in it, and removes them"},
+     "probe_directory(directory) -> {name: answer, \"alignment\": bytes}; makes files in it, and removes them"},
     {"probe_crc", probe_crc, METH_VARARGS, "probe_crc(bytes) -> ns"},
     {NULL, NULL, 0, NULL},
 };

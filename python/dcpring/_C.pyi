@@ -86,21 +86,21 @@ def arm_fault(call: str | None, nth: int, errno: int, sticky: bool, delay_ms: in
 def disarm_fault() -> int: ...
 def file_system(path: str) -> int: ...
 
-# errno (0: it works), cure, ns; None: not asked, as what it needs does not work
-_Answer = tuple[int, str, int] | None
+# errno (0: it works), cure, ns
+_Answer = tuple[int, str, int]
 
 class _DirectoryAnswers(TypedDict):
-    space: _Answer
     create: _Answer
-    allocate: _Answer
-    direct: _Answer
-    sync: _Answer
-    commit: _Answer
-    remove: _Answer
-    about: tuple[int, int, int, int, int]
+    # None where what it needs does not work
+    allocate: _Answer | None
+    direct: _Answer | None
+    sync: _Answer | None
+    commit: _Answer | None
+    remove: _Answer | None
     alignment: int
 
 def probe_ring(depth: int, buffer_size: int) -> tuple[_Answer, int]: ...
+def probe_space(directory: str) -> tuple[_Answer, int, int, int, int, int]: ...
 def probe_directory(directory: str) -> _DirectoryAnswers: ...
 def probe_crc(bytes: int) -> int: ...
 

@@ -8,12 +8,12 @@ import signal
 import sys
 
 import dcpring
-from dcpring.cli import ls, trace, verify
+from dcpring.cli import doctor, ls, trace, verify
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
-_COMMANDS = (ls, verify, trace)
+_COMMANDS = (ls, verify, trace, doctor)
 
 DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.distributed.checkpoint."
 

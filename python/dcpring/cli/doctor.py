@@ -1,0 +1,82 @@
+"""``dcpring doctor``: what works here, and the cure for what does not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.text import Text
+
+import dcpring
+from dcpring._doctor import Check, examine, works
+from dcpring.cli._output import Output, visible
+from dcpring.cli._parser import Commands, add_json
+
+_STYLES = {"ok": "green", "slow": "yellow", "missing": "yellow", "failed": "bold red"}
+
+DESCRIPTION = """Tries out what dcpring uses: io_uring and its registered buffers, direct I/O, preallocation, syncs and
+renames on the file system of DIR, a small save and load with each engine, and the packages that are optional.
+For all that is slow or missing it says what that means, and the cure. What it writes lies in a directory of its
+own in DIR, which it removes."""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add(
+        "doctor",
+        run,
+        "what works here, and the cure for what does not",
+        DESCRIPTION.replace("\n", " "),
+        [
+            ("dcpring doctor ckpt", "whether checkpoints can be saved to ckpt, and how well"),
+            ("dcpring doctor --json | grep '\"works\": true'", "the same for the current directory, for a script"),
+        ],
+        differs="checkpoints cannot be saved to DIR; what is only slow or missing does not count",
+    )
+    parser.add_argument(
+        "directory", metavar="DIR", nargs="?", default=".", help="where checkpoints will go; default: ."
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    directory = Path(args.directory)
+    checks = examine(directory)
+    fine = works(checks)
+    if args.json:
+        out.json(
+            {
+                "dcpring": dcpring.__version__,
+                "directory": str(directory.resolve()),
+                "works": fine,
+                "checks": [check.as_json() for check in checks],
+            }
+        )
+    else:
+        _show(checks, out)
+        _conclude(directory, checks, fine, out)
+    return 0 if fine else 1
+
+
+def _show(checks: list[Check], out: Output) -> None:
+    for group in dict.fromkeys(check.group for check in checks):
+        out.text(group, style="bold")
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            if check.group != group:
+                continue
+            status = Text(f"  {check.status:<7}", style=_STYLES[check.status])
+            out.render(status.append(f"  {check.name:<{width}}  {visible(check.found)}", style="default"))
+            if check.meaning:
+                out.text(f"           {check.meaning}")
+            if check.cure:
+                out.text(f"           cure: {check.cure}")
+
+
+def _conclude(directory: Path, checks: list[Check], fine: bool, out: Output) -> None:
+    if not fine:
+        failed = ", ".join(check.name for check in checks if check.status == "failed")
+        out.text(f"checkpoints cannot be saved to {directory}: {failed}", style="bold red")
+        return
+    less = sum(check.status != "ok" for check in checks)
+    remark = f"; {less} of {len(checks)} checks have something to improve" if less else ""
+    out.text(f"checkpoints can be saved to {directory}{remark}", style="bold green")

@@ -148,6 +148,24 @@ int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const 
     return rc;
 }
 
+int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_error *error) {
+    *out = 0;
+    int dirfd = dr_sys.open_dir(dir);
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int fd = dr_sys.open_below(dirfd, name, O_RDONLY, 0);
+    struct stat about;
+    int rc = fd < 0 ? fd : dr_sys.fstat(fd, &about);
+    if (rc >= 0) {
+        int64_t cached = dr_sys.cached(fd, 0, (size_t)about.st_size);
+        *out = cached > 0 ? (uint64_t)cached : 0;
+    }
+    if (fd >= 0)
+        dr_sys.close(fd);
+    dr_sys.close(dirfd);
+    return rc < 0 ? dr_error_system(error, -rc, "open", name) : 0;
+}
+
 uint64_t dr_probe_crc(uint64_t bytes) {
     static uint8_t data[CRC_STEP];
     volatile uint32_t kept;

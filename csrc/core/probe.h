@@ -51,6 +51,9 @@ struct dr_directory_answers {
 int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const struct dr_control *control,
                        struct dr_error *error);
 
+/* Bytes of dir/name that the page cache holds. */
+int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_error *error);
+
 /* ns that CRC-32 takes for so many bytes that are in the processor's cache. */
 uint64_t dr_probe_crc(uint64_t bytes);
 

@@ -1,4 +1,4 @@
-/* dcpring._C.probe_ring, probe_space, probe_directory and probe_crc (core/probe.h). */
+/* dcpring._C.probe_ring, probe_space, probe_directory, probe_cached and probe_crc (core/probe.h). */
 #include "module.h"
 
 #include "../core/probe.h"
@@ -56,6 +56,20 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
                          "alignment", a.alignment);
 }
 
+static PyObject *probe_cached(PyObject *module, PyObject *args) {
+    const char *directory, *name;
+    if (!PyArg_ParseTuple(args, "ss", &directory, &name))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    uint64_t cached;
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_probe_cached(directory, name, &cached, &error);
+    Py_END_ALLOW_THREADS
+    return rc < 0 ? raise_error(module_state(module), &error) : PyLong_FromUnsignedLongLong(cached);
+}
+
 static PyObject *probe_crc(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long bytes, ns;
@@ -75,6 +89,7 @@ PyMethodDef probe_methods[] = {
      "probe_space(directory) -> (answer, magic number, bytes, free bytes, files, free files) of its file system"},
     {"probe_directory", probe_directory, METH_VARARGS,
      "probe_directory(directory) -> {name: answer, \"alignment\": bytes}; makes files in it, and removes them"},
+    {"probe_cached", probe_cached, METH_VARARGS, "probe_cached(directory, name) -> bytes of it in the page cache"},
     {"probe_crc", probe_crc, METH_VARARGS, "probe_crc(bytes) -> ns"},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,8 @@
 #include "sys.h"
 #include "sys_fault.h"
 
+#include <fcntl.h>
+
 static const struct dr_control never;
 
 /* Files of the directory. */
@@ -149,9 +151,27 @@ static void rings(void) {
     CHECK_EQ(check_open_descriptors(), before);
 }
 
+static void cached(void) {
+    static const uint8_t data[1 << 16] = {1};
+    uint64_t bytes;
+    struct dr_error error;
+    dr_error_clear(&error);
+    check_write_file("cached", data, sizeof data);
+    CHECK_OK(dr_probe_cached(check_dir, "cached", &bytes, &error), &error);
+    CHECK_EQ(bytes, sizeof data);
+    int fd = open(check_path("cached"), O_RDONLY);
+    CHECK_EQ(fsync(fd), 0);
+    CHECK_EQ(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+    CHECK_OK(dr_probe_cached(check_dir, "cached", &bytes, &error), &error);
+    CHECK_INT(bytes, <, sizeof data);
+    close(fd);
+    CHECK_FAILS(dr_probe_cached(check_dir, "none", &bytes, &error), &error, ENOENT);
+    CHECK_EQ(unlink(check_path("cached")), 0);
+}
+
 static void crc_takes_time(void) { CHECK_INT(dr_probe_crc(64 << 20), >, 0); }
 
 CHECK_MAIN({"healthy_directory", healthy_directory}, {"each_call_fails", each_call_fails}, {"space", space},
            {"what_stands_on_it_is_not_asked", what_stands_on_it_is_not_asked},
-           {"what_is_there_stays", what_is_there_stays}, {"cancelled", cancelled}, {"rings", rings},
+           {"what_is_there_stays", what_is_there_stays}, {"cancelled", cancelled}, {"rings", rings}, {"cached", cached},
            {"crc_takes_time", crc_takes_time})

@@ -1,0 +1,130 @@
+"""``dcpring bench``: what a storage can do, and the options to use on it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import cast
+
+from dcpring import _bench, _bench_plot
+from dcpring._bench import Direction, Report, Result
+from dcpring.cli._output import Output
+from dcpring.cli._parser import Commands, add_json, size
+from dcpring.options import Engine
+from dcpring.report import format_bytes
+
+_ENGINES = ("uring", "threads")
+
+DESCRIPTION = """Saves and loads a file in DIR with each engine, direct and through the page cache, with several sizes
+of blocks and depths of the queue: saves until they are durable, loads after the page cache has let go of the file, both
+with CRC-32, in one process. Rounds go through all of them; medians are shown, and the options of RingWriter and
+RingReader that make the best of this storage: the defaults where nothing is clearly faster. The file lies in a
+directory of its own in DIR, which is removed at the end."""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add(
+        "bench",
+        run,
+        "what a storage can do, and the options to use on it",
+        DESCRIPTION.replace("\n", " "),
+        [
+            ("dcpring bench . --quick", "in ten seconds, the options for the storage that . is on"),
+            ("dcpring bench . --quick --size 16M --engines threads --output bench.png", "threads only, and a picture"),
+            ("dcpring bench . --quick --size 16M --json > bench.json", "all numbers, for a script"),
+        ],
+        differs="",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a directory on the storage")
+    parser.add_argument(
+        "--size",
+        type=_size,
+        metavar="SIZE",
+        help="bytes of each save and load, at least 1M; default: what the time allows, at most 1G",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer ways, in about 10 s instead of one to two minutes")
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        metavar="ENGINE,...",
+        help="of uring (io_uring) and threads, those to try; default: all that work on this machine",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw a picture: FILE.png, .svg or .pdf")
+    add_json(parser)
+
+
+def _size(text: str) -> int:
+    value = size(text)
+    if value < _bench.MIB:
+        raise argparse.ArgumentTypeError(f"{text} is below 1M")
+    return value
+
+
+def _engines(text: str) -> list[Engine]:
+    names = text.split(",")
+    for name in names:
+        if name not in _ENGINES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no engine; there are {' and '.join(_ENGINES)}")
+    return cast("list[Engine]", list(dict.fromkeys(names)))
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    if args.output:
+        _bench_plot.check(args.output)
+    report = _bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)
+    if args.json:
+        out.json(report.as_json())
+    else:
+        _show(report, out)
+    if args.output:
+        _bench_plot.draw(report, args.output)
+        out.note(f"the picture is {args.output}")
+    return 0
+
+
+def _show(report: Report, out: Output) -> None:
+    header = (
+        "engine",
+        "I/O",
+        "block",
+        "depth",
+        "workers",
+        "GB/s",
+        "lowest",
+        "highest",
+        "CPU s/GiB",
+        "block p50 ms",
+        "p99 ms",
+    )
+    directions: tuple[Direction, ...] = ("save", "load")
+    for direction in directions:
+        results = sorted(report.results, key=lambda result: -result.rate(direction))
+        what = "save, synced" if direction == "save" else "load, cold" if report.cold else "load, from the page cache"
+        out.table(header, [_row(result, direction) for result in results], right=range(2, len(header)), title=what)
+        out.text()
+    out.text(f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}; medians")
+    if not report.cold:
+        out.text("loads are not cold: the page cache does not let go of files here", style="yellow")
+    for direction in directions:
+        _advise(report, direction, out)
+
+
+def _row(result: Result, direction: Direction) -> tuple[str, ...]:
+    options, rates = result.options, result.rates(direction)
+    return (
+        options.engine,
+        "direct" if options.direct else "cached",
+        f"{options.block_size_bytes >> 20} MiB",
+        str(options.queue_depth),
+        str(options.workers),
+        *(f"{rate / 1e9:.2f}" for rate in (result.rate(direction), rates[0], rates[-1])),
+        f"{result.cpu_seconds_per_gib(direction):.2f}",
+        *(f"{result.latency(direction, quantile) * 1e3:.1f}" for quantile in (0.5, 0.99)),
+    )
+
+
+def _advise(report: Report, direction: Direction, out: Output) -> None:
+    best = report.best(direction)
+    usual = " with the defaults" if best.options == report.usual else ""
+    out.text(f"best {direction}: {best.rate(direction) / 1e9:.2f} GB/s{usual}", style="bold")
+    out.text(f"  {report.call(direction)}")

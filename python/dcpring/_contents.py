@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from dcpring.options import IOOptions, IOStats
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
 _MOST_NAMED = 8
+_INT = {int}
 
 
 class Record(NamedTuple):
@@ -73,9 +75,10 @@ class Entry(NamedTuple):
         """Bytes of the tensor's elements; of an object those of its record."""
         if self.shape is None or self.dtype is None:
             return sum(record.place.length for record in self.records)
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
+@functools.lru_cache(1 << 16)
 def rank_of_file(name: str) -> int | None:
     """The rank that wrote a data file, by its name; None for other names."""
     match = _RANK_OF_FILE.fullmatch(name)
@@ -358,15 +361,30 @@ def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):
+            shape, dtype = tuple(value.size), value.properties.dtype
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
+            _check_tensor(key, shape, dtype, boxes)
             records = [
                 Record(*box, _placed(key, stored.get((key, torch.Size(box[0])), stored.get((key, None))), path))
                 for box in boxes
             ]
-            entries[key] = Entry(key, tuple(value.size), value.properties.dtype, records, value.properties.layout)
+            entries[key] = Entry(key, shape, dtype, records, value.properties.layout)
         else:
             entries[key] = Entry(key, None, None, [Record((), (), _placed(key, stored.get((key, None)), path))])
     return entries
+
+
+def _check_tensor(
+    key: Any, shape: tuple[Any, ...], dtype: Any, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
+) -> None:
+    """Raises ValueError for what no tensor can be."""
+    if type(key) is not str or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r:.200} has the dtype {dtype!r:.200}")
+    for numbers in (shape, *(part for box in boxes for part in box)):
+        if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):
+            raise ValueError(f"{key!r:.200} has a size or an offset that is no number, or below 0, or one too many")
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{key!r:.200} has a size that no tensor can have")
 
 
 def _placed(key: str, info: Any, path: Path) -> Placed:

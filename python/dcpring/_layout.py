@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from dcpring import _C
@@ -57,7 +58,14 @@ def rank_metadata_files(directory: Path) -> dict[int, Path]:
     return {int(match[1]): directory / name for name, match in matches if match}
 
 
-def _metadata_files(directory: Path) -> list[Path]:
+def rank_of_metadata(name: str) -> int | None:
+    """The rank whose metadata file has this name; None for other names."""
+    match = _RANK_METADATA.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def metadata_files(directory: Path) -> list[Path]:
+    """All of the directory, the global one first."""
     main = directory / METADATA_NAME
     return [*([main] if main.exists() else []), *rank_metadata_files(directory).values()]
 
@@ -65,7 +73,7 @@ def _metadata_files(directory: Path) -> list[Path]:
 def _all_referenced(directory: Path) -> set[str] | None:
     """Every data file that some metadata refers to; None when one of them cannot be read."""
     try:
-        return {name for path in _metadata_files(directory) for name in referenced_files(path)}
+        return {name for path in metadata_files(directory) for name in referenced_files(path)}
     except (OSError, CheckpointError) as error:
         logger.warning("files of earlier saves stay in %s: %s", directory, error)
         return None
@@ -74,6 +82,12 @@ def _all_referenced(directory: Path) -> set[str] | None:
 def _ours(names: list[str], pattern: re.Pattern[str], rank: int | None) -> set[str]:
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return {name for name, match in matches if match and (rank is None or match[1] == str(rank))}
+
+
+def unneeded(names: Iterable[str], referenced: set[str]) -> list[str]:
+    """Of the names in a directory those of data files that nothing refers to, and of files that were never finished."""
+    patterns = (_TAGGED, _STOCK, _UNFINISHED)
+    return [name for name in names if name not in referenced and any(p.fullmatch(name) for p in patterns)]
 
 
 def remove_leftovers(directory: Path, rank: int | None = None) -> None:

@@ -21,14 +21,10 @@ def format_bytes(count: float) -> str:
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] | None = None) -> str:
     """Columns of plain text; those of ``right``, or else all but the first, are aligned to the right."""
     to_right = set(range(1, len(header)) if right is None else right)
-    cells = [list(header), *map(list, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            text.rjust(width) if column in to_right else text.ljust(width) for column, (text, width) in enumerate(pairs)
-        ).rstrip()
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    ]
+    cells = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = "  ".join(f"{{:{'>' if number in to_right else '<'}{width}}}" for number, width in enumerate(widths))
+    lines = [line.format(*row).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 

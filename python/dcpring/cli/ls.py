@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted
+from dcpring.cli._output import Output, Piece
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive
 from dcpring.report import format_bytes
+
+if TYPE_CHECKING:
+    from dcpring._contents import Entry
+    from dcpring._inventory import DataFile, Inventory, Item, Sum
+    from dcpring._outline import Row
+
+_LINES_AROUND = 8
+"""Of a screen, those that are left for what is not the tree."""
+
+_FEWEST_ROWS = 16
+_MOST_LEVELS = 64
+_MOST_SHOWN = 4
+_WIDEST_NAME = 72
+_TO_RIGHT = (2, 3)
+
+DESCRIPTION = """\
+Shows the keys of a checkpoint: shape, dtype, size, chunks, and the files and ranks that they were written by.
+No tensor is read.
+
+On a terminal the keys are a tree, in which numbered parts that are alike are one line and whose depth fits the
+screen. In a pipe, and with --flat, each key has a line of its own."""
 
 
 def add(commands: Commands) -> None:
@@ -14,21 +38,314 @@ def add(commands: Commands) -> None:
         "ls",
         run,
         "what a checkpoint holds",
-        "Shows the keys of a checkpoint.",
-        [("dcpring ls ckpt/step-100", "its keys")],
+        DESCRIPTION,
+        [
+            ("dcpring ls ckpt/step-100", "its keys, as a tree"),
+            ("dcpring ls ckpt/step-100 --depth 1", "its components, summed up"),
+            ("dcpring ls ckpt/step-100 --keys 'model.*.weight'", "some keys"),
+            ("dcpring ls ckpt/step-100 --files", "its data files, how full they are, and which are missing"),
+            ("dcpring ls ckpt/step-100 --json | python -m json.tool", "everything, for scripts"),
+        ],
     )
     add_checkpoint(parser)
+    parser.add_argument(
+        "--keys",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only keys that match, and those below; * stands for anything; may be given several times",
+    )
+    parser.add_argument("--files", action="store_true", help="show the data files instead of the keys")
+    parser.add_argument("--depth", type=positive, metavar="N", help="sum up what lies below N parts of the names")
+    parser.add_argument("--flat", action="store_true", help="a line for each key, on a terminal too")
     add_rank(parser)
     add_trusted(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._contents import open_contents
+    from dcpring._metadata import collection_paused
 
-    contents = open_contents(args.checkpoint, rank=args.rank, trusted=args.trusted)
-    rows = (
-        (e.key, "object" if e.shape is None else str(list(e.shape)), format_bytes(e.nbytes)) for e in contents.values()
-    )
-    out.table(("key", "shape", "size"), rows, right=(2,))
+    with collection_paused():
+        return _show(args, out)
+
+
+def _show(args: argparse.Namespace, out: Output) -> int:
+    from dcpring._inventory import take_inventory
+    from dcpring._select import key_filter
+
+    inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
+    items = list(inventory.items(key_filter(args.keys)))
+    files = inventory.files(items)
+    if args.json:
+        out.json(_document(inventory, items, files, with_keys=not args.files))
+        return 0
+    if out.interactive:
+        _print_summary(out, inventory, items, files)
+    if args.files:
+        _print_files(out, files)
+    elif args.flat or (args.depth is None and not out.interactive):
+        _print_flat(out, items)
+    else:
+        _print_tree(out, inventory, items, args.depth)
+    if not out.interactive:
+        out.text()
+        _print_summary(out, inventory, items, files)
+    _print_problems(out, inventory, files)
     return 0
+
+
+# ---- the summary ----
+
+
+def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile]) -> None:
+    from dcpring._inventory import total
+
+    out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
+    used = [file for file in files if file.state != "leftover"]
+    on_disk = sum(file.size or 0 for file in used)
+    ranks = {file.rank for file in used if file.rank is not None}
+    writers = f" written by {_count(len(ranks), 'rank')}" if ranks else ""
+    out.text(
+        f"{_sum_text(total(items))}; {_count(len(used), 'file')} of {format_bytes(on_disk)}{writers}"
+        if items
+        else "no keys"
+    )
+
+
+def _origin(inventory: Inventory) -> str:
+    facts = [f"by {inventory.writer}"]
+    if inventory.version:
+        facts.append(f"format {inventory.version}")
+    if inventory.manifest is not None:
+        facts.append(f"step {inventory.manifest.step}")
+        facts.append(_count(inventory.manifest.world_size, "rank") + " saved")
+    elif len(inventory.parts) > 1 or inventory.parts[0].path.name != ".metadata":
+        facts.append(f"metadata of {_count(len(inventory.parts), 'rank')}")
+    return ", ".join(facts)
+
+
+def _sum_text(sum: Sum) -> str:
+    objects = f", {_count(sum.objects, 'object')}" if sum.objects else ""
+    return (
+        f"{_count(sum.keys, 'key')}: {_count(sum.tensors, 'tensor')}{objects}, {format_bytes(sum.bytes)} in "
+        f"{_count(sum.chunks, 'chunk')}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]) -> None:
+    if inventory.problem:
+        out.error(inventory.problem)
+    for state, problem in (("missing", "missing"), ("short", "too short")):
+        names = [file.name for file in files if file.state == state]
+        if names:
+            more = ", ..." if len(names) > _MOST_SHOWN else ""
+            out.error(f"{_count(len(names), 'data file')} {problem}: {', '.join(names[:_MOST_SHOWN])}{more}")
+
+
+# ---- keys ----
+
+
+def _print_flat(out: Output, items: Sequence[Item]) -> None:
+    header = ("key", "shape", "dtype", "size", "chunks", "ranks", "files")
+    parts = any(item.part is not None for item in items)
+    rows: Iterator[tuple[str, ...]] = (_flat_row(item) for item in items)
+    if parts:
+        header = (*header, "saved by rank")  # type: ignore[assignment]
+        rows = ((*row, str(item.part)) for row, item in zip(rows, items, strict=True))
+    out.table(header, rows, right=(3, 4), styles={0: "bold", 1: "cyan", 2: "green"})
+
+
+def _flat_row(item: Item) -> tuple[str, ...]:
+    entry, files = item.entry, item.files
+    ranks = item.ranks
+    return (
+        entry.key,
+        *_kind(entry),
+        format_bytes(entry.nbytes),
+        str(len(entry.records)),
+        str(ranks[0]) if len(ranks) == 1 else _spans(ranks),
+        files[0] if len(files) == 1 else f"{len(files)} files",
+    )
+
+
+def _kind(entry: Entry) -> tuple[str, str]:
+    """Shape and dtype as they are shown."""
+    if entry.shape is None:
+        return "object", "-"
+    return str(list(entry.shape)), _dtype(entry)
+
+
+def _dtype(entry: Entry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    from dcpring._key_diff import spans_of
+
+    return spans_of(list(ranks)) or "-"
+
+
+# ---- the tree ----
+
+
+def _print_tree(out: Output, inventory: Inventory, items: Sequence[Item], depth: int | None) -> None:
+    from dcpring._outline import Outline
+
+    outline = Outline(items)
+    rows, hidden = (list(outline.rows(depth)), 0) if depth else _fitting(outline, out)
+    notes = {} if inventory.manifest is None else inventory.manifest.components
+    table = [(_name_pieces(row, notes), _row_cells(row)) for row in rows]
+    out.lines(_aligned(table, out.screen[0] if out.interactive else None))
+    if hidden:
+        out.note("there is more: --depth N and --keys PATTERN choose, --flat shows all")
+
+
+def _fitting(outline: Any, out: Output) -> tuple[list[Row], int]:
+    """The deepest tree that fits the screen, and whether anything of it is cut off."""
+    room = max(out.screen[1] - _LINES_AROUND, _FEWEST_ROWS)
+    best: list[Row] = []
+    for depth in range(1, _MOST_LEVELS + 1):
+        rows = list(itertools.islice(outline.rows(depth), room + 1))
+        if len(rows) > room:
+            return (best, 1) if best else (rows[:room], 1)
+        if depth > 1 and len(rows) == len(best) and not any(row.nodes[0].children for row in _ends(rows)):
+            return rows, 0
+        best = rows
+    return best, 0
+
+
+def _ends(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with nothing drawn below them."""
+    for row, after in itertools.zip_longest(rows, rows[1:]):
+        if after is None or len(after.path) <= len(row.path):
+            yield row
+
+
+def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
+    lines = "".join("   " if last else "│  " for last in row.path[:-1]) + ("└─ " if row.path[-1] else "├─ ")
+    name: list[Piece] = [(lines, "dim"), (row.name, "" if row.item else "bold")]
+    if not row.inside and row.count > 1:
+        name.append((f" ({row.count:,} x)", "yellow"))
+    note = notes.get(row.name) if len(row.path) == 1 else None
+    if note:
+        name.append((f"  {note.get('kind', '')} {note.get('type', '')}".rstrip(), "dim"))
+    return name
+
+
+def _row_cells(row: Row) -> list[Piece]:
+    """Shape or number of keys, dtype, size, chunks, ranks."""
+    sum = row.total()
+    ranks = sorted({rank for item in row.items() for rank in item.ranks})
+    where: list[Piece] = [
+        (_count(sum.chunks, "chunk"), "dim"),
+        (f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}" if ranks else "", "dim"),
+    ]
+    if row.item is None:
+        return [(_count(sum.keys, "key"), ""), ("", ""), (format_bytes(sum.bytes), ""), *where]
+    shape, dtype = _kind(row.item.entry)
+    each = format_bytes(sum.bytes)
+    if row.count > 1:
+        each = f"{row.count:,} x {format_bytes(sum.bytes / row.count)}"
+    return [(shape, "cyan"), (dtype, "green"), (each, ""), *where]
+
+
+def _aligned(table: Sequence[tuple[list[Piece], list[Piece]]], columns: int | None) -> Iterator[list[Piece]]:
+    """The rows of the tree as lines; the last columns are left out where the screen is too narrow for them."""
+    names = [sum(len(text) for text, _ in pieces) for pieces, _ in table]
+    name_width = max((width for width in names if width <= _WIDEST_NAME), default=0)
+    widths = [max(len(cell[0]) for cell in column) for column in zip(*(cells for _, cells in table), strict=True)]
+    while columns is not None and len(widths) > 3 and name_width + sum(2 + width for width in widths) > columns:
+        widths.pop()
+    for (pieces, cells), taken in zip(table, names, strict=True):
+        line = [*pieces, (" " * (name_width - taken), "")]
+        for number, ((text, style), width) in enumerate(zip(cells, widths, strict=False)):
+            line.append((f"  {text.rjust(width) if number in _TO_RIGHT else text.ljust(width)}", style))
+        yield line
+
+
+# ---- files ----
+
+
+def _print_files(out: Output, files: Sequence[DataFile]) -> None:
+    rows = (
+        (
+            file.name,
+            "-" if file.rank is None else str(file.rank),
+            "-" if file.size is None else format_bytes(file.size),
+            str(file.records),
+            format_bytes(file.bytes),
+            "-" if file.padding is None else f"{file.padding:.1%}",
+            "" if file.state == "ok" else file.state,
+        )
+        for file in files
+    )
+    header = ("file", "rank", "on disk", "records", "of bytes", "padding", "state")
+    out.table(header, rows, right=(1, 2, 3, 4, 5), styles={0: "bold", 6: "bold red"})
+
+
+# ---- JSON ----
+
+
+def _document(
+    inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile], *, with_keys: bool
+) -> dict[str, Any]:
+    from dcpring._inventory import total, totals_by_component
+
+    manifest = inventory.manifest
+    notes = {} if manifest is None else manifest.components
+    used = [file for file in files if file.state != "leftover"]
+    document: dict[str, Any] = {
+        "checkpoint": str(inventory.directory),
+        "writer": inventory.writer,
+        "format": inventory.version,
+        "step": None if manifest is None else manifest.step,
+        "world_size": None if manifest is None else manifest.world_size,
+        "problem": inventory.problem,
+        "totals": {
+            **vars(total(items)),
+            "files": len(used),
+            "file_bytes": sum(file.size or 0 for file in used),
+            "ranks": len({file.rank for file in used} - {None}),
+        },
+        "components": {
+            name: {**vars(sum), "kind": notes.get(name, {}).get("kind"), "type": notes.get(name, {}).get("type")}
+            for name, sum in totals_by_component(items).items()
+        },
+        "files": [_file_document(file) for file in files],
+    }
+    if with_keys:
+        document["keys"] = [_key_document(item) for item in items]
+    return document
+
+
+def _file_document(file: DataFile) -> dict[str, Any]:
+    return {
+        "file": file.name,
+        "rank": file.rank,
+        "state": file.state,
+        "size": file.size,
+        "needed": file.needed,
+        "records": file.records,
+        "bytes": file.bytes,
+        "padding": file.padding,
+    }
+
+
+def _key_document(item: Item) -> dict[str, Any]:
+    entry = item.entry
+    return {
+        "key": entry.key,
+        "kind": "object" if entry.shape is None else "tensor",
+        "shape": None if entry.shape is None else list(entry.shape),
+        "dtype": None if entry.dtype is None else _dtype(entry),
+        "bytes": entry.nbytes,
+        "chunks": len(entry.records),
+        "ranks": item.ranks,
+        "files": item.files,
+        "saved_by_rank": item.part,
+    }

@@ -15,8 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpring._verify import Problem, VerifyReport, verify
+    from dcpring._convert import ConvertReport, convert
     from dcpring._progress import Progress
+    from dcpring._verify import Problem, VerifyReport, verify
     from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "ComponentReport",
+    "ConvertReport",
     "CorruptCheckpointError",
     "Elastic",
     "ElasticDataset",
@@ -57,8 +59,8 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "PlanReport",
-    "Progress",
     "Problem",
+    "Progress",
     "RankReport",
     "ReadReport",
     "Replicated",
@@ -70,6 +72,7 @@ __all__ = [
     "Sharded",
     "UntrustedCheckpointError",
     "VerifyReport",
+    "convert",
     "diff_keys",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -85,6 +88,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "_convert": ("ConvertReport", "convert"),
     "_verify": ("Problem", "VerifyReport", "verify"),
     "_progress": ("Progress",),
     "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),

@@ -172,7 +172,7 @@ class KeyTable:
     def read(cls, path: str | os.PathLike[str]) -> KeyTable:
         """A table from a JSON file. Raises OSError, and ValueError where the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_twice)
+            data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_twice)
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)!r} is no key map: {error}") from error
         return cls.from_json(data, repr(os.fspath(path)))
@@ -185,7 +185,7 @@ def _is_pairs(value: Any) -> bool:
     )
 
 
-def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON lets an object name a thing twice, and Python takes the last."""
     result: dict[str, Any] = {}
     for name, value in pairs:

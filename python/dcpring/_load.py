@@ -444,7 +444,7 @@ class Loader:
             except pickle.UnpicklingError as error:
                 raise UntrustedCheckpointError(
                     f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
-                    f"{_refused(error)}. If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
+                    f"{refused(error)}. If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
                     "class in safe_globals=[...]."
                 ) from error
             except MemoryError:
@@ -654,7 +654,7 @@ def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]
         yield window
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
+def refused(error: pickle.UnpicklingError) -> str:
     """What a ``weights_only`` load stumbled over, out of its long message."""
     text = str(error)
     found = re.search(r"GLOBAL (\S+)", text)

@@ -49,6 +49,8 @@ _REQUIRES_GRAD, _PINNED, _ROW_FLAGS_SHIFT = 1, 2, 2
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 Path = tuple[str | int, ...]
+Chunk = tuple[Sequence[int], Sequence[int], Sequence[int], TensorProperties]
+"""size, offsets, lengths, properties"""
 Row = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], bytes, int, int, int]
 """type, size, offsets, lengths, properties, bytes of the dtype in these, item bytes, flags"""
 
@@ -80,7 +82,7 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
 def _flatten_value(flat: Flat, name: str, path: Path, value: Any) -> None:
     if isinstance(value, Mapping):
         _flatten_mapping(flat, name, path, value)
-    elif isinstance(value, list) and not _is_terminal(value):
+    elif isinstance(value, list) and not is_terminal(value):
         for index, entry in enumerate(value):
             _flatten_value(flat, f"{name}.{index}", (*path, index), entry)
     else:
@@ -105,10 +107,9 @@ def _add_leaf(flat: Flat, name: str, path: Path, value: Any, code: bytes) -> Non
     flat.codes.append(code)
 
 
-def _is_terminal(values: list[Any]) -> bool:
+def is_terminal(values: list[Any]) -> bool:
     return not any(
-        isinstance(entry, (Mapping, Tensor)) or (isinstance(entry, list) and not _is_terminal(entry))
-        for entry in values
+        isinstance(entry, (Mapping, Tensor)) or (isinstance(entry, list) and not is_terminal(entry)) for entry in values
     )
 
 
@@ -265,18 +266,32 @@ def rows_to_fill(_: str, value: Any) -> list[Row]:
 
 def rows_of_stored(metadata: Metadata) -> _C.Table:
     """The chunks of a checkpoint whose metadata has no tables."""
-    values: list[Any] = []
-    for stored in metadata.state_dict_metadata.values():
-        if isinstance(stored, TensorStorageMetadata):
-            chunks = [
-                _row(SHARD_ROW, stored.size, chunk.offsets, chunk.sizes, stored.properties, 0)
-                for chunk in stored.chunks
-            ]
-            values.append(chunks or ...)
-        else:
-            values.append(None)
-    names = list(metadata.state_dict_metadata)
-    return _C.make_table(names, None, values, bytes(len(names)), _row_of_tensor)
+    chunks = [
+        [(stored.size, chunk.offsets, chunk.sizes, stored.properties) for chunk in stored.chunks]
+        if isinstance(stored, TensorStorageMetadata)
+        else None
+        for stored in metadata.state_dict_metadata.values()
+    ]
+    return table_of_chunks(list(metadata.state_dict_metadata), None, chunks)
+
+
+def table_of_chunks(names: list[str], codes: list[bytes] | None, chunks: Sequence[Sequence[Chunk] | None]) -> _C.Table:
+    """The rows of keys.
+
+    Args:
+        names: of the keys.
+        codes: their paths, as ``path_code`` gives them.
+        chunks: of each key; None for an object.
+    """
+    values = [None if rows is None else [_row(SHARD_ROW, *row, flags=0) for row in rows] or ... for rows in chunks]
+    return _table(names, codes, values, bytes(len(names)))
+
+
+def _table(names: list[str], codes: list[bytes] | None, values: list[Any], flags: bytes) -> _C.Table:
+    try:
+        return _C.make_table(names, codes, values, flags, _row_of_tensor)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the key {error.object!r} cannot be written as UTF-8; rename it") from error
 
 
 def make_table(
@@ -294,10 +309,7 @@ def make_table(
     if hashed is not None:
         _mark_hashed(originals, values, flags, hashed)
     codes = flat.codes if flat.mappings else None
-    try:
-        return _C.make_table(names, codes, values, bytes(flags), _row_of_tensor)
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"the key {error.object!r} cannot be written as UTF-8; rename it") from error
+    return _table(names, codes, values, bytes(flags))
 
 
 def _flags(values: list[Any]) -> bytearray:

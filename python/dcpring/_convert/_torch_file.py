@@ -1,0 +1,454 @@
+"""Files of ``torch.save`` as source and target.
+
+A source's structure is read by ``torch.load(weights_only=True)`` without any of its data, which then are read straight
+from where they lie in the zip file; the zip's own listing says where they lie and what their CRC-32s are. A target is
+a zip file whose pickle is made from stand-ins for the tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpring import _C
+from dcpring._convert._beside import file_beside, writing
+from dcpring._convert._stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
+from dcpring._convert._zip import ZipStream
+from dcpring._load import refused
+from dcpring._plan import PLAIN_TYPES, is_terminal
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.options import IOOptions
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+
+
+class _Record(NamedTuple):
+    """The data of a storage: a stored entry of the zip file."""
+
+    offset: int
+    size: int
+    crc: int
+
+
+class _View(NamedTuple):
+    """A tensor in a record; offset and strides in elements."""
+
+    record: _Record
+    offset: int
+    stride: tuple[int, ...]
+
+
+class TorchSource:
+    """A zip file that ``torch.save`` wrote. Every record that is used is checked against its CRC-32."""
+
+    format = "torch"
+    files = 1
+
+    def __init__(self, path: FilePath, *, trusted: bool) -> None:
+        real = path.resolve()
+        self._path = path
+        self._directory, self._name = str(real.parent), real.name
+        self._trusted = trusted
+        self._options = IOOptions().for_core(False)
+        self._records = _records(path)
+        self._views: dict[str, _View] = {}
+        self._sums: dict[str, int] = {}
+        self._checked: set[_Record] = set()
+        self._held: tuple[str, Tensor] | None = None
+        self.notes: Mapping[str, str] = {}
+        self.items = [self._item(*leaf) for leaf in self._leaves(self._load("meta"))]
+
+    # ---- structure ----
+
+    def _load(self, location: str) -> Any:
+        """All that the file holds: without data ("meta"), or with data that are mapped ("cpu")."""
+        try:
+            return torch.load(self._path, location, weights_only=not self._trusted, mmap=location == "cpu")
+        except pickle.UnpicklingError as error:
+            raise UntrustedCheckpointError(
+                f"{self._path} holds more than plain data and tensors, and loading it could run code: "
+                f"{refused(error)}. If you trust the file, convert it with --trusted."
+            ) from error
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # damaged bytes end in errors of any kind
+            raise CorruptCheckpointError(f"it cannot be read: {error!s:.200}", str(self._path)) from error
+
+    def _leaves(self, loaded: Any) -> list[tuple[Path, Any]]:
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{self._path} holds a {type(loaded).__name__}, not a dict of tensors")
+        try:
+            return list(_leaves((), loaded))
+        except RecursionError as error:
+            raise CheckpointError(f"{self._path}: it holds something that holds itself") from error
+
+    def _item(self, path: Path, value: Any) -> Item:
+        name = ".".join(map(str, path))
+        if name in self._views:
+            raise CheckpointError(f"{self._path}: two of its values would be called {name!r}")
+        if not _is_plain(value):
+            self._views[name] = _NOWHERE
+            return Item(name, name, path)
+        self._views[name] = view = self._view(name, value)
+        place = (view.record.offset, view.offset, view.stride)
+        return Item(name, name, path, tuple(value.shape), value.dtype, value.dtype, place)
+
+    def _view(self, name: str, tensor: Tensor) -> _View:
+        storage = tensor.untyped_storage()
+        offset, size = getattr(storage, "_checkpoint_offset", -1), storage.nbytes()
+        record = self._records.get(offset, _NOWHERE.record)
+        view = _View(record, int(tensor.storage_offset()), tensor.stride())
+        if record.size != size or record is _NOWHERE.record:
+            raise self._damaged(name, "the zip file has no data where its pickle says")
+        reach = view.offset + sum((n - 1) * s for n, s in zip(tensor.shape, view.stride, strict=True)) + 1
+        if tensor.numel() and not (view.offset >= 0 <= min((0, *view.stride)) and reach * tensor.itemsize <= size):
+            raise self._damaged(name, "it reaches beyond its data")
+        return view
+
+    def _damaged(self, name: str, why: str, offset: int = -1) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{name!r}: {why}", str(self._path), offset)
+
+    # ---- objects ----
+
+    @functools.cached_property
+    def _values(self) -> dict[str, Any]:
+        """The values that are not plain tensors; their data are mapped, and read when they are needed."""
+        leaves = self._leaves(self._load("cpu"))
+        return {name: value for path, value in leaves if self._views[name := ".".join(map(str, path))] is _NOWHERE}
+
+    def object_value(self, item: Item) -> Any:
+        return self._values[item.source]
+
+    def object_bytes(self, item: Item) -> bytes:
+        value = self._values[item.source]
+        out = io.BytesIO()
+        torch.save(value.clone() if isinstance(value, Tensor) else value, out)
+        return out.getvalue()
+
+    # ---- tensors ----
+
+    def read(self, parts: Sequence[Part]) -> None:
+        straight = [part for part in parts if self._is_contiguous(part.item) and part.tensor.numel()]
+        reads = [self._read_of(part) for part in straight]
+        self._run([part.item.source for part in straight], reads, [part.tensor for part in straight])
+        for part in straight:
+            self._check(part)
+        for part in parts:
+            if not self._is_contiguous(part.item) and part.tensor.numel():
+                whole = self._whole(part.item)
+                part.tensor.copy_(whole[tuple(map(slice, part.offsets, _ends(part)))])
+
+    def _is_contiguous(self, item: Item) -> bool:
+        stride = 1
+        for size, found in zip(reversed(item.shape or ()), reversed(self._views[item.source].stride), strict=True):
+            if size != 1 and found != stride:
+                return False
+            stride *= size
+        return True
+
+    def _read_of(self, part: Part) -> tuple[Any, ...]:
+        item, view = part.item, self._views[part.item.source]
+        assert item.stored is not None
+        start = view.record.offset + view.offset * item.stored.itemsize
+        where = (start, item.numel * item.stored.itemsize, None, None)
+        return (0, *where, item.shape, part.offsets, tuple(part.tensor.shape))
+
+    def _run(self, names: list[str], reads: list[tuple[Any, ...]], tensors: list[Tensor]) -> None:
+        try:
+            _C.load(self._directory, [self._name], reads, tensors, self._options)
+        except CorruptCheckpointError as error:
+            index = getattr(error, "item", None)
+            raise self._damaged(names[index or 0], error.args[0]) from error
+
+    def _check(self, part: Part) -> None:
+        """Sums up a tensor that is all of its record; the record of any other is read through once for it."""
+        item, view = part.item, self._views[part.item.source]
+        assert item.stored is not None
+        size = item.numel * item.stored.itemsize
+        if size != view.record.size:
+            self._check_record(item, view.record)
+            return
+        first = not any(part.offsets)
+        self._sums[item.source] = crc = _C.crc32(part.memory, 0 if first else self._sums[item.source])
+        if all(end == size for end, size in zip(_ends(part), item.shape or (), strict=True)):
+            self._compare(item, view.record, crc)
+
+    def _check_record(self, item: Item, record: _Record) -> None:
+        if record in self._checked:
+            return
+        crc = 0
+        for start in range(0, record.size, WINDOW_BYTES):
+            size = min(WINDOW_BYTES, record.size - start)
+            (data,), _ = _C.load_bytes(
+                self._directory, [self._name], [(0, record.offset + start, size, None)], self._options
+            )
+            crc = _C.crc32(data, crc)
+        self._compare(item, record, crc)
+        self._checked.add(record)
+
+    def _compare(self, item: Item, record: _Record, crc: int) -> None:
+        # 0: written without a CRC (torch.serialization.set_crc32_options(False))
+        if record.crc not in (0, crc):
+            raise self._damaged(item.source, "its CRC-32 does not match", record.offset)
+
+    def _whole(self, item: Item) -> Tensor:
+        """A tensor that is not contiguous, as it was saved; the last one asked for stays in memory."""
+        if self._held is None or self._held[0] != item.source:
+            view = self._views[item.source]
+            assert item.stored is not None
+            self._held = None
+            self._check_record(item, view.record)
+            reach = sum((n - 1) * s for n, s in zip(item.shape or (), view.stride, strict=True)) + 1
+            data = torch.empty(reach, dtype=item.stored)
+            start = view.record.offset + view.offset * item.stored.itemsize
+            self._run([item.source], [(0, start, data.nbytes, None, None, (reach,), (0,), (reach,))], [data])
+            self._held = item.source, data.as_strided(item.shape or (), view.stride)
+        return self._held[1]
+
+
+_NOWHERE = _View(_Record(-1, -1, 0), 0, ())
+"""Of what is no plain tensor."""
+
+
+def _ends(part: Part) -> tuple[int, ...]:
+    return tuple(a + n for a, n in zip(part.offsets, part.tensor.shape, strict=True))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose elements lie in a record."""
+    return (
+        type(value) in PLAIN_TYPES
+        and value.layout == torch.strided
+        and value.dtype in PLAIN_DTYPES
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_quantized
+    )
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """As DCP opens mappings, and lists that hold tensors or mappings; empty mappings stay as they are."""
+    if isinstance(value, Mapping) and (value or not path):
+        for key, entry in value.items():
+            yield from _leaves((*path, key if isinstance(key, str) else DictKey(key)), entry)
+    elif isinstance(value, list) and not is_terminal(value):
+        for index, entry in enumerate(value):
+            yield from _leaves((*path, index), entry)
+    else:
+        yield path, value
+
+
+def _records(path: FilePath) -> dict[int, _Record]:
+    """The stored entries of a zip file, by where their data begin."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            entries = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
+            found = {}
+            for info in entries:
+                file.seek(info.header_offset)
+                name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+                found[start] = _Record(start, info.file_size, info.CRC)
+            size = file.seek(0, io.SEEK_END)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise CorruptCheckpointError(f"the zip file is damaged ({error})", str(path)) from error
+    if any(record.offset + record.size > size for record in found.values()):
+        raise CorruptCheckpointError("the zip file is cut off", str(path))
+    return found
+
+
+# ---- writing ----
+
+_STORAGES = {
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.complex128: "ComplexDoubleStorage",
+}
+"""The other dtypes have no class of their own: ``torch.save`` writes bytes, and the dtype beside them."""
+
+
+class _Storage:
+    """Stands for the data of an item in the pickle."""
+
+    def __init__(self, key: str, item: Item) -> None:
+        assert item.dtype is not None
+        name = _STORAGES.get(item.dtype)
+        kind = getattr(torch, name) if name else torch.storage.UntypedStorage
+        self.id = ("storage", kind, key, "cpu", item.numel if name else item.nbytes)
+
+
+class _Stub:
+    """Stands for a tensor: pickles as a contiguous one does."""
+
+    def __init__(self, item: Item, storage: _Storage) -> None:
+        self._item = item
+        self._storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        item = self._item
+        assert item.shape is not None and item.dtype is not None
+        stride = torch.empty(item.shape, device="meta").stride()
+        hooks: dict[str, Any] = OrderedDict()
+        args = (self._storage, 0, tuple(item.shape), stride, False, hooks)
+        if item.dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, args
+        return torch._utils._rebuild_tensor_v3, (*args, item.dtype)
+
+
+class _Pickler(pickle.Pickler):
+    """As ``torch.save`` pickles; tensors inside of objects are kept for later.
+
+    Attributes:
+        storages: of these tensors, by key.
+    """
+
+    def __init__(self, file: io.BytesIO, used: int) -> None:
+        super().__init__(file, protocol=2)
+        self._used = used
+        self._keys: dict[int, str] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return obj.id
+        if not isinstance(obj, torch.storage.TypedStorage) and not torch.is_storage(obj):
+            return None
+        if isinstance(obj, torch.storage.TypedStorage):
+            kind, count = getattr(torch, obj._pickle_storage_type()), obj._size()
+            storage: torch.UntypedStorage = obj._untyped_storage
+        else:
+            kind, count, storage = torch.storage.UntypedStorage, obj.nbytes(), obj
+        key = self._keys.setdefault(storage._cdata, str(self._used + len(self._keys)))
+        self.storages[key] = storage
+        return ("storage", kind, key, "cpu", count)
+
+
+def nest(values: Sequence[tuple[Path, Any]]) -> dict[Any, Any]:
+    """The nested dict that paths and values describe.
+
+    Raises:
+        CheckpointError: two paths contradict each other.
+    """
+    root: dict[Any, Any] = {}
+    for path, value in values:
+        holder: Any = root
+        for step, below in zip(path, (*path[1:], None), strict=True):
+            new: Any = value if below is None else [] if isinstance(below, int) else {}
+            holder = _entered(holder, step, new, is_last=below is None, path=path)
+    return root
+
+
+def _entered(holder: Any, step: str | int | DictKey, new: Any, *, is_last: bool, path: Path) -> Any:
+    if isinstance(step, int) != isinstance(holder, list):
+        raise _contradiction(path)
+    if isinstance(step, int):
+        if step > len(holder) + _MOST_MISSING:
+            raise _contradiction(path)
+        holder += [None] * (step + 1 - len(holder))
+        found = holder[step]
+    else:
+        step = step.key if isinstance(step, DictKey) else step
+        found = holder.get(step)
+    if found is None:
+        holder[step] = found = new
+    elif is_last or type(found) is not type(new):
+        raise _contradiction(path)
+    return found
+
+
+_MOST_MISSING = 1 << 20
+"""Entries of a list that may be missing before one that is there."""
+
+
+def _contradiction(path: Path) -> CheckpointError:
+    name = ".".join(map(str, path))
+    return CheckpointError(f"{name!r} cannot be both a value and something that holds others; rename it with --key-map")
+
+
+class TorchTarget:
+    """One file that ``torch.load(weights_only=True)`` reads, mapped too."""
+
+    format = "torch"
+    is_directory = False
+
+    def __init__(self, path: FilePath, items: Sequence[Item]) -> None:
+        self._path = path
+        self._items = items
+        self._storages: dict[Hashable, _Storage] = {}
+        self._owners: list[Item] = []
+        self._stubs = {item.name: self._stub(item) for item in items if item.shape is not None}
+        self.nbytes = sum(item.nbytes for item in self._owners)
+        self.tied = len(self._stubs) - len(self._owners)
+        self.files = [path.name]
+        self._zip = ZipStream()
+
+    def _stub(self, item: Item) -> _Stub:
+        same = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)
+        if same not in self._storages:
+            self._storages[same] = _Storage(str(len(self._owners)), item)
+            self._owners.append(item)
+        return _Stub(item, self._storages[same])
+
+    def write(self, source: Source, overwrite: bool, watch: _C.Watch | None) -> None:
+        values = [
+            (item.path, source.object_value(item) if item.shape is None else self._stubs[item.name])
+            for item in self._items
+        ]
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled, len(self._owners))
+        pickler.dump(nest(values))
+        entries = [("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")]
+        head = [self._zip.small(f"archive/{name}", data) for name, data in entries]
+        hint = self.nbytes + sum(map(len, head)) + 256 * len(self._owners)
+        with file_beside(self._path, overwrite) as (directory, name), writing(directory, name, hint, watch) as file:
+            file.write_bytes(head)
+            number = 0
+            for runs in stream(source, map(Piece.all_of, self._owners)):
+                number = self._write_runs(file, runs, number)
+            for key, storage in pickler.storages.items():
+                data = _memory(storage)
+                file.write_bytes(
+                    [self._zip.begin(f"archive/data/{key}", len(data)), data, self._zip.end(_C.crc32(data))]
+                )
+            file.write_bytes([self._zip.directory()])
+
+    def _write_runs(self, file: _C.FileWriter, runs: list[Run], number: int) -> int:
+        """Writes payloads, and what belongs around them; returns the number of the next."""
+        data: list[Any] = []
+        for run in runs:
+            if run.start == 0:
+                data.append(self._zip.begin(f"archive/data/{number}", run.piece.nbytes))
+                self._crc = 0
+            data.append(run.part.memory)
+            self._crc = _C.crc32(run.part.memory, self._crc)
+            if run.start + len(run.part.memory) == run.piece.nbytes:
+                data.append(self._zip.end(self._crc))
+                number += 1
+        file.write_bytes(data)
+        return number
+
+
+def _memory(storage: torch.UntypedStorage) -> Any:
+    """Its bytes, without a copy; the storage must be kept alive."""
+    size = storage.nbytes()
+    return memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast("B") if size else b""

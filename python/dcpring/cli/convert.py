@@ -1,0 +1,131 @@
+"""``dcpring convert``: a checkpoint in another format, or in another number of files."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from dcpring._convert import FORMATS, ConvertReport, convert, float_dtype
+from dcpring._key_map import KeyTable
+from dcpring.cli._output import Output
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive, size
+from dcpring.errors import CheckpointError
+from dcpring.report import format_bytes
+
+DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.save, and safetensors.
+
+DST's name says what is made, unless --to does: NAME.safetensors is one such file; .pt, .pth, .bin, .ckpt and .tar are
+files of torch.save; any other name is the directory of a DCP checkpoint. SRC is recognised by what is in it. Data
+flow through a few buffers: about 400 MiB of memory are enough for any size.
+
+DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
+is what was in SRC, bit by bit, unless --dtype casts it."""
+
+EXAMPLES = [
+    ("dcpring convert ckpt/step-100 step-100.pt", "one file for torch.load, nested as it was saved"),
+    (
+        "dcpring convert ckpt/step-100 published.safetensors --only 'model.*' --prefix model.= --dtype bfloat16",
+        "the model alone, its names without 'model.', in bfloat16",
+    ),
+    (
+        "dcpring convert ckpt/step-100 hub --to safetensors --only 'model.*' --prefix model.= --shard-size 2G",
+        "the same in shards of at most 2 GiB with an index, as model hubs have it",
+    ),
+    (
+        "dcpring convert model.safetensors init --prefix =model. --files 4",
+        "a DCP checkpoint of 4 files, which dcp.load({'model': ...}) reads",
+    ),
+    ("dcpring convert old renamed --key-map map.json", "the same checkpoint under other names"),
+]
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add("convert", run, "DCP, torch.save and safetensors, each to each", DESCRIPTION, EXAMPLES)
+    add_checkpoint(
+        parser,
+        "source",
+        metavar="SRC",
+        help="directory of a DCP checkpoint; file of torch.save; safetensors file, its index, or their directory",
+    )
+    parser.add_argument("target", metavar="DST", help="file or directory to be made")
+    parser.add_argument("--to", choices=FORMATS, help="what to make; with safetensors a directory gets shards")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="names in SRC to convert, e.g. 'model.*'; repeatable",
+    )
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--key-map", metavar="FILE", help="new names: a JSON table (see docs/keys.md), or normalize")
+    names.add_argument(
+        "--prefix",
+        action="append",
+        default=[],
+        type=_prefix,
+        metavar="OLD=NEW",
+        help="names that begin with OLD begin with NEW; either may be empty; repeatable",
+    )
+    parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="cast floating-point tensors, e.g. to bfloat16")
+    parser.add_argument("--files", type=positive, metavar="N", help="data files of a DCP checkpoint")
+    parser.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of a safetensors shard (5G)")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    add_rank(parser)
+    add_trusted(parser)
+    add_json(parser)
+
+
+def _prefix(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW; model.= takes 'model.' away, =model. adds it")
+    return old, new
+
+
+def _dtype(text: str) -> str:
+    try:
+        float_dtype(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    try:
+        report = convert(
+            args.source,
+            args.target,
+            to=args.to,
+            only=args.only,
+            key_map=KeyTable(prefixes=dict(args.prefix)) if args.prefix else args.key_map,
+            dtype=args.dtype,
+            files=args.files,
+            shard_bytes=args.shard_size,
+            rank=args.rank,
+            trusted=args.trusted,
+            overwrite=args.overwrite,
+            progress=not args.json,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if args.json:
+        out.json(asdict(report))
+    else:
+        out.text(_summary(report))
+    return 0
+
+
+def _summary(report: ConvertReport) -> str:
+    parts = [f"{report.tensors} tensors ({format_bytes(report.bytes)})"]
+    parts += [f"{report.objects} objects"] if report.objects else []
+    notes = [f"{report.cast} cast"] if report.cast else []
+    notes += [f"{report.left_out} left out"] if report.left_out else []
+    if report.tied and report.target_format == "safetensors":
+        notes.append(f"{report.tied} that share memory with another stored apart")
+    done = f"{', '.join(parts)} to {report.target} ({report.target_format}, {_counted(len(report.files), 'file')})"
+    rate = report.bytes / max(report.seconds, 1e-9)
+    return f"{done} in {report.seconds:.1f} s, {format_bytes(int(rate))}/s" + "".join(f"; {note}" for note in notes)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

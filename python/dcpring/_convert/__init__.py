@@ -25,7 +25,7 @@ from dcpring._convert._stream import Item, Source
 from dcpring._convert._torch_file import TorchSource, TorchTarget
 from dcpring._key_map import KeyMap, KeyMapLike, new_path
 from dcpring._progress import progress_bar
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -33,6 +33,7 @@ Format = Literal["dcp", "torch", "safetensors"]
 FORMATS: tuple[Format, ...] = ("dcp", "torch", "safetensors")
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_MOST_BYTES = 1 << 60
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -120,6 +121,8 @@ def convert(
     opened = open_source(Path(source), rank=rank, trusted=trusted)
     chosen = _chosen(opened.items, [only] if isinstance(only, str) else list(only))
     items = _cast(_renamed(chosen, key_map), None if dtype is None else float_dtype(dtype))
+    if sum(item.nbytes for item in items) >= _MOST_BYTES:
+        raise CorruptCheckpointError("the source claims to hold more than any disk does", os.fspath(source))
     made = _target(goal, where, items, opened, files, shard_bytes)
     with progress_bar("converting", made.nbytes, enabled=progress) as bar:
         made.write(opened, overwrite, bar.watch)

@@ -41,8 +41,8 @@ class DcpSource:
         self.notes: Mapping[str, str] = {}
         self.files = len(self._contents.files)
         paths = _paths(self._contents)
-        pickled = _pickled_tensors(self._contents)
-        self.items = [_item(entry, paths.get(key, (key,)), key in pickled) for key, entry in self._contents.items()]
+        whole = _not_in_parts(self._contents)
+        self.items = [_item(entry, paths.get(key, (key,)), key in whole) for key, entry in self._contents.items()]
 
     def read(self, parts: Sequence[Part]) -> None:
         self._contents.read_into([(part.item.source, part.offsets, part.tensor) for part in parts])
@@ -72,16 +72,16 @@ def _paths(contents: Contents) -> dict[str, Path]:
     }
 
 
-def _pickled_tensors(contents: Contents) -> set[str]:
-    """The tensors that are not elements side by side, but what ``torch.save`` made of them."""
+def _not_in_parts(contents: Contents) -> set[str]:
+    """The tensors with a record that must be read all at once: transformed by extensions, or not row-major (stock)."""
     found = set()
     unknown: list[tuple[str, Placed]] = []
     for key, entry in contents.items():
-        places = [record.place for record in entry.records if not record.place.descriptors]
-        if entry.layout != torch.strided or entry.dtype not in PLAIN_DTYPES or any(p.kind == BYTES for p in places):
-            found.add(key)
-        else:
-            unknown += [(key, place) for place in places if place.kind == OPAQUE]
+        for record in entry.records if entry.dtype is not None else ():
+            if record.place.descriptors:
+                found.add(key)
+            elif record.place.kind == OPAQUE:
+                unknown.append((key, record.place))
     numbers = {name: number for number, name in enumerate(contents.files)}
     unknown.sort(key=lambda pair: (pair[1].file, pair[1].offset))
     wanted = [(numbers[place.file], place.offset, place.length) for _, place in unknown]
@@ -89,11 +89,12 @@ def _pickled_tensors(contents: Contents) -> set[str]:
     return found | {key for (key, _), where in zip(unknown, located, strict=True) if where is None}
 
 
-def _item(entry: Entry, path: Path, is_pickled: bool) -> Item:
-    if entry.shape is None or is_pickled:
+def _item(entry: Entry, path: Path, whole: bool) -> Item:
+    is_plain = entry.layout == torch.strided and entry.dtype in PLAIN_DTYPES
+    # RingWriter leaves to torch.save what is not elements side by side: it stays as it is.
+    if not is_plain or any(record.place.kind == BYTES and not record.place.descriptors for record in entry.records):
         return Item(entry.key, entry.key, path)
     place = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records)
-    whole = any(record.place.descriptors for record in entry.records)
     return Item(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place, whole)
 
 

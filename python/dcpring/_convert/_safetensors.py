@@ -7,6 +7,7 @@ holds them in memory; here the header is checked and written by these few lines,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -191,7 +192,7 @@ def _check_header(header: Any, data_bytes: int) -> None:
             raise ValueError(f"{name!r} has the shape {shape!r:.100} at {begin!r:.50} to {end!r:.50}")
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name!r} has the dtype {entry['dtype']!r:.50}, which is not known here")
-        if _numel(shape) * _DTYPES[entry["dtype"]].itemsize != end - begin:
+        if math.prod(shape) * _DTYPES[entry["dtype"]].itemsize != end - begin:
             raise ValueError(f"{name!r} has {end - begin} bytes for {entry['dtype']} of shape {shape!r:.100}")
         spans.append((begin, end, name))
     at = 0
@@ -201,13 +202,6 @@ def _check_header(header: Any, data_bytes: int) -> None:
         at = end
     if at != data_bytes:
         raise ValueError(f"it describes {at} bytes of data, and there are {data_bytes}")
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # ---- writing ----

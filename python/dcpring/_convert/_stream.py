@@ -6,6 +6,7 @@ is ``stream``: one thread reads a window (and casts it) while the caller's threa
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,7 +76,7 @@ class Item:
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape or ()).numel()
+        return math.prod(self.shape or ())
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,7 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         assert self.item.dtype is not None
-        return torch.Size(self.lengths).numel() * self.item.dtype.itemsize
+        return math.prod(self.lengths) * self.item.dtype.itemsize
 
 
 class Run(NamedTuple):
@@ -182,13 +183,13 @@ def _boxes(piece: Piece) -> Iterator[_Box]:
     """A piece cut into boxes that fit a window, which follow each other in row-major order."""
     item, start = piece.item, 0
     assert item.dtype is not None
-    whole = item.whole or _room(item, torch.Size(piece.lengths).numel()) <= WINDOW_BYTES
+    whole = item.whole or _room(item, math.prod(piece.lengths)) <= WINDOW_BYTES
     limit = (WINDOW_BYTES - _ALIGNMENT) // (_room(item, 1) - _ALIGNMENT)
     zeros = (0,) * len(piece.lengths)
     for offsets, lengths in [(zeros, piece.lengths)] if whole else split_box(piece.lengths, limit):
         moved = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
         yield _Box(piece, start, moved, lengths)
-        start += torch.Size(lengths).numel() * item.dtype.itemsize
+        start += math.prod(lengths) * item.dtype.itemsize
 
 
 def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
@@ -197,7 +198,7 @@ def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
     used = 0
     for piece in pieces:
         for box in _boxes(piece):
-            size = _room(piece.item, torch.Size(box.lengths).numel())
+            size = _room(piece.item, math.prod(box.lengths))
             if window and (box.lengths != piece.lengths or used + size > WINDOW_BYTES or len(window) == _MOST_PARTS):
                 yield window
                 window, used = [], 0
@@ -214,7 +215,7 @@ class _Buffer:
     """Memory for the tensors of one window; used again for the next but one."""
 
     def __init__(self) -> None:
-        self._memory = memoryview(mmap.mmap(-1, WINDOW_BYTES))
+        self._memory = _memory(WINDOW_BYTES)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._used = 0
 
@@ -223,14 +224,18 @@ class _Buffer:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, memoryview]:
         """A tensor, and its memory. One that is larger than a window, as it must be read whole, gets its own."""
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if size == 0:
             return torch.empty(shape, dtype=dtype), self._memory[:0]
         if size > WINDOW_BYTES:
-            memory = memoryview(mmap.mmap(-1, size))
+            memory = _memory(size)
             return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), memory
         begin, self._used = self._used, self._used + size + -size % _ALIGNMENT
         return self._bytes[begin : begin + size].view(dtype).view(shape), self._memory[begin : begin + size]
+
+
+def _memory(size: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 @dataclass

@@ -82,6 +82,11 @@ class TorchSource:
             ) from error
         except (MemoryError, OSError):
             raise
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self._path} holds a quantized, nested or other special tensor, which torch cannot describe without "
+                f"reading all of it; load the file and save such tensors as ordinary ones ({error!s:.100})"
+            ) from error
         except Exception as error:  # damaged bytes end in errors of any kind
             raise CorruptCheckpointError(f"it cannot be read: {error!s:.200}", str(self._path)) from error
 
@@ -401,6 +406,7 @@ class TorchTarget:
         self.tied = len(self._stubs) - len(self._owners)
         self.files = [path.name]
         self._zip = ZipStream()
+        self._crc = 0
 
     def _stub(self, item: Item) -> _Stub:
         same = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)

@@ -156,7 +156,8 @@ def slow_save(path: Any, planner: type[Any] = SlowSave, **options: Any) -> Scree
 def check_screen(screen: Screen, label: str, ranks: int = 1) -> None:
     """A bar that grew, with all bytes of these ranks, and its last line."""
     assert len(screen.percents) >= 2
-    assert screen.percents == sorted(screen.percents)
+    if ranks == 1:  # a rank that begins later makes the whole larger
+        assert screen.percents == sorted(screen.percents)
     assert screen.percents[0] < 100
     total = f"{ranks * STATE_BYTES / 2**20:.1f}"
     assert all(line.startswith(label) and f"/{total} MiB" in line for line in screen.pictures[-2:])

@@ -80,7 +80,7 @@ static void draw_last(struct dr_bar *bar, const struct dr_sums *sums, uint64_t m
     char line[DR_BAR_LINE];
     dr_bar_last(&view, line);
     if (bar->shown[0])
-        show(bar, bar->flags & DR_BAR_ERASE ? "" : line, bar->flags & DR_BAR_ERASE ? "" : "\n", LAST_LINE_MS);
+        show(bar, line, "\n", LAST_LINE_MS);
 }
 
 static void *run(void *argument) {

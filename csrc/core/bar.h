@@ -18,7 +18,6 @@
 enum dr_bar_flags {
     DR_BAR_UNICODE = 1,
     DR_BAR_COLOUR = 2,
-    DR_BAR_ERASE = 4, /* leaves no last line */
 };
 
 /* ---- what a line looks like ---- */

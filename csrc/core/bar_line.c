@@ -100,16 +100,24 @@ static void put_rate(struct text *text, uint64_t rate) {
     put_ascii(text, digits);
 }
 
-/* "3.2 s", "2:05", "1:02:05". */
-static void put_seconds(struct text *text, uint64_t ms) {
+/* "2:05", "1:02:05". */
+static void put_clock(struct text *text, uint64_t s) {
     char digits[FIELD];
-    uint64_t s = ms / 1000;
-    if (s < 60)
-        snprintf(digits, sizeof digits, "%" PRIu64 ".%" PRIu64 " s", s, ms % 1000 / 100);
-    else if (s < 3600)
+    if (s < 3600)
         snprintf(digits, sizeof digits, "%" PRIu64 ":%02" PRIu64, s / 60, s % 60);
     else
         snprintf(digits, sizeof digits, "%" PRIu64 ":%02" PRIu64 ":%02" PRIu64, s / 3600, s / 60 % 60, s % 60);
+    put_ascii(text, digits);
+}
+
+/* "3.2 s", and from a minute on as a clock. */
+static void put_duration(struct text *text, uint64_t ms) {
+    char digits[FIELD];
+    if (ms >= 60000) {
+        put_clock(text, ms / 1000);
+        return;
+    }
+    snprintf(digits, sizeof digits, "%" PRIu64 ".%" PRIu64 " s", ms / 1000, ms % 1000 / 100);
     put_ascii(text, digits);
 }
 
@@ -117,14 +125,11 @@ static void put_seconds(struct text *text, uint64_t ms) {
 static void put_left(struct text *text, const struct dr_bar_view *view) {
     uint64_t left = view->total - view->done;
     uint64_t s = view->rate ? left / view->rate + (left % view->rate > 0) : UINT64_MAX;
-    char digits[FIELD];
-    if (s >= 100 * 3600)
-        snprintf(digits, sizeof digits, "-:-- left");
-    else if (s < 3600)
-        snprintf(digits, sizeof digits, "%" PRIu64 ":%02" PRIu64 " left", s / 60, s % 60);
+    if (s < 100 * 3600)
+        put_clock(text, s);
     else
-        snprintf(digits, sizeof digits, "%" PRIu64 ":%02" PRIu64 ":%02" PRIu64 " left", s / 3600, s / 60 % 60, s % 60);
-    put_ascii(text, digits);
+        put_ascii(text, "-:--");
+    put_ascii(text, " left");
 }
 
 /* done * steps / total, for steps below 1024: all of them only when all is done. */
@@ -268,7 +273,7 @@ void dr_bar_last(const struct dr_bar_view *wanted, char out[DR_BAR_LINE]) {
         put_ascii(&all, BINARY[binary_unit(view.total)]);
     }
     put_ascii(&all, view.failed ? " after " : " in ");
-    put_seconds(&all, view.ms);
+    put_duration(&all, view.ms);
     if (!view.failed && view.ms > 0) {
         put_ascii(&all, ", ");
         put_rate(&all, (uint64_t)((double)view.done * 1000 / (double)view.ms));

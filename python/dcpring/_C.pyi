@@ -13,7 +13,6 @@ KEY_WRAPPED: int
 KEY_ORIGINAL: int
 BAR_UNICODE: int
 BAR_COLOUR: int
-BAR_ERASE: int
 
 # engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum, sync, watch
 _Options = tuple[str, int, int, int, int, bool, bool, "Watch | None"]

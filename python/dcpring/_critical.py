@@ -5,15 +5,16 @@ the coordinator waits for the plans and the results of all, the others for its p
 The path is followed backwards from the end: through work to its beginning, and from a wait to the rank that came last.
 The same walk over one wait tells whom that was for.
 
-Clocks of hosts differ a little: the walk goes from segment to segment, and only cuts them by time. Times are
-microseconds since 1970.
+Clocks of hosts differ a little. Where a rank's says that it was scattered a plan before there was one, or that its
+results were gathered before they were there, all its times are moved until they do not. Times are microseconds since
+1970.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from dcpring._trace import (
@@ -131,12 +132,16 @@ class Analysis:
     """An operation, looked at.
 
     Attributes:
+        operation: with the times of all ranks by one clock.
+        moved: by how much a rank's times were moved for that, by rank.
+        rows: by rank, all that it was at.
         path: the critical path, from the beginning; its steps follow each other.
     """
 
     def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self._rows = {rank: self._row(part) for rank, part in sorted(operation.parts.items())}
+        self.moved = _clock_errors(operation)
+        self.operation = _by_one_clock(operation, self.moved)
+        self.rows = {rank: self._row(part) for rank, part in sorted(self.operation.parts.items())}
         self.path = self._critical_path()
 
     # ---- segments ----
@@ -168,11 +173,11 @@ class Analysis:
 
     def _arrival(self, rank: int, wait: Segment) -> int | None:
         """The place in a rank's row of what follows its part in a wait; None where it has not come so far."""
-        row = self._rows[rank]
-        if wait.name == OTHERS or wait.name == GATHER_RESULTS:
-            names: tuple[str, ...] = (OTHERS, GATHER_RESULTS) if wait.name == GATHER_RESULTS else (OTHERS,)
-            found = [place for place, segment in enumerate(row) if segment.name in names]
-            return found[0] if found else len(row) if wait.name == OTHERS else None
+        row = self.rows[rank]
+        if wait.name in (OTHERS, GATHER_RESULTS):
+            found = [place for place, segment in enumerate(row) if segment.name in (OTHERS, wait.name)]
+            has_come = wait.name == OTHERS or row[-1].name == WRITE
+            return found[0] if found else len(row) if has_come else None
         names = (GATHER_PLANS, SCATTER_PLANS) if wait.name == GATHER_PLANS else (wait.name,)
         turn = 0 if wait.waits == "coordinator" else wait.turn
         found = [place for place, segment in enumerate(row) if segment.name in names]
@@ -180,14 +185,14 @@ class Analysis:
 
     def _last_to_come(self, rank: int, wait: Segment) -> tuple[int, int] | None:
         """The rank that ended a wait of this one, and its segment before that; None: nobody came after this rank."""
-        ranks: Iterable[int] = self._rows
+        ranks: Iterable[int] = self.rows
         if wait.waits == "coordinator":
             ranks = [other for other, part in self.operation.parts.items() if part.is_coordinator]
         latest, last = wait.begin, None
         for other in ranks:
             place = self._arrival(other, wait)
-            if other != rank and place and self._rows[other][place - 1].end > latest:
-                latest, last = self._rows[other][place - 1].end, (other, place - 1)
+            if other != rank and place and self.rows[other][place - 1].end > latest:
+                latest, last = self.rows[other][place - 1].end, (other, place - 1)
         return last
 
     # ---- walks ----
@@ -195,10 +200,10 @@ class Analysis:
     def _walk(self, rank: int, place: int, until: int) -> list[Step]:
         """Backwards from the end of a segment to a time; the steps in the order in which they were done."""
         steps: list[Step] = []
-        at, seen = self._rows[rank][place].end, set()
+        at, seen = self.rows[rank][place].end, set()
         while place >= 0 and at > until and (rank, place) not in seen:
             seen.add((rank, place))
-            segment = self._rows[rank][place]
+            segment = self.rows[rank][place]
             last = self._last_to_come(rank, segment) if segment.waits else None
             if last is None:
                 begin = max(until, min(at, segment.begin))
@@ -206,7 +211,7 @@ class Analysis:
                 next_rank = rank
             else:
                 next_rank, place = last
-                begin = max(until, min(at, self._rows[next_rank][place].end))
+                begin = max(until, min(at, self.rows[next_rank][place].end))
             if begin < at:
                 steps.append(self._step(rank, segment, begin, at))
             rank, at = next_rank, begin
@@ -218,14 +223,16 @@ class Analysis:
         return Step(rank, segment.name, begin, end, parts, bool(segment.waits))
 
     def _critical_path(self) -> list[Step]:
-        ends = {rank: [s for s in row if s.name != OTHERS] for rank, row in self._rows.items()}
-        last = max(ends, key=lambda rank: ends[rank][-1].end if ends[rank] else 0)
-        return self._walk(last, len(ends[last]) - 1, self.operation.begin) if ends[last] else []
+        """Ends where a save is committed, whatever the clocks of others say; else with the last rank."""
+        own = {rank: [segment for segment in row if segment.name != OTHERS] for rank, row in self.rows.items()}
+        committed = [rank for rank, row in own.items() if any(s.name == COMMIT for s in row)]
+        last = max(committed or own, key=lambda rank: own[rank][-1].end if own[rank] else 0)
+        return self._walk(last, len(own[last]) - 1, self.operation.begin)
 
     def waited(self) -> list[Waited]:
         """Who kept whom waiting, with what; the longest first."""
         total: dict[tuple[int, int, str], int] = defaultdict(int)
-        for rank, row in self._rows.items():
+        for rank, row in self.rows.items():
             for place, segment in enumerate(row):
                 if segment.waits:
                     for step in self._walk(rank, place, segment.begin):
@@ -236,7 +243,7 @@ class Analysis:
     # ---- sums ----
 
     def times(self) -> list[RankTimes]:
-        return [self._times(rank, row) for rank, row in self._rows.items()]
+        return [self._times(rank, row) for rank, row in self.rows.items()]
 
     def _times(self, rank: int, row: list[Segment]) -> RankTimes:
         part = self.operation.parts[rank]
@@ -279,6 +286,53 @@ _ALL = "wait for all"
 """The waits of hand-on rounds."""
 
 
+# ---- clocks ----
+
+
+def _clock_errors(operation: Operation) -> dict[int, int]:
+    """What to add to the times of ranks that contradict the coordinator's."""
+    leaders = [part for part in operation.parts.values() if part.is_coordinator and not part.is_alone]
+    errors: dict[int, int] = {}
+    for part in operation.parts.values() if len(leaders) == 1 else ():
+        least, most = _clock_bounds(leaders[0], part)
+        error = max(least, min(most, 0))
+        if error and part is not leaders[0]:
+            errors[part.rank] = error
+    return errors
+
+
+def _clock_bounds(leader: Part, part: Part) -> tuple[int, int]:
+    """The least and the most that can be added to a rank's times: nothing is received before it is sent."""
+    theirs, own = _phases_by_name(leader), _phases_by_name(part)
+    least, most = [], []
+    if GLOBAL_PLAN in theirs and SCATTER_PLANS in own:
+        least.append(theirs[GLOBAL_PLAN].end - own[SCATTER_PLANS].end)
+    for sent, gathered in ((LOCAL_PLAN, GATHER_PLANS), (WRITE, GATHER_RESULTS)):
+        if sent in own and gathered in theirs and not theirs[gathered].failed:
+            most.append(theirs[gathered].end - own[sent].end)
+    return max(least, default=-(1 << 62)), min(most, default=1 << 62)
+
+
+def _phases_by_name(part: Part) -> dict[str, Span]:
+    return {span.name: span for span in part.spans if span.kind == "phase"}
+
+
+def _by_one_clock(operation: Operation, errors: dict[int, int]) -> Operation:
+    parts = {rank: _moved(part, errors[rank]) if rank in errors else part for rank, part in operation.parts.items()}
+    return replace(operation, parts=parts)
+
+
+def _moved(part: Part, error: int) -> Part:
+    spans, io = (
+        [span._replace(begin=span.begin + error, end=span.end + error) for span in spans]
+        for spans in (part.spans, part.io)
+    )
+    return replace(part, begin=part.begin + error, end=part.end + error, spans=spans, io=io)
+
+
+# ---- phases and what they consist of ----
+
+
 def _took(segment: Segment) -> int:
     return segment.end - segment.begin
 
@@ -287,7 +341,8 @@ def _leaves(part: Part) -> list[tuple[str, int, int]]:
     """The phases, cut where they wait."""
     leaves: list[tuple[str, int, int]] = []
     waits = [span for span in part.spans if span.kind == "wait"]
-    for phase in (span for span in part.spans if span.kind == "phase"):
+    phases = [span for span in part.spans if span.kind == "phase"]
+    for phase in sorted(phases, key=lambda span: (span.begin, span.end)):
         at = phase.begin
         for wait in waits:
             if at <= wait.begin and wait.end <= phase.end:

@@ -5,14 +5,14 @@ Needs matplotlib. The picture is written beside its target and renamed.
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpring._critical import COMMITTING, LATE, PLANNING, Analysis
+from dcpring import _C, _layout
+from dcpring._critical import COMMITTING, LATE, OTHER, PLANNING, Analysis, Segment
 from dcpring._trace import GATHER_PLANS, GATHER_RESULTS, READ, SCATTER_PLANS, WRITE
 from dcpring._trace_read import Part, Span
 from dcpring.cli._output import visible
@@ -86,21 +86,10 @@ def draw(path: Path, analysis: Analysis) -> None:
 
 
 def _write(path: Path, figure: Figure) -> None:
-    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o666 & ~_umask())
-            figure.savefig(file, format=path.suffix[1:].lower())
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower())
+    beside = f".{_layout.unfinished_name(path.name)}"
+    _C.commit(str(path.absolute().parent), beside, path.name, picture.getvalue(), False)
 
 
 # ---- lanes ----
@@ -114,8 +103,9 @@ def _lanes(analysis: Analysis) -> list[_Lane]:
 
 def _lanes_of(part: Part, analysis: Analysis, full: bool) -> list[_Lane]:
     scale = _Scale(analysis)
-    main = [span for span in part.spans if span.kind in ("phase", "wait")]
-    lanes = [_lane(part, "main", ((_of_phase(span), span) for span in main), scale)]
+    row = [_as_span(segment) for segment in analysis.rows[part.rank] if segment.name != LATE]
+    failed = [("failed", span) for span in part.spans if span.kind == "phase" and span.failed]
+    lanes = [_lane(part, "main", [*((_of_phase(span), span) for span in row), *failed], scale)]
     calls = [*part.spans, *(span for span in part.io if span.lane == "main")]
     details = [(_OF_WORK[span.name], span) for span in calls if span.kind in ("step", "io") and span.name in _OF_WORK]
     if details:
@@ -136,9 +126,11 @@ def _lane_order(lane: str) -> list[int]:
     return [int(word) for word in lane.split() if word.isdigit()]
 
 
+def _as_span(segment: Segment) -> Span:
+    return Span("main", segment.name, "wait" if segment.waits else "phase", segment.begin, segment.end)
+
+
 def _of_phase(span: Span) -> str:
-    if span.failed:
-        return "failed"
     return "wait" if span.kind == "wait" else _OF_PHASE.get(span.name, "plan")
 
 
@@ -159,7 +151,7 @@ def _lane(part: Part, name: str, spans: Iterable[tuple[str, Span]], scale: _Scal
 
 def _bars(spans: Iterable[tuple[str, Span]], scale: _Scale) -> dict[str, list[tuple[float, float]]]:
     by_colour: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for kind, span in spans:
+    for kind, span in sorted(spans, key=lambda pair: pair[1].begin):
         begin, end = scale.seconds(span.begin), scale.seconds(span.end)
         bars = by_colour[kind]
         if bars and begin <= bars[-1][0] + bars[-1][1] + scale.pixel:
@@ -195,7 +187,8 @@ def _mark_path(axes: Axes, analysis: Analysis, main: dict[int, float]) -> None:
     scale = _Scale(analysis)
     points = []
     for step in analysis.path:
-        points += [(scale.seconds(step.begin), main[step.rank]), (scale.seconds(step.end), main[step.rank])]
+        height = main[step.rank] - 0.3
+        points += [(scale.seconds(step.begin), height), (scale.seconds(step.end), height)]
     if points:
         across, down = zip(*points, strict=True)
         axes.plot(across, down, color="white", linewidth=4, solid_joinstyle="round")
@@ -204,9 +197,12 @@ def _mark_path(axes: Axes, analysis: Analysis, main: dict[int, float]) -> None:
         if step.took >= 0.12 * (analysis.operation.end - analysis.operation.begin):
             middle = (scale.seconds(step.begin) + scale.seconds(step.end)) / 2
             name = "not begun yet" if step.name == LATE else step.name
+            longest = max(step.parts, key=lambda part: step.parts[part], default=OTHER)
             text = f"{visible(name)} {step.took / 1e6:.2f} s"
+            if longest != OTHER:
+                text += f", of which {longest} {step.parts[longest] / 1e6:.2f} s"
             axes.annotate(
-                text, (middle, main[step.rank]), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
+                text, (middle, main[step.rank]), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8,
                 color=_INK, parse_math=False, bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"},
             )  # fmt: skip
 

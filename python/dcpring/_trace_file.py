@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dcpring import _C
+from dcpring import _C, _layout
 
 logger = logging.getLogger("dcpring")
 
@@ -173,7 +173,7 @@ class TraceFile:
         head = json.dumps({"displayTimeUnit": "ms", "otherData": self._about()})
         text = head[:-1] + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
         os.makedirs(self._path.parent, exist_ok=True)
-        beside = f".{self._path.name}.{os.getpid()}.unfinished"
+        beside = f".{_layout.unfinished_name(self._path.name)}"
         _C.commit(str(self._path.parent), beside, self._path.name, text.encode(), False)
 
     def _about(self) -> dict[str, Any]:

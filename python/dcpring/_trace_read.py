@@ -130,8 +130,8 @@ class Trace:
             return True
         if self.world_size != other.world_size:
             return False
-        if self.rank == other.rank:  # DCP's process in the background writes a trace of its own
-            return self.host == other.host and self.process != other.process and self._is_child(other)
+        if self.rank == other.rank:  # of one process, or of DCP's process in the background and its parent
+            return self.host == other.host and (self.process == other.process or self._is_child(other))
         return self.world_size > 1 and self._begin < other._end and other._begin < self._end
 
     def _is_child(self, other: Trace) -> bool:

@@ -100,6 +100,8 @@ def _print(number: int, one: Analysis, out: Output) -> None:
         out.text(f"failed on rank {rank}: {text}", style="bold red")
     if operation.missing:
         out.text(f"the traces of {spans(operation.missing)} of {operation.world_size} are missing", style="yellow")
+    for rank, micros in one.moved.items():
+        out.text(f"the clock of rank {rank} contradicts the coordinator's: its times are moved by {_seconds(micros)} s")
     out.text(f"critical path: {_sentence(one)}")
     out.text()
     _print_path(one, out)
@@ -211,6 +213,7 @@ def _as_json(number: int, one: Analysis) -> dict[str, Any]:
         "world_size": operation.world_size,
         "missing_ranks": operation.missing,
         "failed": {str(rank): text for rank, text in _failures(operation).items()},
+        "moved_clocks": {str(rank): micros / 1e6 for rank, micros in one.moved.items()},
         "critical_path": [_step_as_json(step, one) for step in one.path],
         "waits": [{"rank": w.rank, "for": w.by, "step": w.name, "seconds": w.took / 1e6} for w in one.waited()],
         "ranks": [_rank_as_json(row) for row in one.times()],

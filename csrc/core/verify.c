@@ -88,12 +88,12 @@ static void choose(struct run *run, const size_t *records, size_t count) {
         if (c->offset > size || c->length > size - c->offset) {
             uint64_t from = c->offset > size ? c->offset : size;
             note(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
-        } else if (c->offset < end) {
-            note(run, records[i], c->offset, c->length, "it shares bytes with another record", 0);
         } else if (c->length == 0) {
             struct dr_window nothing = {.fd = -1, .fixed = true};
             uint64_t crc_ns = 0;
             dr_verify_record(v, records[i], &nothing, &nothing, &crc_ns);
+        } else if (c->offset < end) {
+            note(run, records[i], c->offset, c->length, "it shares bytes with another record", 0);
         } else {
             run->order[run->order_count++] = records[i];
             end = c->offset + c->length;

@@ -362,10 +362,8 @@ void dr_verify_record(struct dr_verify *verify, size_t index, struct dr_window *
         check_tensor(&record);
     else if (c->kind == DR_CHECK_BYTES && (c->payload_offset != c->offset || c->payload_size != c->length))
         note(&record, c->offset, c->length, "its place in the metadata contradicts itself");
-    else if (c->crcs && !verify->quick)
-        check_data(&record, c->payload_offset, c->payload_size, c->crcs, 0);
-    else if (c->kind != DR_CHECK_BYTES || (c->length > 0 && !c->transformed))
+    else if (c->kind == DR_CHECK_OTHER || (!c->crcs && c->length > 0))
         check_archive(&record);
-    else if (!c->crcs && c->length > 0)
-        leave(&record, DR_LEFT_BARE);
+    else if (!verify->quick)
+        check_data(&record, c->payload_offset, c->payload_size, c->crcs, 0);
 }

@@ -698,16 +698,16 @@ def test_a_zip_of_more_than_4_gib(tmp_path: Path) -> None:
 # ---- memory ----
 
 MEASURE = """
-import resource, sys
+import sys
 import dcpring
 if len(sys.argv) > 1:
     dcpring.convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3] if len(sys.argv) > 3 else None)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 
 
 def peak_bytes(*args: object) -> int:
-    """Of a fresh process: pages of mapped files count, too."""
+    """Of a fresh process: pages of mapped files count, too. (ru_maxrss is the parent's, if that is larger.)"""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEASURE, *map(str, args)], capture_output=True, check=True
     )
@@ -728,9 +728,11 @@ def make_model(path: Path, mib: int) -> Path:
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     idle = peak_bytes()
     make_model(tmp_path / "a.pt", 512)
-    assert peak_bytes(tmp_path / "a.pt", tmp_path / "ckpt") - idle < 200 * MIB
+    plain = peak_bytes(tmp_path / "a.pt", tmp_path / "ckpt") - idle
     (tmp_path / "a.pt").unlink()
-    assert peak_bytes(tmp_path / "ckpt", tmp_path / "b.safetensors", "bfloat16") - idle < 260 * MIB
+    cast = peak_bytes(tmp_path / "ckpt", tmp_path / "b.safetensors", "bfloat16") - idle
+    assert 64 * MIB < plain < 200 * MIB
+    assert plain < cast < 260 * MIB
 
 
 @pytest.mark.slow

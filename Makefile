@@ -15,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 DEV_PACKAGES := setuptools wheel numpy pytest rich shtab safetensors matplotlib ruff mypy torchao==0.18.0 torchdata
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
-TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs
+TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 

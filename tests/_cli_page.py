@@ -6,6 +6,8 @@ It is made from the parser's actions: what ``--help`` prints depends on the term
 from __future__ import annotations
 
 import argparse
+import itertools
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,11 +93,20 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in names)}: {help_of(action, parser)}"
 
 
+def _indented_as_code(text: str) -> str:
+    """Lines that ``--help`` leaves as they are, by their indentation, as blocks of code."""
+    parts = []
+    for raw, group in itertools.groupby(text.split("\n"), key=lambda line: line.startswith("  ")):
+        lines = "\n".join(group)
+        parts.append(f"```bash\n{textwrap.dedent(lines)}\n```" if raw else lines)
+    return "\n".join(parts)
+
+
 def _command(parser: Parser) -> Iterator[str]:
     """The sections of a man page."""
     yield f"## {parser.prog}\n\n**Name**: {parser.prog} - {parser.summary}"
     yield f"**Synopsis**: `{_synopsis(parser)}`"
-    yield f"**Description**: {parser.description}"
+    yield f"**Description**: {_indented_as_code(parser.description or '')}"
     options = list(_options(parser))
     if options:
         yield "**Options**:\n\n" + "\n".join(options)

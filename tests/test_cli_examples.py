@@ -38,7 +38,7 @@ EXAMPLES = [
     for parser in PARSERS.values()
     for example in parser.examples
 ]
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_QUOTED = re.compile("'[^']*'")
 _FOR_THE_SHELL = re.compile(r"[|<>&;*?$~`{(\"]")
 
 

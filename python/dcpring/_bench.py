@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from dcpring import _C
 from dcpring._progress import Bar, progress_bar
 from dcpring._scratch import private_directory
@@ -207,6 +205,8 @@ class _Bench:
     """Saves and loads one file again and again; it lies in ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
+        import torch
+
         self._scratch = scratch
         self._source = torch.frombuffer(bytearray(os.urandom(PART_BYTES)), dtype=torch.uint8)
         self._target = torch.zeros(PART_BYTES, dtype=torch.uint8)

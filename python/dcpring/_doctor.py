@@ -445,13 +445,13 @@ def _software() -> Iterator[Check]:
 
 def _torch() -> Check:
     """Its version, and whether the extension has found all that it calls in it."""
-    import torch
-
     cure = f"pip install 'torch>={_TORCH_FROM[0]}.{_TORCH_FROM[1]},<{_TORCH_BELOW[0]}'"
     try:
+        import torch
+
         importlib.import_module("dcpring._torch")
     except (ImportError, OSError, ValueError) as error:
-        return Check("software", "torch", "failed", f"{torch.__version__}: {error}", "dcpring cannot see tensors", cure)
+        return Check("software", "torch", "failed", str(error), "dcpring cannot see tensors", cure)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if _TORCH_FROM <= version < _TORCH_BELOW:
         return Check("software", "torch", "ok", f"{torch.__version__}, its C shim is bound")

@@ -134,6 +134,10 @@ class Output:
             self._out.print(Text("|", style=style), end="")
         return capture.get().split("|")
 
+    def raw(self, text: str) -> None:
+        """The program's own text for another program, as it is."""
+        self._out.file.write(text)
+
     def json(self, value: Any) -> None:
         """One JSON document; long lists have a line for each element.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +39,17 @@ class Example(NamedTuple):
     status: int = 0
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps paragraphs to the terminal, and leaves lines that are indented as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for raw, group in itertools.groupby(text.split("\n"), key=lambda line: not line or line[0] == " "):
+            part = list(group)
+            lines += part if raw else textwrap.wrap(" ".join(part), width)
+        return "\n".join(indent + line for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """Keeps what its help ends with, for the documentation.
 
@@ -55,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         lines = ["examples:", *(f"  {e.command}\n      {e.meaning}" for e in examples), ""] if examples else []
         lines += ["exit status:", *(f"  {status:<4} {meaning}" for status, meaning in self.statuses.items())]
         kwargs["epilog"] = "\n".join(lines)
-        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        kwargs["formatter_class"] = _Help
         super().__init__(**kwargs)
 
 

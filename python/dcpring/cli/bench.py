@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         "bench",
         run,
         "what a storage can do, and the options to use on it",
-        DESCRIPTION.replace("\n", " "),
+        DESCRIPTION,
         [
             ("dcpring bench . --quick", "in ten seconds, the options for the storage that . is on"),
             ("dcpring bench . --quick --size 16M --engines threads --output bench.png", "threads only, and a picture"),

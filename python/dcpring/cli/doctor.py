@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         "doctor",
         run,
         "what works here, and the cure for what does not",
-        DESCRIPTION.replace("\n", " "),
+        DESCRIPTION,
         [
             ("dcpring doctor ckpt", "whether checkpoints can be saved to ckpt, and how well"),
             ("dcpring doctor --json | grep '\"works\": true'", "the same for the current directory, for a script"),

@@ -515,15 +515,36 @@ def test_a_function_is_told_of_a_failure(tmp_path: Path) -> None:
     assert "dcpring-progress" not in {thread.name for thread in threading.enumerate()}
 
 
+def with_last(seen: list[Progress]) -> list[Progress]:
+    """The reports, once the last is there: the other ranks may end after this one."""
+    until = time.monotonic() + 10
+    while seen and not seen[-1].finished and time.monotonic() < until:
+        time.sleep(0.01)
+    return seen
+
+
 def _tell_on_ranks(path: Path) -> list[Progress]:
     seen: list[Progress] = []
     dist.barrier()
     writer = RingWriter(path, progress=seen.append)
     dcp.save(state_of(rank_now()), storage_writer=writer, planner=SlowSave())
-    until = time.monotonic() + 10
-    while seen and not seen[-1].finished and time.monotonic() < until:
-        time.sleep(0.01)
-    return seen
+    return with_last(seen)
+
+
+def _tell_of_a_cut_tensor(path: Path) -> list[Progress]:
+    seen: list[Progress] = []
+    state = {"t": torch.ones(64, 1 << 16)}
+    planner = RingSavePlanner(writers="split", split_bytes=1 << 20)
+    writer = RingWriter(path, progress=seen.append)
+    dcp.save(state, storage_writer=writer, planner=planner)
+    assert writer.stats is not None
+    assert writer.stats.tensor_bytes == 8 << 20
+    return with_last(seen)
+
+
+def test_a_tensor_that_ranks_share_is_counted_once(tmp_path: Path) -> None:
+    first, _ = _distributed.run(2, _tell_of_a_cut_tensor, tmp_path)
+    assert first[-1].total_bytes == 16 << 20
 
 
 def test_the_coordinator_is_told_of_all_ranks(tmp_path: Path) -> None:

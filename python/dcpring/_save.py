@@ -111,11 +111,10 @@ class TableSource:
         names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
         self._names = [names[row] for row in rows]
         self._bytes = [sizes[row] for row in rows]
-        for position, kept in enumerate(items.kept):
-            if not isinstance(kept, int):
-                row, _, length = kept
-                self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
         self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
+        for position in self._cut:
+            row, _, length = items.kept[position]  # type: ignore[misc]
+            self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
         self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
         self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
 

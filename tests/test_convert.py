@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -745,3 +747,60 @@ def test_4_gib_in_512_mib_of_memory(tmp_path: Path, origin: str, goal: str) -> N
         source.unlink()
         source = tmp_path / f"b{SUFFIX[origin]}"
     assert peak_bytes(source, tmp_path / f"c{SUFFIX[goal]}") < 512 * MIB
+
+
+# ---- anything at all ----
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        at = chance.randrange(len(changed))
+        kind = chance.randrange(4)
+        if kind == 0:
+            del changed[at : at + chance.choice([1, 2, 8])]
+        elif kind == 1:
+            changed[at:at] = chance.randbytes(chance.choice([1, 4]))
+        else:
+            changed[at] = chance.choice([0, 1, 127, 255, changed[at] ^ 1 << chance.randrange(8)])
+    return bytes(changed)
+
+
+def _mutate_pickle(source: Path, chance: random.Random) -> None:
+    with zipfile.ZipFile(source) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(source, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, mutated(data, chance) if name.endswith("data.pkl") else data)
+
+
+def _mutate_head(source: Path, chance: random.Random) -> None:
+    data = source.read_bytes()
+    source.write_bytes(mutated(data[:300], chance) + data[300:])
+
+
+def _mutate_metadata(source: Path, chance: random.Random) -> None:
+    (source / ".metadata").write_bytes(mutated((source / ".metadata").read_bytes(), chance))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    ("origin", "mutate"),
+    [("torch", _mutate_pickle), ("torch", _mutate_head), ("dcp", _mutate_metadata), ("safetensors", _mutate_head)],
+)
+def test_garbled_sources_are_refused_or_converted(tmp_path: Path, origin: str, mutate: Any) -> None:
+    tensors = {"a": torch.randn(20, 3), "b": torch.ones(7, dtype=torch.int8), "t": torch.randn(4, 5).t()}
+    good = write(origin, tensors, tmp_path / f"good{SUFFIX[origin]}")
+    source, chance, refused = tmp_path / f"bad{SUFFIX[origin]}", random.Random(7), 0
+    for number in range(100):
+        copy = shutil.copytree if good.is_dir() else shutil.copy
+        copy(good, source)
+        mutate(source, chance)
+        target = tmp_path / f"target{list(SUFFIX.values())[number % 3]}"
+        try:
+            convert(source, target, overwrite=True)
+        except (CheckpointError, OSError, MemoryError):
+            refused += 1
+        shutil.rmtree(source) if source.is_dir() else source.unlink()
+        assert not [path.name for path in tmp_path.iterdir() if ".tmp" in path.name]
+    assert refused > 30

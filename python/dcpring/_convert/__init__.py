@@ -121,8 +121,7 @@ def convert(
     opened = open_source(Path(source), rank=rank, trusted=trusted)
     chosen = _chosen(opened.items, [only] if isinstance(only, str) else list(only))
     items = _cast(_renamed(chosen, key_map), None if dtype is None else float_dtype(dtype))
-    if sum(item.nbytes for item in items) >= _MOST_BYTES:
-        raise CorruptCheckpointError("the source claims to hold more than any disk does", os.fspath(source))
+    _check_sizes(items, os.fspath(source))
     made = _target(goal, where, items, opened, files, shard_bytes)
     with progress_bar("converting", made.nbytes, enabled=progress) as bar:
         made.write(opened, overwrite, bar.watch)
@@ -193,6 +192,14 @@ def _target(
         return TorchTarget(path, items)
     shards = shard_bytes or DEFAULT_SHARD_BYTES if _is_directory(path, goal) else None
     return SafetensorsTarget(path, items, source.notes, shards)
+
+
+def _check_sizes(items: Sequence[Item], source: str) -> None:
+    """What a source says of shapes is not believed before it has been looked at."""
+    strange = [item.source for item in items if min(item.shape or (0,)) < 0]
+    if strange or sum(item.nbytes for item in items) >= _MOST_BYTES:
+        what = f"{strange[0]!r} has a negative size" if strange else "it claims to hold more than any disk does"
+        raise CorruptCheckpointError(what, source)
 
 
 def _chosen(items: list[Item], patterns: list[str]) -> list[Item]:

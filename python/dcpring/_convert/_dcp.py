@@ -19,7 +19,7 @@ from dcpring._lazy import Chunks
 from dcpring._metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
 from dcpring._plan import Chunk, path_code, table_of_chunks
 from dcpring._save import Placed
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError
 
 _LEAST_CUT_BYTES = 4 << 20
 """Smaller tensors are not cut to make files even."""
@@ -85,7 +85,10 @@ def _not_in_parts(contents: Contents) -> set[str]:
     numbers = {name: number for number, name in enumerate(contents.files)}
     unknown.sort(key=lambda pair: (pair[1].file, pair[1].offset))
     wanted = [(numbers[place.file], place.offset, place.length) for _, place in unknown]
-    located = _C.locate(str(contents.directory), list(numbers), wanted)
+    try:
+        located = _C.locate(str(contents.directory), list(numbers), wanted)
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(contents.path)) from error
     return found | {key for (key, _), where in zip(unknown, located, strict=True) if where is None}
 
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import (
+    Checkpointer,
     CheckpointError,
     CorruptCheckpointError,
     RingLoadPlanner,
@@ -299,6 +300,24 @@ def test_an_even_checkpoint_is_what_both_readers_read(tmp_path: Path) -> None:
     contents = open_contents(tmp_path / "ckpt")
     assert contents.writer == "dcpring" and len(contents["big"].records) > 1
     assert all(record.place.crcs for entry in contents.values() for record in entry.records)
+
+
+def test_a_checkpointer_resumes_from_what_was_converted(tmp_path: Path) -> None:
+    def training(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, resumed = training(1), training(2)
+    Checkpointer(tmp_path / "a", saved).save(5)
+    convert(tmp_path / "a" / "step-5", tmp_path / "b.pt")
+    convert(tmp_path / "b.pt", tmp_path / "c" / "step-5", files=2)
+    Checkpointer(tmp_path / "c", resumed).load()
+    assert same(dict(resumed["model"].state_dict()), dict(saved["model"].state_dict()))
+    assert same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
 
 
 # ---- names, choices, casts ----

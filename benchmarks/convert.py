@@ -129,15 +129,21 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         numbers = f"{row['gib_per_second']:6.2f} {row['cpu_seconds_per_gib']:10.2f} {row['peak_mib']:9.0f}"
         print(f"{row['from']:<12} {row['to']:<12} {row['who']:<8} {numbers}")
+    worst = max(row["peak_mib"] for row in rows if row["who"] == "dcpring")
+    print(f"most memory of dcpring: {worst:.0f} MiB; it must stay below {MEMORY_LIMIT_BYTES // MIB}")
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="default: 3; with --quick: 1")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go (default: here)")
     parser.add_argument("--json", type=Path, help=f"default: {RESULTS.name}/convert.json; with --quick: none")
     parser.add_argument("--quick", action="store_true", help="a smoke test, not a measurement")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     size_bytes = 128 * MIB if arguments.quick else 4 * GIB
     target = arguments.json or (None if arguments.quick else RESULTS / "convert.json")
@@ -161,8 +167,6 @@ def main() -> None:
         f"cold by {cache_drop_method()}"
     )
     print_rows(rows)
-    worst = max(row["peak_mib"] for row in rows if row["who"] == "dcpring")
-    print(f"most memory of dcpring: {worst:.0f} MiB; it must stay below {MEMORY_LIMIT_BYTES // MIB}")
     if target:
         content = {
             "machine": machine,

@@ -85,7 +85,7 @@ def convert(
     """Converts a checkpoint: DCP, a file of ``torch.save``, or safetensors, to any of these.
 
     The target is written beside where it goes and renamed when it is complete and durable: on a failure, or Ctrl-C,
-    what was there is as it was. Memory is about 150 MiB (windows and I/O buffers), and the largest object, or tensor
+    what was there is as it was. Memory is about 150 MiB (220 with casts), and the largest object, or tensor
     of a ``torch.save`` file that is not contiguous there.
 
     Values keep every bit unless they are cast. DCP knows a nested state dict by names like "model.layer.weight": a

@@ -6,6 +6,7 @@ Whatever goes wrong before that, Ctrl-C too, what was there stays as it was, and
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from dcpring import _C, _layout
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
+
+logger = logging.getLogger("dcpring")
 
 _PARTS_OF_CHECKPOINTS = re.compile(
     r"(__\d+)?\.metadata|__\d+_\d+(\.[0-9a-f]{16})?\.distcp|(__\d+)?\.dcpring\.json"
@@ -58,7 +61,7 @@ def file_beside(target: Path, overwrite: bool) -> Iterator[tuple[str, str]]:
         check_target(target, False, overwrite)
         _C.replace(directory, name, target.name, True)
     finally:
-        _C.remove_files(directory, [name])
+        _remove(target.parent / name)
 
 
 @contextlib.contextmanager
@@ -67,14 +70,22 @@ def directory_beside(target: Path, overwrite: bool) -> Iterator[str]:
     check_target(target, True, overwrite)
     parent, name = str(target.parent), _unfinished(target)
     unfinished = target.parent / name
-    _C.make_directory(str(unfinished), True)
     try:
+        _C.make_directory(str(unfinished), True)
         yield str(unfinished)
         _C.sync_directory(str(unfinished))
         check_target(target, True, overwrite)
         _C.replace(parent, name, target.name, True)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
+
+
+def _remove(unfinished: Path) -> None:
+    """What was not finished, or what the target has replaced."""
+    try:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is not needed any more, and could not be removed: %s", unfinished, error)
 
 
 def _unfinished(target: Path) -> str:

@@ -16,7 +16,7 @@ DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.
 
 DST's name says what is made, unless --to does: NAME.safetensors is one such file; .pt, .pth, .bin, .ckpt and .tar are
 files of torch.save; any other name is the directory of a DCP checkpoint. SRC is recognised by what is in it. Data
-flow through a few buffers: about 400 MiB of memory are enough for any size.
+flow through a few buffers: half a GiB of memory is enough for any size.
 
 DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
 is what was in SRC, bit by bit, unless --dtype casts it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from fault._support import MIB, fault, mounted, mounted_on, run_python
 import dcpring
 from dcpring import _bench, _bench_plot
 from dcpring._bench import Direction, Report, Result, Transfer, ways
+from dcpring.cli import bench
+from dcpring.cli._output import Output
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
 
@@ -147,6 +150,15 @@ def test_numbers() -> None:
     assert result.latency("save", 0.5) == 0.2 and result.latency("save", 0.99) == 0.3
     assert result.latency("load", 0.5) == 0.0
     assert result.cpu_seconds_per_gib("save") == pytest.approx(0.1 * 1024)
+
+
+def test_long_tables_show_the_best_and_the_defaults() -> None:
+    rates = {IOOptions(engine="uring", direct=True, queue_depth=depth): (float(depth),) * 3 for depth in range(8, 40)}
+    text = io.StringIO()
+    bench._show(report(rates), Output(text, text))
+    saves = text.getvalue().partition("load, cold")[0]
+    assert saves.count("uring ") == 13 and "and 19 slower ways" in saves
+    assert saves.index(" 39 ") < saves.index(" 38 ") < saves.index(" 8 ")
 
 
 # ---- places ----
@@ -287,6 +299,6 @@ def test_in_a_pipe(tmp_path: Path) -> None:
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:
-    result = _cli.run_in_terminal("bench", tmp_path, *QUICK, "--engines", "threads")
+    result = _cli.run_in_terminal("bench", tmp_path, "--quick", "--size", "64M", "--engines", "threads")
     assert result.status == 0 and "╭" in result.out and "measuring" in result.plain
     assert not list(tmp_path.iterdir())

@@ -156,6 +156,26 @@ def test_why_there_is_no_io_uring(tmp_path: Path, error: int, files: dict[str, s
     assert found in check.found and cure in check.cure
 
 
+IN_A_CONTAINER = """
+import ctypes, struct, sys
+from dcpring.cli import main
+
+# What Docker's default profile does: io_uring_setup (425) ends with EPERM, all else is allowed.
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+program = ctypes.create_string_buffer(struct.pack("HP", len(lines), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()
+sys.exit(main(["doctor", sys.argv[1]]))
+"""
+
+
+def test_a_seccomp_filter_refuses_io_uring(tmp_path: Path) -> None:
+    out = run_python(IN_A_CONTAINER, str(tmp_path))
+    assert "missing  io_uring" in out and "a seccomp filter" in out and "--security-opt seccomp" in out
+    assert "save, uring" not in out and "  ok       save, threads" in out
+
+
 SMALL_LIMIT = """
 import resource, sys
 from pathlib import Path

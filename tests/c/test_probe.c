@@ -112,9 +112,20 @@ static int cancel(void *context) {
     return 1;
 }
 
+static atomic_int synced; /* the descriptor of the sync that is left alone */
+static atomic_bool closed;
+
 static int slow_sync(int fd) {
+    atomic_store(&synced, fd);
     nanosleep(&(struct timespec){0, 200000000}, NULL);
     return dr_sys_real.fdatasync(fd);
+}
+
+static int noted_close(int fd) {
+    int rc = dr_sys_real.close(fd);
+    if (fd == atomic_load(&synced))
+        atomic_store(&closed, true);
+    return rc;
 }
 
 static void cancelled(void) {
@@ -123,10 +134,13 @@ static void cancelled(void) {
     dr_error_clear(&error);
     const struct dr_control control = {cancel, NULL};
     dr_sys.fdatasync = slow_sync;
+    dr_sys.close = noted_close;
+    atomic_store(&synced, -1);
     CHECK_FAILS(dr_probe_directory(check_dir, &out, &control, &error), &error, ECANCELED);
     CHECK_EQ(error.kind, DR_ERROR_CANCELLED);
     CHECK_EQ(count_files(check_dir), 0);
-    nanosleep(&(struct timespec){0, 500000000}, NULL); /* the sync ends by itself */
+    while (!atomic_load(&closed)) /* the sync ends by itself */
+        nanosleep(&(struct timespec){0, 10000000}, NULL);
     dr_sys = dr_sys_real;
 }
 

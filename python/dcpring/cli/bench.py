@@ -15,6 +15,9 @@ from dcpring.report import format_bytes
 
 _ENGINES = ("uring", "threads")
 
+_MOST_SHOWN = 12
+"""Rows of a table, but for that of the defaults."""
+
 DESCRIPTION = """Saves and loads a file in DIR with each engine, direct and through the page cache, with several sizes
 of blocks and depths of the queue: saves until they are durable, loads after the page cache has let go of the file, both
 with CRC-32, in one process. Rounds go through all of them; medians are shown, and the options of RingWriter and
@@ -31,7 +34,7 @@ def add(commands: Commands) -> None:
         [
             ("dcpring bench . --quick", "in ten seconds, the options for the storage that . is on"),
             ("dcpring bench . --quick --size 16M --engines threads --output bench.png", "threads only, and a picture"),
-            ("dcpring bench . --quick --size 16M --json > bench.json", "all numbers, for a script"),
+            ("dcpring bench . --quick --size 16M --json", "all numbers, for a script"),
         ],
         differs="",
     )
@@ -100,7 +103,10 @@ def _show(report: Report, out: Output) -> None:
     for direction in directions:
         results = sorted(report.results, key=lambda result: -result.rate(direction))
         what = "save, synced" if direction == "save" else "load, cold" if report.cold else "load, from the page cache"
-        out.table(header, [_row(result, direction) for result in results], right=range(2, len(header)), title=what)
+        shown = [result for n, result in enumerate(results) if n < _MOST_SHOWN or result.options == report.usual]
+        out.table(header, [_row(result, direction) for result in shown], right=range(2, len(header)), title=what)
+        if len(shown) < len(results):
+            out.text(f"and {len(results) - len(shown)} slower ways; --json has all of them")
         out.text()
     out.text(f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}; medians")
     if not report.cold:

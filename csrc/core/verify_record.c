@@ -231,11 +231,11 @@ static void check_entry_data(const struct archive *a, const struct dr_entry *e, 
         check_data(r, a->entries.offset + start, e->size, NULL, e->crc);
 }
 
-/* Checks an entry that begins at `from` or later; gives where it ends, or 0 when it is so damaged that nobody knows. */
+/* Checks an entry, which must begin at `from`; gives where it ends, 0 when that is not known. */
 static uint64_t check_entry(const struct archive *a, const struct dr_entry *e, uint64_t from) {
     uint64_t size = DR_ZIP_LOCAL_SIZE + e->name_size;
-    const uint8_t *d = e->header >= from ? dr_archive_look(&a->entries, e->header, size, 4096) : NULL;
-    if (!d || !is_same_local(d, e)) {
+    const uint8_t *d = dr_archive_look(&a->entries, e->header, size, 4096);
+    if (!d || !is_same_local(d, e) || e->header != from) {
         note_zip(a, e->header, e->header + size, damaged_header);
         return 0;
     }
@@ -292,10 +292,11 @@ static void check_entries(const struct archive *a, struct dr_directory *dir) {
             note_zip(a, at, dir->offset + dir->size, damaged_directory);
             return;
         }
-        uint64_t end = check_entry(a, &entry, from);
-        from = end > from ? end : from;
+        from = check_entry(a, &entry, from);
+        if (from == 0)
+            return;
     }
-    if (dir->next != dir->offset + dir->size || from > dir->offset)
+    if (dir->next != dir->offset + dir->size || from != dir->offset)
         note_zip(a, dir->offset, length, damaged_directory);
 }
 

@@ -280,7 +280,8 @@ def _classes_unchanged(path: Path) -> Iterator[None]:
             raise UntrustedCheckpointError(f"{path} tried to change {changed[0]!r}, which all checkpoints share")
 
 
-def _unpickle(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
+def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
+    """Whatever was pickled, if it is made of what a checkpoint's metadata may hold."""
     with _classes_unchanged(path):
         return _RestrictedUnpickler(data, path, safe_globals).load()
 
@@ -301,7 +302,7 @@ def unpickle_metadata(
     """
     try:
         metadata = _unpickle_as_old(
-            lambda: pickle.loads(pickled) if trusted else _unpickle(pickled, path, safe_globals)
+            lambda: pickle.loads(pickled) if trusted else unpickle_safely(pickled, path, safe_globals)
         )
     except UntrustedCheckpointError:
         raise

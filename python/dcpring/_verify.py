@@ -20,8 +20,15 @@ from typing import Any
 
 from dcpring import _C
 from dcpring._contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
-from dcpring._lazy import has_known_tables
-from dcpring._metadata import METADATA_NAME, split_metadata, unpickle_metadata
+from dcpring._lazy import StoredChunks, has_known_tables
+from dcpring._metadata import (
+    METADATA_NAME,
+    Parts,
+    collection_paused,
+    split_metadata,
+    unpickle_metadata,
+    unpickle_safely,
+)
 from dcpring._progress import progress_bar
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOOptions
@@ -144,8 +151,9 @@ def verify(
     report = VerifyReport(str(directory), quick)
     parts = _open(directory, trusted, report)
     records = _Records(directory, report)
-    for part in parts:
-        records.add(part)
+    with collection_paused():
+        for part in parts:
+            records.add(part)
     with progress_bar("verify", report.bytes, enabled=progress and not quick) as bar:
         records.check((options or IOOptions()).for_core(sync=False, watch=bar.watch))
     for part in parts:
@@ -209,6 +217,8 @@ class _Records:
     def _add(self, entry: Entry, record: Record) -> None:
         place = record.place
         wrong = _wrong_place(record)
+        if place.file not in self._files and not _is_name(place.file):
+            wrong = "its file has a name in the metadata that none can have"
         if wrong:
             self._report.problems.append(Problem(entry.key, place.file, -1, 0, wrong))
             return
@@ -266,18 +276,15 @@ class _Records:
 def _wrong_place(record: Record) -> str:
     """What the core could not even be asked; "" where all is well."""
     place = record.place
-    blocks = 0
-    if place.payload_bytes > 0:
-        last = (place.payload_offset + place.payload_bytes - 1) // _C.CRC_BLOCK_BYTES
-        blocks = last - place.payload_offset // _C.CRC_BLOCK_BYTES + 1
-    if place.offset + place.length >= _END or place.payload_offset + place.payload_bytes >= _END:
+    end = place.payload_offset + place.payload_bytes
+    if place.offset + place.length >= _END or end >= _END:
         return "its place in the metadata is beyond the end of any file"
-    if place.crcs is not None and len(place.crcs) != 4 * blocks:
-        return "the metadata has the wrong number of checksums for it"
-    if any(not 0 <= length < _END for length in record.lengths):
+    if place.crcs is not None:
+        first, last = place.payload_offset // _C.CRC_BLOCK_BYTES, (end - 1) // _C.CRC_BLOCK_BYTES
+        if len(place.crcs) != (4 * (last - first + 1) if place.payload_bytes else 0):
+            return "the metadata has the wrong number of checksums for it"
+    if record.lengths and not 0 <= min(record.lengths) <= max(record.lengths) < _END:
         return "its shape in the metadata is impossible"
-    if not _is_name(place.file):
-        return "its file has a name in the metadata that none can have"
     return ""
 
 
@@ -424,6 +431,8 @@ def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | 
     if not has_known_tables(parts):
         yield None, "it has tables of a version that this dcpring does not know; only its pickle was checked"
         return
+    if _is_made_of_tables(parts, contents.path):
+        return
     try:
         pickled = checked_entries(unpickle_metadata(parts.pickled, contents.path, trusted=trusted), contents.path)
     except CheckpointError as error:
@@ -432,6 +441,22 @@ def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | 
     for key in dict.fromkeys([*contents, *pickled]):
         if contents.entries.get(key) != pickled.get(key):
             yield key, "the metadata's pickle and its tables say different things of it"
+
+
+_LAST_FIELDS = b"\x8c\x0cstorage_meta"
+"""Where in a pickle that dcpring made the fields begin that the tables do not have."""
+
+
+def _is_made_of_tables(parts: Parts, path: Path) -> bool:
+    """Whether the pickle is, byte for byte, what the core makes of the tables: then it need not be read."""
+    pickled = bytes(parts.pickled)
+    fields = pickled[pickled.rfind(_LAST_FIELDS) :].removesuffix(b"ub.")
+    try:
+        last = unpickle_safely(memoryview(b"\x80\x04}(" + fields + b"u."), path, ())
+        made = StoredChunks(parts, path, False, ()).pickled(last["storage_meta"], last["version"])
+    except Exception:  # it was made in another way, or is damaged: reading it tells
+        return False
+    return made == pickled
 
 
 def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str]) -> Iterator[Problem]:

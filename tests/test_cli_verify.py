@@ -114,25 +114,38 @@ def test_a_strangers_names(tmp_path: Path) -> None:
     assert r"evil\x1b]0;x\x07" in result.out and "\x1b" not in result.out
 
 
-@pytest.mark.parametrize("damaged", ("stock",), indirect=True)  # two processes: seconds
-def test_in_a_pipe_and_in_a_terminal(damaged: Path, whole: Path) -> None:
-    piped = _cli.run_piped("verify", whole / "ring", damaged)
-    assert piped.status == 1 and not piped.err and "\x1b" not in piped.out
-    terminal = _cli.run_in_terminal("verify", whole / "ring", damaged)
-    assert terminal.status == 1 and "\x1b[" in terminal.out
-    assert "╭" in terminal.plain and "model.bias" in terminal.plain
-    bars = [line for line in terminal.plain.replace("\r", "\n").splitlines() if line.lstrip().startswith("verify")]
-    assert bars and "MiB" in bars[-1]
-
-
-def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """1 GiB: something to wait for."""
+    path = tmp_path_factory.mktemp("big")
     state = {f"weight.{n}": torch.full((64 * MIB // 4,), float(n)) for n in range(16)}
-    dcp.save(state, no_dist=True, storage_writer=RingWriter(tmp_path, sync_files=False))
-    before = _cli.files_in(tmp_path)
-    drop_cache(tmp_path)
-    result = _cli.interrupted("verify", *[tmp_path] * 30, when=lambda: _has_been_read(tmp_path))
+    dcp.save(state, no_dist=True, storage_writer=RingWriter(path, sync_files=False))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("damaged", ("stock",), indirect=True)  # a process takes seconds to start
+def test_in_a_pipe(damaged: Path, whole: Path) -> None:
+    result = _cli.run_piped("verify", whole / "ring", damaged)
+    assert result.status == 1 and not result.err and "\x1b" not in result.out
+
+
+@pytest.mark.parametrize("damaged", ("ring",), indirect=True)
+def test_in_a_terminal(damaged: Path, big: Path) -> None:
+    drop_cache(big)
+    result = _cli.run_in_terminal("verify", big, damaged)
+    assert result.status == 1 and "\x1b[" in result.out
+    assert "╭" in result.plain and "model.bias" in result.plain
+    bars = [line for line in result.plain.replace("\r", "\n").splitlines() if line.lstrip().startswith("verify")]
+    assert any("1.0 GiB" in line for line in bars)
+
+
+def test_ctrl_c_ends_it(big: Path) -> None:
+    before = _cli.files_in(big)
+    drop_cache(big)
+    result = _cli.interrupted("verify", *[big] * 30, when=lambda: _has_been_read(big))
     assert result.status == 130 and "interrupted" in result.err and "Traceback" not in result.err
-    assert _cli.files_in(tmp_path) == before
+    assert _cli.files_in(big) == before
 
 
 def _has_been_read(path: Path) -> bool:

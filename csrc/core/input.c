@@ -29,7 +29,7 @@ int dr_input_init(struct dr_input *input, const char *dir, const char *const *na
     return 0;
 }
 
-static bool leaves_directory(const char *name) {
+bool dr_input_is_outside(const char *name) {
     if (name[0] == '/' || name[0] == '\0')
         return true;
     for (const char *part = name;; part++) {
@@ -45,7 +45,7 @@ static bool leaves_directory(const char *name) {
 int dr_input_look(struct dr_input *input, size_t index, struct dr_error *error) {
     struct dr_input_file *file = &input->files[index];
     struct stat st;
-    if (leaves_directory(file->name))
+    if (dr_input_is_outside(file->name))
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
                                 "the metadata names a file outside of the checkpoint directory");
     /* O_NONBLOCK: a FIFO in the file's place is refused below, not waited for. */

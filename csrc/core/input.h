@@ -31,6 +31,8 @@ struct dr_input {
 /* Opens the directory. The names are the caller's, and outlive the input. dr_input_destroy is due whatever is returned. */
 int dr_input_init(struct dr_input *input, const char *dir, const char *const *names, size_t count,
                   struct dr_error *error);
+/* Whether a name leads out of the directory. */
+bool dr_input_is_outside(const char *name);
 /* Checks a file's name, that it is there, and notes its size. */
 int dr_input_look(struct dr_input *input, size_t file, struct dr_error *error);
 /* A descriptor of the file, through the page cache. */

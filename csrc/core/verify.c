@@ -59,23 +59,26 @@ static int by_place(const void *a, const void *b, void *context) {
     return x->length != y->length ? (x->length > y->length ? -1 : 1) : (x > y) - (x < y);
 }
 
+static const char *file_problem(const struct dr_input_file *file, const struct dr_error *error) {
+    if (dr_input_is_outside(file->name))
+        return "its file is outside of the checkpoint directory";
+    if (error->kind == DR_ERROR_CORRUPT)
+        return "its file is not a regular file";
+    return error->err == ENOENT ? "its file is missing" : "its file cannot be opened";
+}
+
 /* Whether the file is there; else every record of it has that problem. */
 static bool look_at_file(struct run *run, const size_t *records, size_t count) {
     struct dr_verify *v = &run->verify;
+    size_t file = v->checks[records[0]].file;
     struct dr_error error;
     dr_error_clear(&error);
-    if (dr_input_look(&v->input, v->checks[records[0]].file, &error) == 0)
+    if (dr_input_look(&v->input, file, &error) == 0)
         return true;
-    const char *what = "its file cannot be opened";
-    if (error.kind == DR_ERROR_CORRUPT)
-        what = error.path[0] && strstr(error.detail, "outside") ? "its file is outside of the checkpoint directory"
-                                                                 : "its file is not a regular file";
-    else if (error.err == ENOENT)
-        what = "its file is missing";
-    for (size_t i = 0; i < count; i++) {
-        const struct dr_check *c = &v->checks[records[i]];
-        note(run, records[i], c->offset, c->length, what, error.err == ENOENT || error.err == EBADMSG ? 0 : error.err);
-    }
+    const char *what = file_problem(&v->input.files[file], &error);
+    int err = error.kind == DR_ERROR_SYSTEM && error.err != ENOENT ? error.err : 0;
+    for (size_t i = 0; i < count; i++)
+        note(run, records[i], v->checks[records[i]].offset, v->checks[records[i]].length, what, err);
     return false;
 }
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for checkpoint in args.checkpoints:
         try:
             report = verify(checkpoint, quick=args.quick, trusted=args.trusted, progress=not args.json)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the others may still be looked at
             out.error(str(error))
             status = 2
             continue
@@ -91,7 +91,7 @@ def _cure(report: VerifyReport) -> str:
     if not report.keys:
         return "Load an earlier checkpoint."
     if not report.bad_keys:
-        return "Its tensors and objects are whole. To be sure of the next save, save it again to another directory."
+        return "Its tensors and objects are whole, but do not rely on it: load it and save it anew."
     if report.quick:
         return "Load an earlier checkpoint. Without --quick, damaged data would be found too."
     return "Load an earlier checkpoint; or, from this one, everything but these keys: all others are whole."

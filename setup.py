@@ -80,7 +80,7 @@ setup(
             depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
             define_macros=[("_GNU_SOURCE", None)],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
-            extra_link_args=["-pthread", "-Wl,--exclude-libs,ALL", *extra],
+            extra_link_args=["-pthread", "-lm", "-Wl,--exclude-libs,ALL", *extra],
             py_limited_api=True,
         )
     ],

@@ -10,7 +10,7 @@
 static PyMethodDef *const all_methods[] = {
     torch_methods, reader_methods, directory_methods, fault_methods,
     table_methods, merge_methods,  places_methods,    match_methods,
-    key_methods,   probe_methods,  verify_methods,
+    key_methods,   probe_methods,  verify_methods,    compare_methods,
 };
 
 enum { TYPES = 9 };

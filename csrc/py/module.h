@@ -74,5 +74,6 @@ extern PyMethodDef merge_methods[];
 extern PyMethodDef places_methods[];
 extern PyMethodDef match_methods[];
 extern PyMethodDef verify_methods[];
+extern PyMethodDef compare_methods[];
 
 #endif

@@ -47,7 +47,7 @@ static PyObject *kinds(PyObject *object, PyObject *unused) {
     return bytes;
 }
 
-static bool is_contiguous(const struct tensor_view *view) {
+bool view_is_contiguous(const struct tensor_view *view) {
     int64_t stride = 1;
     for (int64_t d = view->ndim; d-- > 0; stride *= view->sizes[d])
         if (view->sizes[d] != 1 && view->strides[d] != stride)
@@ -63,7 +63,7 @@ static PyObject *crcs(PyObject *object, PyObject *unused) {
         const struct tensor_view *view = &tensors->views[i];
         struct dr_shape shape = {view->dtype, (int)view->ndim, view->sizes};
         uint64_t bytes = 0;
-        bool plain = view->kind == TENSOR_PLAIN && is_contiguous(view) && dr_shape_bytes(&shape, &bytes);
+        bool plain = view->kind == TENSOR_PLAIN && view_is_contiguous(view) && dr_shape_bytes(&shape, &bytes);
         PyObject *crc = plain ? PyLong_FromUnsignedLong(dr_crc32(0, view->data, bytes)) : Py_NewRef(Py_None);
         if (!crc || PyList_SetItem(list, i, crc) < 0)
             Py_CLEAR(list);

@@ -16,6 +16,9 @@ struct tensors {
 int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *list);
 void tensors_free(struct tensors *tensors);
 
+/* Whether its elements lie one behind the other. */
+bool view_is_contiguous(const struct tensor_view *view);
+
 /* dcpring._C.Tensors */
 struct held_tensors {
     PyObject_HEAD

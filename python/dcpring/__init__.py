@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpring._compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
     from dcpring._convert import ConvertReport, convert
     from dcpring._progress import Progress
     from dcpring._verify import Problem, VerifyReport, verify
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RNG",
+    "CheckpointDiff",
     "CheckpointError",
     "Checkpointer",
     "ComponentReport",
@@ -57,6 +59,7 @@ __all__ = [
     "KeyTable",
     "LRSchedule",
     "LoadReport",
+    "ObjectDiff",
     "PerRank",
     "PlanReport",
     "Problem",
@@ -70,9 +73,11 @@ __all__ = [
     "RingSavePlanner",
     "RingWriter",
     "Sharded",
+    "TensorDiff",
     "UntrustedCheckpointError",
     "VerifyReport",
     "convert",
+    "diff_checkpoints",
     "diff_keys",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -88,6 +93,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "_compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
     "_convert": ("ConvertReport", "convert"),
     "_verify": ("Problem", "VerifyReport", "verify"),
     "_progress": ("Progress",),

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpring import _layout
 from dcpring._lazy import StoredChunks, has_known_tables
 from dcpring._load import Loader
-from dcpring._metadata import METADATA_NAME, OPAQUE, Trailer, collection_paused, ring_info, split_metadata
+from dcpring._metadata import METADATA_NAME, OPAQUE, Parts, Trailer, as_old, ring_info, split_metadata
 from dcpring._metadata import unpickle_metadata as unpickle
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._save import Placed, storage_info
@@ -76,6 +76,20 @@ class Entry(NamedTuple):
         if self.shape is None or self.dtype is None:
             return sum(record.place.length for record in self.records)
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        key: of the tensor.
+        offsets: where the part begins, in elements; None: at the beginning.
+        lengths: of the part, in elements; None: all that there is behind ``offsets``.
+    """
+
+    key: str
+    offsets: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
 
 
 @functools.lru_cache(1 << 16)
@@ -144,13 +158,20 @@ class Contents(Mapping[str, Entry]):
             CorruptCheckpointError: bytes are damaged or missing, or no chunk has some of them.
             OSError: with errno and path.
         """
-        entry = self.entries[key]
-        assert entry.shape is not None and entry.dtype is not None
-        start = tuple(offsets or (0,) * len(entry.shape))
-        size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
-        part = torch.empty(size, dtype=entry.dtype)
-        self.read_into([(key, start, part)])
+        (part,) = self.read_all([Part(key, offsets, lengths)])
         return part
+
+    def read_all(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Parts of tensors, in CPU memory: as ``read``, but one read for all, which many small ones need."""
+        places: list[tuple[str, tuple[int, ...], Tensor]] = []
+        for key, offsets, lengths in parts:
+            entry = self.entries[key]
+            assert entry.shape is not None and entry.dtype is not None
+            start = tuple(offsets or (0,) * len(entry.shape))
+            size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
+            places.append((key, start, _empty(key, size, entry.dtype)))
+        self.read_into(places)
+        return [tensor for _, _, tensor in places]
 
     def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
         """Reads parts of any number of tensors at once.
@@ -161,34 +182,32 @@ class Contents(Mapping[str, Entry]):
 
         Raises: as ``read``.
         """
-        items = [item for number, part in enumerate(parts) for item in self._items_of(number, *part)]
-        catalog = _EntryCatalog({key: self.entries[key] for key, _, _ in parts})
-        self._loader().load(items, catalog, _Into([part for _, _, part in parts]))
-
-    def _items_of(self, number: int, key: str, start: Sequence[int], part: Tensor) -> list[ReadItem]:
-        """What of its chunks makes up the part; ``number`` says which part an item is for."""
-        entry, size = self.entries[key], tuple(part.shape)
-        found = [
-            (index, *overlap)
-            for index, record in enumerate(entry.records)
-            if (overlap := _overlap(record, start, size)) is not None
-        ]
-        if sum(torch.Size(item[3]).numel() for item in found) != part.numel():
-            raise CorruptCheckpointError(
-                f"{key!r}: its chunks do not make up the tensor of shape {list(entry.shape or ())} at {list(start)}",
-                str(self.path),
-            )
-        return [_read_item(key, number, *overlap) for overlap in found]
+        items: list[ReadItem] = []
+        records: list[tuple[Entry, Record]] = []
+        for number, (key, start, part) in enumerate(parts):
+            entry, size = self.entries[key], tuple(part.shape)
+            found = [(record, overlap) for record in entry.records if (overlap := _overlap(record, start, size))]
+            if sum(math.prod(overlap[2]) for _, overlap in found) != part.numel():
+                where = f"of shape {list(entry.shape or ())} at {list(start)}"
+                raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
+            for record, overlap in found:
+                items.append(_read_item(key, number, len(records), *overlap))
+                records.append((entry, record))
+        self._loader().load(items, _Records(records), _Into([part for _, _, part in parts]))
 
     def read_object(self, key: str) -> io.BytesIO:
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
+        return self.read_objects([key])[0]
+
+    def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
+        """As ``read_object``, but one read for all."""
         into = _Into([])
-        index = MetadataIndex(key)
+        entries = [self.entries[key] for key in keys]
         nothing = torch.Size(())
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._loader().load([item], _EntryCatalog({key: self.entries[key]}), into)
-        assert into.object is not None
-        return into.object
+        indices = [MetadataIndex(key, index=number) for number, key in enumerate(keys)]
+        items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
+        self._loader().load(items, _Records([(entry, entry.records[0]) for entry in entries]), into)
+        return [into.objects[number] for number in range(len(keys))]
 
     def _loader(self) -> Loader:
         return Loader(
@@ -203,11 +222,11 @@ class Contents(Mapping[str, Entry]):
 
 
 class _Into(LoadPlanner):
-    """Loads into tensors, which items name by their number, or keeps one object."""
+    """Loads into tensors, which items tell by their number, and keeps objects."""
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = parts
-        self.object: io.BytesIO | None = None
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self.objects: dict[int, io.BytesIO] = {}
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
     def create_local_plan(self) -> Any: ...
@@ -215,27 +234,34 @@ class _Into(LoadPlanner):
     def finish_plan(self, central_plan: Any) -> Any: ...
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.object = value
+        self.objects[read_item.dest_index.index or 0] = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._parts[read_item.dest_index.index or 0]
-        return narrow_tensor_by_index(part, read_item.dest_offsets, read_item.lengths)
+        tensor = self._tensors[read_item.dest_index.index or 0]
+        return narrow_tensor_by_index(tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
 
-class _EntryCatalog:
-    """Entries for the Loader; records are told apart by their number."""
+def _empty(key: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(size, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{key!r}: no tensor of {list(size)} {dtype} can be made") from error
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
+
+class _Records:
+    """Some records for the Loader, which tells them by their number."""
+
+    def __init__(self, records: list[tuple[Entry, Record]]) -> None:
+        self._records = records
 
     def info(self, index: MetadataIndex) -> _StorageInfo | None:
-        return storage_info(self._entries[index.fqn].records[index.index or 0].place)
+        return storage_info(self._records[index.index or 0][1].place)
 
     def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        entry = self._entries[index.fqn]
-        return None if entry.dtype is None else (entry.records[index.index or 0].lengths, entry.dtype)
+        entry, record = self._records[index.index or 0]
+        return None if entry.dtype is None else (record.lengths, entry.dtype)
 
 
 def _overlap(
@@ -253,11 +279,16 @@ def _overlap(
 
 
 def _read_item(
-    key: str, part: int, record: int, in_record: tuple[int, ...], in_part: tuple[int, ...], lengths: tuple[int, ...]
+    key: str,
+    target: int,
+    record: int,
+    in_record: tuple[int, ...],
+    in_part: tuple[int, ...],
+    lengths: tuple[int, ...],
 ) -> ReadItem:
     return ReadItem(
         LoadItemType.TENSOR,
-        MetadataIndex(key, index=part),
+        MetadataIndex(key, index=target),
         torch.Size(in_part),
         MetadataIndex(key, index=record),
         torch.Size(in_record),
@@ -290,15 +321,16 @@ def open_contents(
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_what_there_is(directory, path)) from error
     parts = split_metadata(data, path)
-    with collection_paused():
-        if parts.trailer is not None and has_known_tables(parts):
-            entries = _entries_of_tables(StoredChunks(parts, path, trusted, ()))
-            version = parts.trailer.version
-        else:
-            metadata = unpickle(parts.pickled, path, trusted=trusted)
-            entries = checked_entries(metadata, path)
-            version = str(getattr(metadata, "version", None) or "")
+    entries, version = as_old(lambda: _entries_of(parts, path, trusted))
     return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
+
+
+def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:
+    """The entries, and the version of DCP's format."""
+    if parts.trailer is not None and has_known_tables(parts):
+        return _entries_of_tables(StoredChunks(parts, path, trusted, ())), parts.trailer.version
+    metadata = unpickle(parts.pickled, path, trusted=trusted)
+    return checked_entries(metadata, path), str(getattr(metadata, "version", None) or "")
 
 
 def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOptions | None = None) -> list[Contents]:

@@ -25,13 +25,13 @@ _SHOWN_CHARACTERS = 200
 _COMPARED_CHARACTERS = 4096
 """Longer names are neither shown whole nor compared."""
 
-_WRAPPER_PARTS = {
+WRAPPER_PARTS = {
     "_orig_mod": "a compiled module",
     "_fsdp_wrapped_module": "an FSDP1 module, outside of its state_dict_type",
     "_checkpoint_wrapped_module": "the parameters of an activation-checkpoint wrapper",
 }
-_PERHAPS_PARTS = {"module": "DDP or AveragedModel", "base_layer": "an adapter (LoRA)"}
-_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
+PERHAPS_PARTS = {"module": "DDP or AveragedModel", "base_layer": "an adapter (LoRA)"}
+PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
 
 
 class Entry(NamedTuple):
@@ -148,17 +148,24 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
             continue
         here = f"{path}.{step}" if path else str(step)
         if id(value) in on_path:
-            raise ValueError(f"the state dict contains itself, at {_shown(here)!r}; DCP cannot flatten it")
+            raise ValueError(f"the state dict contains itself, at {shown(here)!r}; DCP cannot flatten it")
         on_path.add(id(value))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         stack.append((id(value), here, iter(items)))
 
 
-def diff_entries(wanted: Mapping[str, Entry], stored: Mapping[str, Entry]) -> KeyDiff:
-    """Compares by name; what has no counterpart gets the closest name of the other side that has none either."""
+def diff_entries(
+    wanted: Mapping[str, Entry], stored: Mapping[str, Entry], cause: Callable[[str, str], str] | None = None
+) -> KeyDiff:
+    """Compares by name; what has no counterpart gets the closest name of the other side that has none either.
+
+    Args:
+        wanted, stored: what the keys stand for.
+        cause: says why a wanted and a stored name differ; None: as for a state dict and a checkpoint.
+    """
     missing = [key for key in wanted if key not in stored]
     unexpected = [key for key in stored if key not in wanted]
-    pairs = _Matcher(missing, unexpected).pairs()
+    pairs = _Matcher(missing, unexpected, cause or _cause).pairs()
     back: dict[str, tuple[str | None, str]] = {there: (key, cause) for key, (there, cause) in pairs.items()}
     nothing: tuple[str | None, str] = (None, "")
     diff = KeyDiff(
@@ -194,7 +201,8 @@ def bare_forms() -> tuple[Callable[[list[str]], list[str]], ...]:
 class _Matcher:
     """Pairs missing and unexpected names, the surest reasons first; each name is used once."""
 
-    def __init__(self, missing: list[str], unexpected: list[str]) -> None:
+    def __init__(self, missing: list[str], unexpected: list[str], cause: Callable[[str, str], str]) -> None:
+        self._cause = cause
         self._missing = dict.fromkeys(name for name in missing if len(name) <= _COMPARED_CHARACTERS)
         self._unexpected = dict.fromkeys(name for name in unexpected if len(name) <= _COMPARED_CHARACTERS)
         self._pairs: dict[str, tuple[str, str]] = {}
@@ -209,7 +217,7 @@ class _Matcher:
 
     def _take(self, missing: str, candidate: str) -> None:
         del self._missing[missing], self._unexpected[candidate]
-        self._pairs[missing] = (candidate, _cause(missing, candidate))
+        self._pairs[missing] = (candidate, self._cause(missing, candidate))
 
     def _match(self, forms: Callable[[list[str]], list[str]]) -> None:
         """Pairs names that are the same in some form of theirs, and the only ones."""
@@ -243,9 +251,9 @@ class _Matcher:
 
 def _bare(name: str) -> str:
     """Without anything that might be a wrapper's."""
-    name = _PARAMETRIZED.sub(r"\1\2", name)
+    name = PARAMETRIZED.sub(r"\1\2", name)
     *path, last = name.split(".")
-    return ".".join([*(part for part in path if part not in _PERHAPS_PARTS), last])
+    return ".".join([*(part for part in path if part not in PERHAPS_PARTS), last])
 
 
 def _suffixes(name: str) -> Iterator[str]:
@@ -256,32 +264,32 @@ def _suffixes(name: str) -> Iterator[str]:
         yield ".".join(parts[-count:])
 
 
-def _only_in(name: str, other: str, parts: Iterable[str]) -> str | None:
+def only_in(name: str, other: str, parts: Iterable[str]) -> str | None:
     mine, theirs = name.split("."), other.split(".")
     return next((part for part in parts if mine.count(part) > theirs.count(part)), None)
 
 
 def _cause(missing: str, candidate: str) -> str:
-    if part := _only_in(candidate, missing, _WRAPPER_PARTS):
-        return f'saved from {_WRAPPER_PARTS[part]}; pass key_map="normalize"'
-    if part := _only_in(missing, candidate, _WRAPPER_PARTS):
-        return f"the state dict is that of {_WRAPPER_PARTS[part]}; make it with dcpring.get_model_state_dict(model)"
-    if _PARAMETRIZED.search(candidate) or _PARAMETRIZED.search(missing):
+    if part := only_in(candidate, missing, WRAPPER_PARTS):
+        return f'saved from {WRAPPER_PARTS[part]}; pass key_map="normalize"'
+    if part := only_in(missing, candidate, WRAPPER_PARTS):
+        return f"the state dict is that of {WRAPPER_PARTS[part]}; make it with dcpring.get_model_state_dict(model)"
+    if PARAMETRIZED.search(candidate) or PARAMETRIZED.search(missing):
         return "parametrized on one side only; pass key_map= with both names"
-    if part := _only_in(candidate, missing, _PERHAPS_PARTS):
-        return f"saved from {_PERHAPS_PARTS[part]}, perhaps; {_prefix_cure(missing, candidate)}"
-    if part := _only_in(missing, candidate, _PERHAPS_PARTS):
+    if part := only_in(candidate, missing, PERHAPS_PARTS):
+        return f"saved from {PERHAPS_PARTS[part]}, perhaps; {_prefix_cure(missing, candidate)}"
+    if part := only_in(missing, candidate, PERHAPS_PARTS):
         return (
-            f"the state dict is that of {_PERHAPS_PARTS[part]}, perhaps; make it with "
+            f"the state dict is that of {PERHAPS_PARTS[part]}, perhaps; make it with "
             "dcpring.get_model_state_dict(model)"
         )
-    common = _common_suffix(missing, candidate)
+    common = common_suffix(missing, candidate)
     if "." in common or common in (missing, candidate):
         return f"only the beginning differs; {_prefix_cure(missing, candidate)}"
     return "spelt differently"
 
 
-def _common_suffix(a: str, b: str) -> str:
+def common_suffix(a: str, b: str) -> str:
     parts = []
     for mine, theirs in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
         if mine != theirs:
@@ -291,17 +299,17 @@ def _common_suffix(a: str, b: str) -> str:
 
 
 def _prefix_cure(missing: str, candidate: str) -> str:
-    common = _common_suffix(missing, candidate)
+    common = common_suffix(missing, candidate)
     old, new = candidate.removesuffix(common), missing.removesuffix(common)
     if not old:
         return f"pass key_map=lambda name: {new!r} + name"
-    return f"pass key_map={{'prefixes': {{{_shown(old)!r}: {_shown(new)!r}}}}}"
+    return f"pass key_map={{'prefixes': {{{shown(old)!r}: {shown(new)!r}}}}}"
 
 
 # ---- reporting ----
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     if len(name) <= _SHOWN_CHARACTERS:
         return name
     half = _SHOWN_CHARACTERS // 2
@@ -324,7 +332,7 @@ def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
     columns = list(zip(*(numbers for _, numbers in members), strict=True))
     varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if len(members) == 1 or len(varying) != 1:
-        return [repr(_shown(key)) for key, _ in members]
+        return [repr(shown(key)) for key, _ in members]
     spans = spans_of(sorted(set(columns[varying[0]])))
     counter = iter(range(len(columns)))
     text = _NUMBER.sub(lambda match: spans if next(counter) == varying[0] else match[0], members[0][0])
@@ -342,7 +350,7 @@ def spans_of(numbers: list[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
+def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
     """One line for all keys of a cause; causes name the two beginnings, so that keys of one line belong together."""
     groups: dict[tuple[str, bool], list[Unmatched]] = defaultdict(list)
     for item in items:
@@ -358,7 +366,7 @@ def _unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
 def _report(diff: KeyDiff, store: str) -> Iterator[str]:
     if diff.missing:
         yield f"missing from the {store} ({len(diff.missing)}):"
-        yield from _unmatched_lines(diff.missing, f"the {store}")
+        yield from unmatched_lines(diff.missing, f"the {store}")
     left = [item for item in diff.unexpected if item.candidate is None]
     paired = len(diff.unexpected) - len(left)
     if diff.unexpected:
@@ -369,7 +377,7 @@ def _report(diff: KeyDiff, store: str) -> Iterator[str]:
         if items:
             yield f"different {title} ({len(items)}):"
             for item in items:
-                yield f"  {_shown(item.key)!r}: the state dict has {item.wanted}, the {store} {item.stored}"
+                yield f"  {shown(item.key)!r}: the state dict has {item.wanted}, the {store} {item.stored}"
 
 
 def describe_names(missing: Sequence[str], unexpected: Sequence[str], store: str = "state dict") -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -50,6 +50,14 @@ def _check_cycles(what: str, names: Mapping[str, str]) -> None:
             path[name] = None
             name = names[name]
         done |= path.keys()
+
+
+class Rule(NamedTuple):
+    """A line of a table: "exact", "prefix" or "pattern", and what it matches."""
+
+    kind: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True)
@@ -91,18 +99,28 @@ class KeyTable:
 
     def rename(self, name: str) -> str:
         """What the table makes of one name."""
+        return self.apply(name)[0]
+
+    def apply(self, name: str) -> tuple[str, Rule | None]:
+        """What the table makes of one name, and by which rule; None where none matches."""
         if name in self.exact:
-            return self.exact[name]
+            return self.exact[name], Rule("exact", name, self.exact[name])
         for end in self._prefix_sizes:
             if (new := self.prefixes.get(name[:end])) is not None:
-                return new + name[end:]
+                return new + name[end:], Rule("prefix", name[:end], new)
         for pattern, template in self.patterns:
             if match := re.fullmatch(pattern, name):
                 try:
-                    return match.expand(template)
+                    return match.expand(template), Rule("pattern", pattern, template)
                 except (re.error, IndexError) as error:
                     raise ValueError(f"pattern {pattern!r:.200} of a key map, to {template!r:.200}: {error}") from error
-        return name
+        return name, None
+
+    def rules(self) -> list[Rule]:
+        """All of them."""
+        exact = [Rule("exact", *names) for names in self.exact.items()]
+        prefixes = [Rule("prefix", *names) for names in self.prefixes.items()]
+        return [*exact, *prefixes, *(Rule("pattern", *pair) for pair in self.patterns)]
 
     @functools.cached_property
     def _prefix_sizes(self) -> list[int]:

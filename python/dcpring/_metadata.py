@@ -122,7 +122,7 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _unpickle_as_old(load: Callable[[], Any]) -> Any:
+def as_old(load: Callable[[], Any]) -> Any:
     """Runs ``load`` without collections; what it makes counts as old, as if it had survived those left out.
 
     Young garbage is collected before, so that none of it grows old with the rest.
@@ -301,9 +301,7 @@ def unpickle_metadata(
         UntrustedCheckpointError: it names what is not allowed.
     """
     try:
-        metadata = _unpickle_as_old(
-            lambda: pickle.loads(pickled) if trusted else unpickle_safely(pickled, path, safe_globals)
-        )
+        metadata = as_old(lambda: pickle.loads(pickled) if trusted else unpickle_safely(pickled, path, safe_globals))
     except UntrustedCheckpointError:
         raise
     except Exception as error:

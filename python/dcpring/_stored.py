@@ -71,7 +71,8 @@ class Manifest:
             raise CorruptCheckpointError(
                 f"the manifest has version {manifest.version}, this dcpring knows {MANIFEST_VERSION}", path
             )
-        kinds = [isinstance(entry, dict) and entry.get("kind") for entry in manifest.components.values()]
+        components = manifest.components if isinstance(manifest.components, dict) else {"": None}
+        kinds = [isinstance(entry, dict) and entry.get("kind") for entry in components.values()]
         if not isinstance(manifest.world_size, int) or manifest.world_size < 1 or not all(kinds):
             raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) contradicts itself: {text}", path)
         return manifest

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["LoadReport", "PlanReport", "RankReport", "ReadReport"]
 
+_WIDEST_COLUMN = 200
+"""Longer texts are not cut, but nothing else is moved for them: one long name must not make every row as long."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -18,11 +21,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
+def count(number: int, what: str) -> str:
+    """As "1 file" or "2,000 files"."""
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] | None = None) -> str:
     """Columns of plain text; those of ``right``, or else all but the first, are aligned to the right."""
     to_right = set(range(1, len(header)) if right is None else right)
     cells = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [min(max(map(len, column)), _WIDEST_COLUMN) for column in zip(*cells, strict=True)]
     line = "  ".join(f"{{:{'>' if number in to_right else '<'}{width}}}" for number, width in enumerate(widths))
     lines = [line.format(*row).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])

@@ -8,12 +8,12 @@ import signal
 import sys
 
 import dcpring
-from dcpring.cli import bench, completion, convert, doctor, ls, trace, verify
+from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
-_COMMANDS = (ls, verify, convert, trace, bench, doctor, completion)
+_COMMANDS = (ls, keys, verify, diff, convert, plot, trace, bench, doctor, completion)
 
 DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.distributed.checkpoint."
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from dcpring._key_map import KeyTable
     from dcpring.cli._output import Output
 
 Run = Callable[[argparse.Namespace, "Output"], int]
@@ -134,8 +135,38 @@ def add_trusted(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_key_map(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument(
+        "--key-map",
+        type=_key_map,
+        metavar="MAP",
+        help=f"a JSON file with a table of names (docs/keys.md), or normalize: {help}",
+    )
+
+
+def _key_map(text: str) -> KeyTable | str:
+    if text == "normalize":
+        return text
+    from dcpring._key_map import KeyTable
+
+    try:
+        return KeyTable.read(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def tolerance(text: str) -> float:
+    """A float of 0 or more, for ``type=``."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
 
 
 def positive(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._output import Output, Piece
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive
-from dcpring.report import format_bytes
+from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring._contents import Entry
@@ -105,9 +105,9 @@ def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], fil
     used = [file for file in files if file.state != "leftover"]
     on_disk = sum(file.size or 0 for file in used)
     ranks = {file.rank for file in used if file.rank is not None}
-    writers = f" written by {_count(len(ranks), 'rank')}" if ranks else ""
+    writers = f" written by {count(len(ranks), 'rank')}" if ranks else ""
     out.text(
-        f"{_sum_text(total(items))}; {_count(len(used), 'file')} of {format_bytes(on_disk)}{writers}"
+        f"{_sum_text(total(items))}; {count(len(used), 'file')} of {format_bytes(on_disk)}{writers}"
         if items
         else "no keys"
     )
@@ -119,22 +119,18 @@ def _origin(inventory: Inventory) -> str:
         facts.append(f"format {inventory.version}")
     if inventory.manifest is not None:
         facts.append(f"step {inventory.manifest.step}")
-        facts.append(_count(inventory.manifest.world_size, "rank") + " saved")
+        facts.append(count(inventory.manifest.world_size, "rank") + " saved")
     elif len(inventory.parts) > 1 or inventory.parts[0].path.name != ".metadata":
-        facts.append(f"metadata of {_count(len(inventory.parts), 'rank')}")
+        facts.append(f"metadata of {count(len(inventory.parts), 'rank')}")
     return ", ".join(facts)
 
 
 def _sum_text(sum: Sum) -> str:
-    objects = f", {_count(sum.objects, 'object')}" if sum.objects else ""
+    objects = f", {count(sum.objects, 'object')}" if sum.objects else ""
     return (
-        f"{_count(sum.keys, 'key')}: {_count(sum.tensors, 'tensor')}{objects}, {format_bytes(sum.bytes)} in "
-        f"{_count(sum.chunks, 'chunk')}"
+        f"{count(sum.keys, 'key')}: {count(sum.tensors, 'tensor')}{objects}, {format_bytes(sum.bytes)} in "
+        f"{count(sum.chunks, 'chunk')}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' if number != 1 else ''}"
 
 
 def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]) -> None:
@@ -144,7 +140,7 @@ def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]
         names = [file.name for file in files if file.state == state]
         if names:
             more = ", ..." if len(names) > _MOST_SHOWN else ""
-            out.error(f"{_count(len(names), 'data file')} {problem}: {', '.join(names[:_MOST_SHOWN])}{more}")
+            out.error(f"{count(len(names), 'data file')} {problem}: {', '.join(names[:_MOST_SHOWN])}{more}")
 
 
 # ---- keys ----
@@ -242,11 +238,11 @@ def _row_cells(row: Row) -> list[Piece]:
     sum = row.total()
     ranks = sorted({rank for item in row.items() for rank in item.ranks})
     where: list[Piece] = [
-        (_count(sum.chunks, "chunk"), "dim"),
+        (count(sum.chunks, "chunk"), "dim"),
         (f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}" if ranks else "", "dim"),
     ]
     if row.item is None:
-        return [(_count(sum.keys, "key"), ""), ("", ""), (format_bytes(sum.bytes), ""), *where]
+        return [(count(sum.keys, "key"), ""), ("", ""), (format_bytes(sum.bytes), ""), *where]
     shape, dtype = _kind(row.item.entry)
     each = format_bytes(sum.bytes)
     if row.count > 1:

@@ -1,0 +1,76 @@
+"""How two stored objects differ: as plain data, or by their bytes where loading them could run code."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SHOWN = 60
+"""Characters of a value in a message."""
+
+_NOTHING = object()
+
+
+def difference(a: bytes, b: bytes) -> str:
+    """Where two pickled objects differ, for people; "" where they are the same data.
+
+    Both are loaded as plain data. What cannot be is the same only if its bytes are.
+    """
+    if a == b:
+        return ""
+    try:
+        left, right = _load(a), _load(b)
+    except Exception as error:  # refused, or damaged, which ends in errors of any kind
+        reason = type(error).__name__
+        return f"other bytes, {len(a)} and {len(b)} of them; as it is no plain data ({reason}) there is no saying what"
+    try:
+        found = list(_differences("", left, right))
+    except RecursionError:
+        return "other data, nested too deeply to say where"
+    if not found:
+        return ""
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{found[0]}{more}"
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
+    if type(a) is not type(b):
+        yield f"{path}{_short(a)} is {_short(b)}"
+    elif isinstance(a, Tensor):
+        if not _same_tensor(a, b):
+            yield f"{path}tensors of {list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype} differ"
+    elif isinstance(a, Mapping):
+        for key in {**a, **b}:
+            yield from _differences(f"{path}[{_short(key)}] ", a.get(key, _NOTHING), b.get(key, _NOTHING))
+    elif isinstance(a, Sequence) and not isinstance(a, (str, bytes, bytearray)):
+        if len(a) != len(b):
+            yield f"{path}has {len(a)} elements and {len(b)}"
+        for number, (left, right) in enumerate(zip(a, b, strict=False)):
+            yield from _differences(f"{path}[{number}] ", left, right)
+    elif not (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))):
+        yield f"{path}{_short(a)} is {_short(b)}"
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout != torch.strided:
+        return bool((a.to_dense() == b.to_dense()).all())
+    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
+
+
+def _short(value: Any) -> str:
+    if value is _NOTHING:
+        return "(nothing)"
+    text = repr(value) if isinstance(value, (str, bytes, int, float, bool, type(None))) else type(value).__name__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from dcpring import _bench, _bench_plot
-from dcpring._bench import Direction, Report, Result
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_json, size
-from dcpring.options import Engine
 from dcpring.report import format_bytes
+
+if TYPE_CHECKING:
+    from dcpring._bench import Direction, Report, Result
+    from dcpring.options import Engine
 
 _ENGINES = ("uring", "threads")
 
@@ -58,7 +59,7 @@ def add(commands: Commands) -> None:
 
 def _size(text: str) -> int:
     value = size(text)
-    if value < _bench.MIB:
+    if value < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is below 1M")
     return value
 
@@ -72,6 +73,8 @@ def _engines(text: str) -> list[Engine]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring import _bench, _bench_plot
+
     if args.output:
         _bench_plot.check(args.output)
     report = _bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)

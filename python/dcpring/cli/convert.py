@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from dcpring._convert import FORMATS, ConvertReport, convert, float_dtype
-from dcpring._key_map import KeyTable
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive, size
 from dcpring.errors import CheckpointError
 from dcpring.report import format_bytes
+
+if TYPE_CHECKING:
+    from dcpring._convert import ConvertReport
+
+_FORMATS = ("dcp", "torch", "safetensors")
 
 DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.save, and safetensors.
 
@@ -48,7 +52,7 @@ def add(commands: Commands) -> None:
         help="directory of a DCP checkpoint; file of torch.save; safetensors file, its index, or their directory",
     )
     parser.add_argument("target", metavar="DST", help="file or directory to be made")
-    parser.add_argument("--to", choices=FORMATS, help="what to make; with safetensors a directory gets shards")
+    parser.add_argument("--to", choices=_FORMATS, help="what to make; with safetensors a directory gets shards")
     parser.add_argument(
         "--only",
         action="append",
@@ -83,6 +87,8 @@ def _prefix(text: str) -> tuple[str, str]:
 
 
 def _dtype(text: str) -> str:
+    from dcpring._convert import float_dtype
+
     try:
         float_dtype(text)
     except ValueError as error:
@@ -91,6 +97,9 @@ def _dtype(text: str) -> str:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring._convert import convert
+    from dcpring._key_map import KeyTable
+
     try:
         report = convert(
             args.source,

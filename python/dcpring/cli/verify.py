@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dcpring._verify import VerifyReport, verify
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_trusted
 from dcpring.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dcpring._verify import VerifyReport
 
 DESCRIPTION = """Reads every record of checkpoints, at the disk's speed, and compares it with its checksums, with its
 headers, and with what the metadata says of it. Prints a line for each checkpoint that is whole, and for one
@@ -41,6 +43,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring._verify import verify
+
     status = 0
     reports = []
     for checkpoint in args.checkpoints:

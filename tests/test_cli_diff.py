@@ -226,6 +226,15 @@ def test_objects(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ran" not in capfd.readouterr().out
 
 
+def test_sparse_tensors(tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        return {"coo": torch.eye(4).mul(value).to_sparse(), "csr": torch.eye(4).mul(value).to_sparse_csr()}
+
+    paths = [_save(tmp_path / str(number), state(value)) for number, value in enumerate((1.0, 1.0, 2.0))]
+    assert not diff_checkpoints(paths[0], paths[1])
+    assert [found.key for found in diff_checkpoints(paths[0], paths[2]).tensors if found.problem] == ["coo", "csr"]
+
+
 # ---- what cannot be read ----
 
 

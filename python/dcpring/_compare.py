@@ -27,6 +27,7 @@ from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
 from dcpring._load import split_box
+from dcpring._metadata import TENSOR
 from dcpring._select import key_filter
 from dcpring.errors import CheckpointError
 
@@ -35,6 +36,7 @@ __all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_che
 _WINDOW_BYTES = 32 << 20
 """Of one side are read at once, at most."""
 
+_LARGEST_RECORD = 4 * _WINDOW_BYTES
 _BATCH_PARTS = 4096
 _BATCH_OBJECTS = 256
 
@@ -260,11 +262,19 @@ class Comparison:
                 lefts.append(a)
                 rights.append(b)
             else:
-                self._found[part.key].problem = "; ".join(str(value) for value in (a, b) if isinstance(value, str))
+                problem = "; ".join(dict.fromkeys(value for value in (a, b) if isinstance(value, str)))
+                self._found[part.key].problem = self._difference_of_records(part.key, problem)
         in_a, in_b = (_C.Tensors([_bare(tensor) for tensor in side]) for side in (lefts, rights))
         compared = _C.compare(in_a, in_b, *self._tolerance)
         for part, a, b, counts in zip(parts, lefts, rights, compared, strict=True):
             self._found[part.key].add(part, counts, a, b)
+
+    def _difference_of_records(self, name: str, problem: str) -> str:
+        """Sparse tensors cannot be read in parts: their records are compared as objects are."""
+        if not (self._a.is_opaque(name) and self._b.is_opaque(name)):
+            return problem
+        (a,), (b,) = self._a.read_objects([name]), self._b.read_objects([name])
+        return difference(a, b) if isinstance(a, bytes) and isinstance(b, bytes) else problem
 
     # ---- objects ----
 
@@ -326,6 +336,11 @@ class _Side:
 
     def described(self) -> dict[str, names.Entry]:
         return {name: names.Entry(entry.shape, entry.dtype) for name, entry in self.entries.items()}
+
+    def is_opaque(self, name: str) -> bool:
+        """Whether a tensor is one record of a kind that may be anything, and not too large to be read as a whole."""
+        records = self.entries[name].records
+        return len(records) == 1 and records[0].place.kind != TENSOR and records[0].place.length <= _LARGEST_RECORD
 
     def read_tensors(self, parts: list[Part]) -> list[_Value]:
         """Of tensors."""

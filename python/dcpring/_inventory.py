@@ -47,8 +47,7 @@ class Item(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """The ranks that wrote it, as far as the files' names tell."""
-        found = {rank_of_file(record.place.file) for record in self.entry.records}
-        return sorted(rank for rank in found if rank is not None)
+        return ranks_of([self])
 
 
 @dataclass
@@ -194,6 +193,12 @@ def total(items: Iterable[Item]) -> Sum:
     for item in items:
         result.add(item.entry)
     return result
+
+
+def ranks_of(items: Iterable[Item]) -> list[int]:
+    """The ranks that wrote any of them, as far as the files' names tell."""
+    files = {record.place.file for item in items for record in item.entry.records}
+    return sorted({rank for file in files if (rank := rank_of_file(file)) is not None})
 
 
 def totals_by_component(items: Iterable[Item]) -> dict[str, Sum]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcpring._inventory import Item, Sum, total
+from dcpring._inventory import Item
 from dcpring._key_diff import spans_of
 
 _MOST_PARTS = 64
@@ -39,7 +39,8 @@ class _Node:
             node = waiting.pop()
             if node.item is not None:
                 yield node.item
-            waiting.extend(node.children.values())
+            if node.children:
+                waiting += node.children.values()
 
 
 @dataclass
@@ -72,10 +73,6 @@ class Row:
     def items(self) -> Iterator[Item]:
         """All keys that the row stands for."""
         return (item for node in self.nodes for item in node.items())
-
-    def total(self) -> Sum:
-        """Of all keys that the row stands for."""
-        return total(self.items())
 
 
 class Outline:

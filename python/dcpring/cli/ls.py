@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
             ("dcpring ls ckpt/step-100 --depth 1", "its components, summed up"),
             ("dcpring ls ckpt/step-100 --keys 'model.*.weight'", "some keys"),
             ("dcpring ls ckpt/step-100 --files", "its data files, how full they are, and which are missing"),
-            ("dcpring ls ckpt/step-100 --json | python -m json.tool", "everything, for scripts"),
+            ("dcpring ls ckpt/step-100 --json", "everything, for scripts"),
         ],
     )
     add_checkpoint(parser)
@@ -235,8 +235,10 @@ def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
 
 def _row_cells(row: Row) -> list[Piece]:
     """Shape or number of keys, dtype, size, chunks, ranks."""
-    sum = row.total()
-    ranks = sorted({rank for item in row.items() for rank in item.ranks})
+    from dcpring._inventory import ranks_of, total
+
+    items = list(row.items())
+    sum, ranks = total(items), ranks_of(items)
     where: list[Piece] = [
         (count(sum.chunks, "chunk"), "dim"),
         (f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}" if ranks else "", "dim"),

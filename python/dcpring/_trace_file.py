@@ -112,14 +112,16 @@ class _Written:
     Attributes:
         begin, end: microseconds.
         lanes: by thread id.
-        lines: its events.
+        text: its events, with commas between them.
+        count: of these.
     """
 
     begin: int
     end: int
     track: int
     lanes: dict[int, str]
-    lines: list[str]
+    text: bytes = b""
+    count: int = 0
 
 
 class TraceFile:
@@ -160,21 +162,21 @@ class TraceFile:
         return next(track for track in range(len(taken) + 1) if track not in taken)
 
     def _drop_oldest(self) -> None:
-        count = sum(len(one.lines) for one in self._operations.values())
+        count = sum(one.count for one in self._operations.values())
         while count > MOST_EVENTS and len(self._operations) > 1:
             oldest = min(self._operations)
-            count -= len(self._operations.pop(oldest).lines)
+            count -= self._operations.pop(oldest).count
             self._dropped += 1
 
     def _write(self) -> None:
         operations = [self._operations[number] for number in sorted(self._operations)]
         lanes = {tid: lane for one in operations for tid, lane in one.lanes.items()}
-        lines = [*self._names(lanes), *(line for one in operations for line in one.lines)]
         head = json.dumps({"displayTimeUnit": "ms", "otherData": self._about()})
-        text = head[:-1] + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
+        events = b",\n".join([*map(str.encode, self._names(lanes)), *(one.text for one in operations)])
+        text = b"".join((head[:-1].encode(), b', "traceEvents": [\n', events, b"\n]}\n"))
         os.makedirs(self._path.parent, exist_ok=True)
         beside = f".{_layout.unfinished_name(self._path.name)}"
-        _C.commit(str(self._path.parent), beside, self._path.name, text.encode(), False)
+        _C.commit(str(self._path.parent), beside, self._path.name, text, False)
 
     def _about(self) -> dict[str, Any]:
         notes = []
@@ -234,14 +236,15 @@ def _tid(track: int, lane: str) -> int:
 
 def _encode(recorded: Recorded, rank: int, world_size: int, track: int) -> _Written:
     begin, end = _extent(recorded)
-    written = _Written(begin, end, track, {}, [])
-    written.lines.append(_whole(recorded, rank, world_size, _tid_of(written, "main")))
+    written = _Written(begin, end, track, {})
+    lines = [_whole(recorded, rank, world_size, _tid_of(written, "main"))]
     # A span that holds others comes before them where both begin at the same time.
     for span in sorted(recorded.all_spans(), key=lambda span: (span.begin, -span.end)):
         event = {"name": span.name, "cat": span.kind, "ph": "X", "pid": rank, "tid": _tid_of(written, span.lane)}
         event |= _times(span.begin, span.end, recorded)
-        written.lines.append(json.dumps(event | {"args": {"operation": recorded.number, **span.about}}))
-    written.lines += _work_lines(recorded, rank, written)
+        lines.append(json.dumps(event | {"args": {"operation": recorded.number, **span.about}}))
+    lines += _work_lines(recorded, rank, written)
+    written.text, written.count = ",\n".join(lines).encode(), len(lines)
     return written
 
 

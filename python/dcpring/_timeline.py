@@ -5,9 +5,12 @@ Needs matplotlib. The picture is written beside its target and renamed.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import signal
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,20 +72,43 @@ def draw(path: Path, analysis: Analysis) -> None:
         CheckpointError: matplotlib is missing, or there are too many ranks.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CheckpointError(
-            f"drawing needs {error.name}, which is not installed: pip install 'dcpring[plot]'"
-        ) from error
+    make_figure = _import_figure()
     parts = analysis.operation.parts
     if len(parts) > _MOST_RANKS:
         raise CheckpointError(f"a timeline of {len(parts)} ranks would be too tall; give the traces of up to 256")
     lanes = _lanes(analysis)
-    figure = Figure(figsize=(13, min(160.0, 2.2 + 0.17 * len(lanes) + 0.12 * len(parts))), dpi=130)
+    figure = make_figure(figsize=(13, min(160.0, 2.2 + 0.17 * len(lanes) + 0.12 * len(parts))), dpi=130)
     figure.set_layout_engine("constrained")
     _fill(figure, analysis, lanes)
     _write(path, figure)
+
+
+def _import_figure() -> type[Figure]:
+    """Loads matplotlib. A Ctrl-C waits for that: Python aborts at its end where a C++ module is only half there."""
+    try:
+        with _interrupted_later():
+            from matplotlib.backends import backend_agg, backend_svg  # noqa: F401
+            from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CheckpointError(
+            f"drawing needs {error.name}, which is not installed: pip install 'dcpring[plot]'"
+        ) from error
+    return Figure
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # others are not interrupted
+        yield
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _write(path: Path, figure: Figure) -> None:

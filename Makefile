@@ -89,7 +89,7 @@ asan: setup build/.test-system
 	@rm -rf build/asan && mkdir -p build/asan
 	@DCPRING_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \
 	  $(PY) setup.py -q build_ext --build-lib build/asan --build-temp build/asan/tmp
-	@cp -r python/dcpring/*.py python/dcpring/cli python/dcpring/_convert build/asan/dcpring/
+	@tar -C python --exclude='*.so' -c dcpring | tar -C build/asan -x
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan DCPRING_SANITIZED=1 $(PYTEST) tests
 

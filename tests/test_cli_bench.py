@@ -16,8 +16,9 @@ import pytest
 from fault._support import MIB, fault, mounted, mounted_on, run_python
 
 import dcpring
-from dcpring import _bench, _bench_plot
-from dcpring._bench import Direction, Report, Result, Transfer, ways
+from dcpring._machine import bench as _bench
+from dcpring._machine import bench_plot as _bench_plot
+from dcpring._machine.bench import Direction, Report, Result, Transfer, ways
 from dcpring.cli import bench
 from dcpring.cli._output import Output
 from dcpring.errors import CheckpointError

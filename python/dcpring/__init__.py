@@ -15,10 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpring._compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
     from dcpring._convert import ConvertReport, convert
+    from dcpring._inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
+    from dcpring._inspect.verify import Problem, VerifyReport, verify
     from dcpring._progress import Progress
-    from dcpring._verify import Problem, VerifyReport, verify
     from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
@@ -93,9 +93,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "_compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
+    "_inspect.compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
     "_convert": ("ConvertReport", "convert"),
-    "_verify": ("Problem", "VerifyReport", "verify"),
+    "_inspect.verify": ("Problem", "VerifyReport", "verify"),
     "_progress": ("Progress",),
     "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
     "components": ("Elastic", "PerRank", "Replicated", "Sharded"),

@@ -28,7 +28,7 @@ from torch import Tensor
 from dcpring import _C, _shared_memory
 from dcpring._plan import TENSOR_ROW
 from dcpring._strategy import BALANCED
-from dcpring._trace import Phases
+from dcpring._trace.phases import Phases
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 

@@ -35,7 +35,7 @@ from dcpring._metadata import TENSOR, ring_info
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
-from dcpring._trace import Phases
+from dcpring._trace.phases import Phases
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats, make_watch

@@ -29,7 +29,7 @@ from dcpring._ranks import Failure, Ranks, described, failure_of, together
 from dcpring._recognise import as_component, model_of
 from dcpring._staging import StagingBuffer
 from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored, ranks, spans
-from dcpring._trace import Staging
+from dcpring._trace.phases import Staging
 from dcpring.components import Component, ModelState, Place, Plan, some, some_are
 from dcpring.errors import CheckpointError
 from dcpring.writer import RingWriter

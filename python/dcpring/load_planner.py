@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
-from dcpring import _C, _handon, _strategy, _trace
+from dcpring import _C, _handon, _strategy
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
@@ -41,6 +41,7 @@ from dcpring._plan import (
     rows_of_stored,
     rows_to_fill,
 )
+from dcpring._trace import phases as _trace
 from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport

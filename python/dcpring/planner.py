@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from dcpring import _C, _replicas, _strategy, _trace
+from dcpring import _C, _replicas, _strategy
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
@@ -42,6 +42,7 @@ from dcpring._plan import (
     tied_rows,
 )
 from dcpring._strategy import Choice, Writers
+from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 from dcpring.report import PlanReport, RankReport

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from dcpring import _layout, _trace
+from dcpring import _layout
 from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring._key_policy import Casts, LoadPolicy, Unexpected
 from dcpring._lazy import LazyMetadata, StoredChunks, has_known_tables
@@ -30,6 +30,7 @@ from dcpring._metadata import (
     unpickle_metadata,
 )
 from dcpring._progress import Meter, ProgressOption, start_meter
+from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.options import Direct, Engine, IOOptions, IOStats

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dcpring import _C, _layout, _trace
+from dcpring import _C, _layout
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, dump_tables, load_tables, rename_metadata, rename_results
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import (
@@ -35,6 +35,7 @@ from dcpring._metadata import (
 from dcpring._progress import Meter, ProgressOption, start_meter
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
 from dcpring._store import agree, has_group
+from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.planner import RingSavePlanner

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcpring import _C, _layout
-from dcpring._contents import Contents, Entry, open_contents
 from dcpring._convert._beside import directory_beside, writing
 from dcpring._convert._stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run, Source, stream
+from dcpring._inspect.contents import Contents, Entry, open_contents
 from dcpring._lazy import Chunks
 from dcpring._metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
 from dcpring._plan import Chunk, path_code, table_of_chunks

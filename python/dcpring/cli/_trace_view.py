@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dcpring._critical import CRC, LATE, OTHER, Analysis, RankTimes, Step
 from dcpring._stored import ranks, spans
-from dcpring._trace_read import Operation
+from dcpring._trace.critical import CRC, LATE, OTHER, Analysis, RankTimes, Step
+from dcpring._trace.read import Operation
 from dcpring.cli._output import Output
 from dcpring.report import format_bytes
 

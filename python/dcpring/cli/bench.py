@@ -11,7 +11,7 @@ from dcpring.cli._parser import Commands, add_json, size
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._bench import Direction, Report, Result
+    from dcpring._machine.bench import Direction, Report, Result
     from dcpring.options import Engine
 
 _ENGINES = ("uring", "threads")
@@ -73,17 +73,17 @@ def _engines(text: str) -> list[Engine]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring import _bench, _bench_plot
+    from dcpring._machine import bench, bench_plot
 
     if args.output:
-        _bench_plot.check(args.output)
-    report = _bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)
+        bench_plot.check(args.output)
+    report = bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)
     if args.json:
         out.json(report.as_json())
     else:
         _show(report, out)
     if args.output:
-        _bench_plot.draw(report, args.output)
+        bench_plot.draw(report, args.output)
         out.note(f"the picture is {args.output}")
     return 0
 

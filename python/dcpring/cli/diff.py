@@ -13,7 +13,7 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map,
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._compare import CheckpointDiff, ObjectDiff, TensorDiff
+    from dcpring._inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff
     from dcpring._key_diff import Different, Unmatched
 
 _ROWS_ON_SCREEN = 40
@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._compare import Comparison
+    from dcpring._inspect.compare import Comparison
     from dcpring._progress import progress_bar
 
     comparison = Comparison(

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 import dcpring
-from dcpring._doctor import Check, examine, works
+from dcpring._machine.doctor import Check, examine, works
 from dcpring.cli._output import Output, visible
 from dcpring.cli._parser import Commands, add_json
 

@@ -11,8 +11,8 @@ from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted
 
 if TYPE_CHECKING:
+    from dcpring._inspect.key_report import KeyReport, Row
     from dcpring._key_map import KeyTable
-    from dcpring._key_report import KeyReport, Row
 
 _MOST_PLACES = 4
 
@@ -46,8 +46,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._contents import open_all, open_contents
-    from dcpring._key_report import report_keys
+    from dcpring._inspect.contents import open_all, open_contents
+    from dcpring._inspect.key_report import report_keys
 
     if args.rank is None:
         parts = open_all(args.checkpoint, trusted=args.trusted)

@@ -12,9 +12,9 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, ad
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._contents import Entry
-    from dcpring._inventory import DataFile, Inventory, Item, Sum
-    from dcpring._outline import Row
+    from dcpring._inspect.contents import Entry
+    from dcpring._inspect.inventory import DataFile, Inventory, Item, Sum
+    from dcpring._inspect.outline import Row
 
 _LINES_AROUND = 8
 """Of a screen, those that are left for what is not the tree."""
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inventory import take_inventory
-    from dcpring._select import key_filter
+    from dcpring._inspect.inventory import take_inventory
+    from dcpring._inspect.select import key_filter
 
     inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
     items = list(inventory.items(key_filter(args.keys)))
@@ -99,7 +99,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile]) -> None:
-    from dcpring._inventory import total
+    from dcpring._inspect.inventory import total
 
     out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
     used = [file for file in files if file.state != "leftover"]
@@ -190,7 +190,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _print_tree(out: Output, inventory: Inventory, items: Sequence[Item], depth: int | None) -> None:
-    from dcpring._outline import Outline
+    from dcpring._inspect.outline import Outline
 
     outline = Outline(items)
     rows, hidden = (list(outline.rows(depth)), 0) if depth else _fitting(outline, out)
@@ -235,7 +235,7 @@ def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
 
 def _row_cells(row: Row) -> list[Piece]:
     """Shape or number of keys, dtype, size, chunks, ranks."""
-    from dcpring._inventory import ranks_of, total
+    from dcpring._inspect.inventory import ranks_of, total
 
     items = list(row.items())
     sum, ranks = total(items), ranks_of(items)
@@ -292,7 +292,7 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
 def _document(
     inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile], *, with_keys: bool
 ) -> dict[str, Any]:
-    from dcpring._inventory import total, totals_by_component
+    from dcpring._inspect.inventory import total, totals_by_component
 
     manifest = inventory.manifest
     notes = {} if manifest is None else manifest.components

@@ -11,8 +11,8 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, ad
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._inventory import Inventory
-    from dcpring._plot import Shares
+    from dcpring._inspect.inventory import Inventory
+    from dcpring._inspect.plot import Shares
 
 DESCRIPTION = """\
 Draws which rank wrote what into which file, how even that is, and which tensors are the largest. No tensor is read.
@@ -39,8 +39,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inventory import take_inventory
-    from dcpring._plot import check, draw, shares_of
+    from dcpring._inspect.inventory import take_inventory
+    from dcpring._inspect.plot import check, draw, shares_of
 
     path: Path | None = args.output
     if path is None and not args.json:

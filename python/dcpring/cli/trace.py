@@ -12,7 +12,7 @@ from dcpring.cli._parser import Commands, add_json, positive
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dcpring._trace_read import Operation
+    from dcpring._trace.read import Operation
 
 _DESCRIPTION = """\
 Reads the traces that RingWriter(trace="t.json"), RingReader(trace=...) or the environment variable DCPRING_TRACE have
@@ -50,8 +50,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     if args.output is not None and args.output.suffix.lower() not in (".png", ".svg"):
         raise CheckpointError(f"--output {args.output}: the timeline is drawn as .png or .svg; choose one of them")
-    from dcpring._critical import Analysis
-    from dcpring._trace_read import read_operations
+    from dcpring._trace.critical import Analysis
+    from dcpring._trace.read import read_operations
     from dcpring.cli import _trace_view
 
     operations, notes = read_operations(args.traces)
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     chosen = _chosen(operations, args.operation)
     analyses = {number: Analysis(operations[number - 1]) for number in chosen}
     if args.output is not None:
-        from dcpring import _timeline
+        from dcpring._trace import timeline
 
-        _timeline.draw(args.output, analyses[chosen[-1]])
+        timeline.draw(args.output, analyses[chosen[-1]])
     if args.json:
         out.json({"operations": [_trace_view.as_json(number, one) for number, one in analyses.items()], "notes": notes})
     else:

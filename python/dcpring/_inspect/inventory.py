@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from dcpring import _layout
-from dcpring._contents import Contents, Entry, Record, open_all, open_contents, rank_of_file
+from dcpring._inspect.contents import Contents, Entry, Record, open_all, open_contents, rank_of_file
 from dcpring._metadata import referenced_files
 from dcpring._stored import MANIFEST_KEY, Manifest
 from dcpring.errors import CheckpointError

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpring import _C
-from dcpring._contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
+from dcpring._inspect.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring._lazy import StoredChunks, has_known_tables
 from dcpring._metadata import (
     METADATA_NAME,

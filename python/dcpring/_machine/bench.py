@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dcpring import _C
+from dcpring._machine.scratch import private_directory
 from dcpring._progress import Bar, progress_bar
-from dcpring._scratch import private_directory
 from dcpring.errors import CheckpointError
 from dcpring.options import Engine, IOOptions
 from dcpring.report import format_bytes

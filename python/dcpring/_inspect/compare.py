@@ -21,14 +21,14 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring import _key_diff as names
-from dcpring._compare_objects import difference
-from dcpring._contents import Contents, Entry, Part, open_all, open_contents
+from dcpring._inspect.compare_objects import difference
+from dcpring._inspect.contents import Contents, Entry, Part, open_all, open_contents
+from dcpring._inspect.select import key_filter
 from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
 from dcpring._load import split_box
 from dcpring._metadata import TENSOR
-from dcpring._select import key_filter
 from dcpring.errors import CheckpointError
 
 __all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_checkpoints"]

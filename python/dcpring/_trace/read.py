@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcpring._trace_file import FORMAT
+from dcpring._trace.file import FORMAT
 from dcpring.errors import CheckpointError
 
 MOST_BYTES = 1 << 30

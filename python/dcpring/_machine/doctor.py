@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dcpring import _C
-from dcpring._scratch import private_directory
+from dcpring._machine.scratch import private_directory
 from dcpring._strategy import remote_storage
 from dcpring.errors import CheckpointError
 from dcpring.options import Engine, IOOptions

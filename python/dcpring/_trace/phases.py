@@ -26,7 +26,7 @@ from torch.autograd import profiler
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from dcpring import _C
-from dcpring._trace_file import STEPS, Recorded, Span, TraceFile, Work, trace_file
+from dcpring._trace.file import STEPS, Recorded, Span, TraceFile, Work, trace_file
 
 ENVIRONMENT = "DCPRING_TRACE"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpring import _C, _layout
-from dcpring._inventory import DataFile, Inventory, Item, Sum, imbalance, total
+from dcpring._inspect.inventory import DataFile, Inventory, Item, Sum, imbalance, total
 from dcpring.errors import CheckpointError
 from dcpring.report import count, format_bytes
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpring import _C, _layout
-from dcpring._critical import COMMITTING, LATE, OTHER, PLANNING, Analysis, Segment
-from dcpring._trace import GATHER_PLANS, GATHER_RESULTS, READ, SCATTER_PLANS, WRITE
-from dcpring._trace_read import Part, Span
+from dcpring._trace.critical import COMMITTING, LATE, OTHER, PLANNING, Analysis, Segment
+from dcpring._trace.phases import GATHER_PLANS, GATHER_RESULTS, READ, SCATTER_PLANS, WRITE
+from dcpring._trace.read import Part, Span
 from dcpring.cli._output import visible
 from dcpring.errors import CheckpointError
 

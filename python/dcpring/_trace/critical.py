@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from dcpring._trace import (
+from dcpring._trace.phases import (
     CLEAN_UP,
     COMMIT,
     GATHER_PLANS,
@@ -29,7 +29,7 @@ from dcpring._trace import (
     SCATTER_PLANS,
     WRITE,
 )
-from dcpring._trace_read import Operation, Part, Span
+from dcpring._trace.read import Operation, Part, Span
 
 LATE = "not begun"
 """Before a rank's first phase, when another has begun already."""

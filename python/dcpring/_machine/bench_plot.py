@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from dcpring._bench import Direction, Report, Result
+from dcpring._machine.bench import Direction, Report, Result
 from dcpring.errors import CheckpointError
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcpring._inventory import Item
+from dcpring._inspect.inventory import Item
 from dcpring._key_diff import spans_of
 
 _MOST_PARTS = 64

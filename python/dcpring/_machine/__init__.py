@@ -1,0 +1,1 @@
+"""What a machine and its storage can do: ``doctor`` tries it out, ``bench`` measures it."""

@@ -52,20 +52,16 @@ class Output:
 
     @staticmethod
     def _console(stream: TextIO) -> Console:
-        console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        if not stream.isatty():
-            # rich looks at FORCE_COLOR and the like: a pipe gets plain text whatever they say.
-            console = Console(
-                file=stream,
-                force_terminal=False,
-                color_system=None,
-                width=_PIPE_WIDTH,
-                highlight=False,
-                markup=False,
-                emoji=False,
-                soft_wrap=True,
-            )
-        return console
+        # rich looks at FORCE_COLOR and the like: a pipe gets plain text whatever they say.
+        plain: dict[str, Any] = {"force_terminal": False, "color_system": None, "width": _PIPE_WIDTH}
+        return Console(
+            file=stream,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+            **({} if stream.isatty() else plain),
+        )
 
     def text(self, text: str = "", style: str = "") -> None:
         """A line (or several)."""

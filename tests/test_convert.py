@@ -720,6 +720,7 @@ def test_a_zip_of_more_than_4_gib(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
+import torch.distributed.checkpoint
 import dcpring
 if len(sys.argv) > 1:
     dcpring.convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3] if len(sys.argv) > 3 else None)

@@ -9,6 +9,7 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _distributed
 import pytest
@@ -346,13 +347,13 @@ def test_a_subclass_that_changes_its_items(tmp_path: Path) -> None:
 def hand_on(path: str, share: Any, hosts: str, device_dtype: Any) -> tuple[bool, int, int, int, str]:
     state = hsdp_state(1)
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
-    dcpring.load_planner.host_id = lambda: hosts[dist.get_rank()]
     loaded = hsdp_state(2)
     if device_dtype is not None:
         loaded["embedding"] = loaded["embedding"].to(device_dtype)
     reader = RingReader(path)
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
-    dcp.load(loaded, storage_reader=reader, planner=planner)
+    with mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]):
+        dcp.load(loaded, storage_reader=reader, planner=planner)
     assert reader.stats is not None
     state["embedding"] = state["embedding"].to(loaded["embedding"].dtype)
     stats = reader.stats
@@ -447,7 +448,6 @@ def failing_reader(path: str, share: str, hosts: str) -> str:
     state = {"a": torch.randn(1 << 16), "b": torch.randn(1 << 16)}
     torch.manual_seed(0)
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
-    dcpring.load_planner.host_id = lambda: hosts[dist.get_rank()]
 
     class Failing(RingReader):
         def read_data(self, plan: Any, planner: Any) -> Any:
@@ -459,7 +459,8 @@ def failing_reader(path: str, share: str, hosts: str) -> str:
             return super().read_data(plan, planner)
 
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)  # type: ignore[arg-type]
-    return failure_of(lambda: dcp.load(state, storage_reader=Failing(path), planner=planner))
+    with mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]):
+        return failure_of(lambda: dcp.load(state, storage_reader=Failing(path), planner=planner))
 
 
 @pytest.mark.parametrize(("share", "hosts"), (("host", "aaa"), ("all", "abc")))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from dcpring._machine import bench_plot as _bench_plot
 from dcpring._machine.bench import Direction, Report, Result, Transfer, ways
 from dcpring.cli import bench
 from dcpring.cli._output import Output
-from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
 
 QUICK = ("--quick", "--size", "4M")
@@ -255,6 +255,12 @@ def test_picture(tmp_path: Path, suffix: str, magic: bytes) -> None:
         assert path.read_text().count("<g id=") > 20
 
 
+def test_a_directory_whose_name_looks_like_a_formula(tmp_path: Path) -> None:
+    measured = replace(report({USUAL: (1.0, 1.1, 1.2)}, cold=False), directory=tmp_path / r"$\frac{1$")
+    _bench_plot.draw(measured, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").exists()
+
+
 def test_picture_of_a_run(tmp_path: Path) -> None:
     result = _cli.run("bench", tmp_path, *QUICK, "--engines", "threads", "--output", tmp_path / "plot.png")
     assert result.status == 0 and "the picture is" in result.err
@@ -264,9 +270,9 @@ def test_picture_of_a_run(tmp_path: Path) -> None:
 def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
-    def fail(self: Figure, path: Path, **_: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def fail(self: Figure, file: io.BytesIO, **_: Any) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Figure, "savefig", fail)
     (tmp_path / "plot.png").write_text("old")
@@ -277,9 +283,9 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'dcpring\[plot\]'"):
-        _bench_plot.check(tmp_path / "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = _cli.run("bench", tmp_path, "--output", tmp_path / "x.png")
+    assert result.status == 2 and "pip install 'dcpring[plot]'" in result.err and not list(tmp_path.iterdir())
 
 
 # ---- interrupted, in pipes and terminals ----

@@ -98,7 +98,7 @@ def test_the_default_name(tmp_path: Path) -> None:
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / "c"), no_dist=True)
-    for name, problem in (("x.pdf", "must end with .png or .svg"), ("no/dir.png", "No such file or directory")):
+    for name, problem in (("x.gif", "must end with .png, .svg or .pdf"), ("no/dir.png", "cannot be written")):
         result = _cli.run("plot", tmp_path / "c", "-o", tmp_path / name)
         assert result.status == 2 and problem in result.err and not result.out
     assert _cli.run("plot", tmp_path, "-o", tmp_path / "x.png").status == 2

@@ -196,6 +196,15 @@ def test_a_strangers_text_is_escaped(tmp_path: Path) -> None:
     assert "<script>" not in (tmp_path / "t.svg").read_text()
 
 
+@pytest.mark.parametrize("lane", ["worker ²", f"worker {'9' * 5000}", "worker \ud800", "$x^$"])
+def test_a_strangers_lanes_can_be_drawn(tmp_path: Path, lane: str) -> None:
+    trace = made(0, [("write", 0.0, 1.0)], [("write", 0.1, 0.2)], world_size=1)
+    for event in trace["traceEvents"]:
+        if event["name"] == "thread_name" and event["args"]["name"] != "main":
+            event["args"]["name"] = lane
+    assert _cli.run("trace", *write(tmp_path, [trace]), "--output", tmp_path / "t.png").status == 0
+
+
 # ---- what goes wrong ----
 
 
@@ -266,7 +275,7 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write(tmp_path, slow_sync())
     assert _cli.run("trace").status == 2
     assert "there are only 1" in _cli.run("trace", *paths, "--operation", 2).err
-    assert ".png or .svg" in _cli.run("trace", *paths, "--output", tmp_path / "t.gif").err
+    assert ".png, .svg or .pdf" in _cli.run("trace", *paths, "--output", tmp_path / "t.gif").err
     result = _cli.run("trace", *paths, "--output", tmp_path / "absent" / "t.png")
     assert result.status == 2 and "absent" in result.err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

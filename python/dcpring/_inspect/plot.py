@@ -1,26 +1,19 @@
-"""A picture of a checkpoint: which rank wrote what into which file, how even that is, and the largest tensors.
-
-Needs matplotlib. The picture is made in memory, written beside its target and renamed.
-"""
+"""A picture of a checkpoint: which rank wrote what into which file, how even that is, and the largest tensors."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpring import _C, _layout
 from dcpring._inspect.inventory import DataFile, Inventory, Item, Sum, imbalance, total
-from dcpring.errors import CheckpointError
+from dcpring._picture import drawable, drawing
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-FORMATS = (".png", ".svg")
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's, which people tell apart whatever colours they see."""
@@ -70,50 +63,17 @@ def shares_of(inventory: Inventory) -> Shares:
     return shares
 
 
-def check(path: Path) -> None:
-    """Fails before anything is read where the picture could not be made afterwards.
-
-    Raises:
-        CheckpointError: matplotlib is missing, or the name is no picture's.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise CheckpointError(f"{path} is no picture's name; it must end with {' or '.join(FORMATS)}")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise CheckpointError(f"drawing needs {error.name}, which is missing: pip install 'dcpring[plot]'") from error
-
-
 def draw(path: Path, inventory: Inventory, shares: Shares) -> None:
-    """Draws to a .png or .svg.
-
-    Raises:
-        CheckpointError: matplotlib is missing, or the name is no picture's.
-        OSError: the file cannot be written.
-    """
-    check(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
+    """Raises what ``drawing`` raises."""
     used = [file for file in shares.files if file.records]
     height = 9.0 if len(used) > _MOST_LABELLED else max(5.2, 2.0 + 0.24 * len(used))
-    # Names are a stranger's: they are no formulas. The same checkpoint gives the same picture.
-    with rc_context({"text.parse_math": False, "svg.hashsalt": "dcpring", "font.size": 9}):
-        figure = Figure(figsize=(14, height), dpi=120, layout="constrained")
+    with drawing(path, 14, height) as figure:
         figure.suptitle(_title(inventory, shares, used), fontsize=10)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _draw_files(left, used, _shown_components(shares))
         _draw_largest(right, shares, _shown_components(shares))
         if used:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format=path.suffix[1:].lower(), metadata={"Date": None} if _is_svg(path) else None)
-    beside = f".{_layout.unfinished_name(path.name)}"
-    _C.commit(str(path.absolute().parent), beside, path.name, picture.getvalue(), False)
-
-
-def _is_svg(path: Path) -> bool:
-    return path.suffix.lower() == ".svg"
 
 
 def _title(inventory: Inventory, shares: Shares, used: Sequence[DataFile]) -> str:
@@ -128,13 +88,7 @@ def _title(inventory: Inventory, shares: Shares, used: Sequence[DataFile]) -> st
         *([f"{format_bytes(padding)} of padding"] if padding > 0 else []),
         *([f"{count(missing, 'file')} missing or too short"] if missing else []),
     ]
-    return f"{_safe(str(inventory.directory), 80)} (by {inventory.writer}{step})\n{', '.join(facts)}; {ranks}{even}"
-
-
-def _safe(text: str, most: int = _NAME_CHARACTERS) -> str:
-    """A stranger's text, short enough, and of what fonts can draw."""
-    text = "".join(c if c.isprintable() else "?" for c in text[: 4 * most])
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}...{text[2 - most // 2 :]}"
+    return f"{drawable(str(inventory.directory), 80)} (by {inventory.writer}{step})\n{', '.join(facts)}; {ranks}{even}"
 
 
 def _shown_components(shares: Shares) -> dict[str, str]:
@@ -178,7 +132,7 @@ def _layers(files: Sequence[DataFile], colours: dict[str, str]) -> list[tuple[st
     there = [file.state == "ok" for file in files]
     layers = [
         (
-            _safe(name) or "(no name)",
+            drawable(name, _NAME_CHARACTERS) or "(no name)",
             colour,
             [file.components[name] * good for file, good in zip(files, there, strict=True)],
         )
@@ -227,7 +181,7 @@ def _file_label(file: DataFile) -> str:
     name = file.name.removesuffix(".distcp")
     parts = name.split(".")
     short = parts[0] if len(parts) == 2 and len(parts[1]) == 16 else name  # without the tag
-    return _safe(short, 28) if file.rank is None else f"rank {file.rank}  {_safe(short, 28)}"
+    return drawable(short, 28) if file.rank is None else f"rank {file.rank}  {drawable(short, 28)}"
 
 
 def _unit(largest: float) -> tuple[float, str]:
@@ -259,7 +213,7 @@ def _draw_largest(axes: Axes, shares: Shares, colours: dict[str, str]) -> None:
     for row, item in enumerate(shares.largest):
         chunks = len(item.entry.records)
         kind = "object" if item.entry.shape is None else f"{_shape(item)} {str(item.entry.dtype)[6:]}"
-        text = f"{_safe(item.entry.key, 60)}   {kind}, {format_bytes(item.entry.nbytes)}"
+        text = f"{drawable(item.entry.key, 60)}   {kind}, {format_bytes(item.entry.nbytes)}"
         axes.text(0, row - 0.3, f"{text} in {chunks} chunks" if chunks > 1 else text, fontsize="small", va="bottom")
     axes.set_yticks([])
     axes.set_ylim(len(sizes) - 0.4, -1)
@@ -269,4 +223,4 @@ def _draw_largest(axes: Axes, shares: Shares, colours: dict[str, str]) -> None:
 
 def _shape(item: Item) -> str:
     shape: Any = item.entry.shape
-    return _safe(str(list(shape)), 32)
+    return drawable(str(list(shape)), 32)

@@ -1,24 +1,17 @@
-"""The timeline of a save or a load as a picture: a band of lanes for each rank, its critical path on top.
-
-Needs matplotlib. The picture is written beside its target and renamed.
-"""
+"""The timeline of a save or a load as a picture: a band of lanes for each rank, its critical path on top."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import signal
-import threading
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpring import _C, _layout
+from dcpring._picture import drawable, drawing
 from dcpring._trace.critical import COMMITTING, LATE, OTHER, PLANNING, Analysis, Segment
 from dcpring._trace.phases import GATHER_PLANS, GATHER_RESULTS, READ, SCATTER_PLANS, WRITE
 from dcpring._trace.read import Part, Span
-from dcpring.cli._output import visible
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -66,56 +59,13 @@ class _Lane(NamedTuple):
 
 
 def draw(path: Path, analysis: Analysis) -> None:
-    """Draws to a .png or .svg.
-
-    Raises:
-        CheckpointError: matplotlib is missing, or there are too many ranks.
-        OSError: the file cannot be written.
-    """
-    make_figure = _import_figure()
+    """Raises CheckpointError if there are too many ranks, and what ``drawing`` raises."""
     parts = analysis.operation.parts
     if len(parts) > _MOST_RANKS:
         raise CheckpointError(f"a timeline of {len(parts)} ranks would be too tall; give the traces of up to 256")
     lanes = _lanes(analysis)
-    figure = make_figure(figsize=(13, min(160.0, 2.2 + 0.17 * len(lanes) + 0.12 * len(parts))), dpi=130)
-    figure.set_layout_engine("constrained")
-    _fill(figure, analysis, lanes)
-    _write(path, figure)
-
-
-def _import_figure() -> type[Figure]:
-    """Loads matplotlib. A Ctrl-C waits for that: Python aborts at its end where a C++ module is only half there."""
-    try:
-        with _interrupted_later():
-            from matplotlib.backends import backend_agg, backend_svg  # noqa: F401
-            from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CheckpointError(
-            f"drawing needs {error.name}, which is not installed: pip install 'dcpring[plot]'"
-        ) from error
-    return Figure
-
-
-@contextlib.contextmanager
-def _interrupted_later() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # others are not interrupted
-        yield
-        return
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        signal.raise_signal(signal.SIGINT)
-
-
-def _write(path: Path, figure: Figure) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:].lower())
-    beside = f".{_layout.unfinished_name(path.name)}"
-    _C.commit(str(path.absolute().parent), beside, path.name, picture.getvalue(), False)
+    with drawing(path, 13, min(160.0, 2.2 + 0.17 * len(lanes) + 0.12 * len(parts))) as figure:
+        _fill(figure, analysis, lanes)
 
 
 # ---- lanes ----
@@ -149,7 +99,7 @@ def _lanes_of(part: Part, analysis: Analysis, full: bool) -> list[_Lane]:
 
 
 def _lane_order(lane: str) -> list[int]:
-    return [int(word) for word in lane.split() if word.isdigit()]
+    return [int(number) for number in re.findall(r"\b[0-9]{1,18}\b", lane)]
 
 
 def _as_span(segment: Segment) -> Span:
@@ -224,25 +174,25 @@ def _mark_path(axes: Axes, analysis: Analysis, main: dict[int, float]) -> None:
             middle = (scale.seconds(step.begin) + scale.seconds(step.end)) / 2
             name = "not begun yet" if step.name == LATE else step.name
             longest = max(step.parts, key=lambda part: step.parts[part], default=OTHER)
-            text = f"{visible(name)} {step.took / 1e6:.2f} s"
+            text = f"{drawable(name)} {step.took / 1e6:.2f} s"
             if longest != OTHER:
                 text += f", of which {longest} {step.parts[longest] / 1e6:.2f} s"
             axes.annotate(
                 text, (middle, main[step.rank]), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8,
-                color=_INK, parse_math=False, bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"},
+                color=_INK, bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"},
             )  # fmt: skip
 
 
 def _label(axes: Axes, analysis: Analysis, lanes: list[_Lane], places: dict[int, float]) -> None:
     operation = analysis.operation
-    names = [f"rank {lane.rank}  {lane.name}" if lane.name == "main" else lane.name for lane in lanes]
-    axes.set_yticks([places[index] + 0.5 for index in places], names, fontsize=7, parse_math=False)
+    names = [f"rank {lane.rank}  main" if lane.name == "main" else drawable(lane.name, 24) for lane in lanes]
+    axes.set_yticks([places[index] + 0.5 for index in places], names, fontsize=7)
     for text, lane in zip(axes.get_yticklabels(), lanes, strict=True):
         text.set_color(_INK if lane.name == "main" else _FAINT)
         text.set_fontweight("bold" if lane.name == "main" else "normal")
     seconds = (operation.end - operation.begin) / 1e6
-    title = f"{operation.kind} {visible(operation.checkpoint)}: {seconds:.3f} s"
-    axes.set_title(title, fontsize=11, loc="left", parse_math=False, color=_INK)
+    title = f"{operation.kind} {drawable(operation.checkpoint)}: {seconds:.3f} s"
+    axes.set_title(title, fontsize=11, loc="left", color=_INK)
     axes.set_xlabel("seconds", fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)

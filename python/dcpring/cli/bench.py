@@ -74,9 +74,10 @@ def _engines(text: str) -> list[Engine]:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from dcpring._machine import bench, bench_plot
+    from dcpring._picture import check
 
     if args.output:
-        bench_plot.check(args.output)
+        check(args.output)
     report = bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)
     if args.json:
         out.json(report.as_json())

@@ -40,7 +40,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from dcpring._inspect.inventory import take_inventory
-    from dcpring._inspect.plot import check, draw, shares_of
+    from dcpring._inspect.plot import draw, shares_of
+    from dcpring._picture import check
 
     path: Path | None = args.output
     if path is None and not args.json:

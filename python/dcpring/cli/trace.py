@@ -48,12 +48,14 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    if args.output is not None and args.output.suffix.lower() not in (".png", ".svg"):
-        raise CheckpointError(f"--output {args.output}: the timeline is drawn as .png or .svg; choose one of them")
     from dcpring._trace.critical import Analysis
     from dcpring._trace.read import read_operations
     from dcpring.cli import _trace_view
 
+    if args.output is not None:
+        from dcpring._picture import check
+
+        check(args.output)
     operations, notes = read_operations(args.traces)
     if not operations:
         raise CheckpointError(f"there is no save or load in {args.traces[0]}")
@@ -81,6 +83,3 @@ def _chosen(operations: Sequence[Operation], number: int | None) -> list[int]:
     if number > len(operations):
         raise CheckpointError(f"--operation {number}: there are only {len(operations)} in these traces")
     return [number]
-
-
-# ---- text ----

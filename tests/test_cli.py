@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,46 @@ def test_a_strangers_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
     result = _cli.run("ls", tmp_path)
     assert result.status == 0 and r"evil\x1b]0;title" in result.out
     assert not set(result.out) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "2>/dev/full", ">/dev/full", ">&- 2>&-"])
+def test_streams_that_take_nothing(tmp_path: Path, redirection: str) -> None:
+    command = f"{shlex.join(_cli.PROGRAM)} ls {tmp_path} {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_whoever_reads_has_seen_enough(tmp_path: Path) -> None:
+    """Status 1 would say that something differs."""
+    dcp.save({f"key {n}": torch.ones(1) for n in range(5000)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    for options in ("", "--files", "--json"):
+        command = f"{shlex.join(_cli.PROGRAM)} ls {tmp_path} {options} | true; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert done.stdout == "141\n" and not done.stderr
+
+
+def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
+    dcp.save({"größe": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    assert r"gr\xf6\xdfe" in _cli.run_piped("ls", tmp_path, PYTHONIOENCODING="ascii").out
+    assert _cli.run_in_terminal("ls", tmp_path, PYTHONIOENCODING="latin-1").status == 0
+
+
+@pytest.mark.parametrize("module", ["rich", "rich.console", "dcpring.cli._parser", "dcpring._inspect.inventory"])
+def test_ctrl_c_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
+    code = f"""
+import signal, sys
+from dcpring.cli import main
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["ls", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr == "dcpring: interrupted\n"
 
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)])

@@ -24,9 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         import rich  # noqa: F401
-    except ImportError:
+
+        from dcpring.cli._app import run
+
+        return run(sys.argv[1:] if argv is None else argv)
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
         print("dcpring's command line needs the package rich: pip install 'dcpring[cli]'", file=sys.stderr)
         return 2
-    from dcpring.cli._app import run
-
-    return run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while all this is being loaded, or while it ends
+        print("dcpring: interrupted", file=sys.stderr)
+        return 130

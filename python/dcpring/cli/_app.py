@@ -9,7 +9,7 @@ import sys
 
 import dcpring
 from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
-from dcpring.cli._output import Output
+from dcpring.cli._output import Output, in_words, take_streams, visible
 from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
@@ -31,11 +31,12 @@ def make_parser() -> tuple[Parser, Commands]:
 
 def run(argv: list[str]) -> int:
     """See ``dcpring.cli.main``."""
-    parser, _ = make_parser()
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="dcpring: %(message)s")
+    take_streams()
     out = Output()
     try:
+        parser, _ = make_parser()
+        args = parser.parse_args(argv)
+        _log_to_stderr()
         status = int(args.run(args, out))
         out.flush()
         return status
@@ -49,8 +50,20 @@ def run(argv: list[str]) -> int:
     except CheckpointError as error:
         out.error(str(error))
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        out.error(f"{error.strerror or error}{where}")
+        out.error(in_words(error))
     except MemoryError:
         out.error("there is not enough memory")
     return 2
+
+
+class _Line(logging.Formatter):
+    """A message may quote names out of a checkpoint."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(visible, super().format(record).split("\n")))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Line("dcpring: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])

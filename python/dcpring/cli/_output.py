@@ -5,7 +5,10 @@ Names out of a checkpoint are a stranger's text: whatever could steer a terminal
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +21,7 @@ from rich.text import Text
 
 from dcpring.report import format_table
 
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _MOST_DRAWN = 2000
 """Rows of a table that gets a box; rich takes 0.2 ms for each."""
@@ -32,6 +35,29 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():  # nearly all are, and this takes a tenth of the time
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def take_streams() -> None:
+    """Makes the process's streams fit to print to: closed ones swallow it, and what they cannot encode is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def in_words(error: Exception) -> str:
+    """What an error says; of the system's, without the number."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Left to the caller: rich's own way ends the program with status 1."""
+        raise BrokenPipeError
 
 
 Piece = tuple[str, str]
@@ -51,10 +77,10 @@ class Output:
         self.interactive = self._out.is_terminal
 
     @staticmethod
-    def _console(stream: TextIO) -> Console:
+    def _console(stream: TextIO) -> _Console:
         # rich looks at FORCE_COLOR and the like: a pipe gets plain text whatever they say.
         plain: dict[str, Any] = {"force_terminal": False, "color_system": None, "width": _PIPE_WIDTH}
-        return Console(
+        return _Console(
             file=stream,
             highlight=False,
             markup=False,
@@ -146,8 +172,9 @@ class Output:
         self._out.file.write("{\n" + ",\n".join(members) + "\n}\n")
 
     def error(self, text: str) -> None:
-        """A line on standard error."""
-        self._err.print(Text("dcpring: ", style="bold red").append(visible(text), style="default"))
+        """A line on standard error, if that takes any."""
+        with contextlib.suppress(OSError):
+            self._err.print(Text("dcpring: ", style="bold red").append(visible(text), style="default"))
 
     def note(self, text: str) -> None:
         """A line on standard error that is no error: progress, where a file went."""

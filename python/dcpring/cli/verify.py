@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dcpring.cli._output import Output
+from dcpring.cli._output import Output, in_words
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_trusted
 from dcpring.errors import CheckpointError
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         try:
             report = verify(checkpoint, quick=args.quick, trusted=args.trusted, progress=not args.json)
         except (CheckpointError, OSError) as error:  # the others may still be looked at
-            out.error(str(error))
+            out.error(in_words(error))
             status = 2
             continue
         reports.append(report)

@@ -226,6 +226,17 @@ def test_objects(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ran" not in capfd.readouterr().out
 
 
+def test_an_object_that_holds_another_very_often(tmp_path: Path) -> None:
+    """A stranger's few bytes must not take forever."""
+    for number in (1, 2):
+        value: list[Any] = [number]
+        for _ in range(60):
+            value = [value, value]
+        _save(tmp_path / str(number), {"o": (value,)})
+    (found,) = diff_checkpoints(tmp_path / "1", tmp_path / "2").objects
+    assert found.difference.endswith("1 is 2")
+
+
 def test_sparse_tensors(tmp_path: Path) -> None:
     def state(value: float) -> dict[str, Any]:
         return {"coo": torch.eye(4).mul(value).to_sparse(), "csr": torch.eye(4).mul(value).to_sparse_csr()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcpring import CheckpointError, CorruptCheckpointError, RingSavePlanner, RingWriter
+from dcpring import CheckpointError, CorruptCheckpointError, RingSavePlanner, RingWriter, verify
 from dcpring._inspect.contents import open_all, open_contents, rank_of_file
 
 WRITERS: dict[str, Any] = {
@@ -107,3 +108,17 @@ def test_objects_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(CheckpointError, match="could run code"):
         open_contents(tmp_path).read_object("evil")
     assert isinstance(open_contents(tmp_path, trusted=True).read_object("evil"), io.BytesIO)
+
+
+def test_keys_that_are_no_names(tmp_path: Path) -> None:
+    dcp.save({"a": 5}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata[7] = metadata.state_dict_metadata.pop("a")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="a key is 7, which is no str"):
+        open_contents(tmp_path)
+
+
+def test_a_tensor_of_more_dimensions_than_the_core_knows(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones((1,) * 70)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    assert "more than 64 dimensions" in verify(tmp_path).problems[0].what

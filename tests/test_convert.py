@@ -580,6 +580,24 @@ def test_files_that_are_cut_off(tmp_path: Path, size: int) -> None:
         convert(tmp_path / "b.pt", tmp_path / "c.pt")
 
 
+def test_a_list_that_holds_another_very_often(tmp_path: Path) -> None:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    torch.save({"o": value, "a": torch.ones(2)}, tmp_path / "a.pt")
+    assert convert(tmp_path / "a.pt", tmp_path / "b").objects == 1
+
+
+def test_a_dict_that_holds_another_very_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpring._convert._torch_file._MOST_LEAVES", 1000)
+    value: dict[str, Any] = {"a": 1}
+    for _ in range(60):
+        value = {"a": value, "b": value}
+    torch.save(value, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds more than 1,000 values"):
+        convert(tmp_path / "a.pt", tmp_path / "b")
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         convert(tmp_path / "x", tmp_path / "y")

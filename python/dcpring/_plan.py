@@ -108,9 +108,17 @@ def _add_leaf(flat: Flat, name: str, path: Path, value: Any, code: bytes) -> Non
 
 
 def is_terminal(values: list[Any]) -> bool:
-    return not any(
-        isinstance(entry, (Mapping, Tensor)) or (isinstance(entry, list) and not is_terminal(entry)) for entry in values
-    )
+    """Whether a list, with the lists in it, holds no tensor and no mapping."""
+    seen = {id(values)}
+    waiting = [values]
+    while waiting:
+        for entry in waiting.pop():
+            if isinstance(entry, (Mapping, Tensor)):
+                return False
+            if isinstance(entry, list) and id(entry) not in seen:  # a few lists can hold each other very often
+                seen.add(id(entry))
+                waiting.append(entry)
+    return True
 
 
 def _path_code(path: Path) -> bytes:

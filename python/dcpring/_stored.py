@@ -65,7 +65,7 @@ class Manifest:
     def parse(text: Any, path: str) -> Manifest:
         try:
             manifest = Manifest(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) is damaged: {error}", path) from error
         if manifest.version != MANIFEST_VERSION:
             raise CorruptCheckpointError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import itertools
 import pickle
 import struct
 import zipfile
@@ -29,6 +30,9 @@ from dcpring._load import refused
 from dcpring._plan import PLAIN_TYPES, is_terminal
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOOptions
+
+_MOST_LEAVES = 1 << 21
+"""A few bytes can stand for any number of them: a dict that holds another twice, which holds another twice."""
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
@@ -94,9 +98,12 @@ class TorchSource:
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{self._path} holds a {type(loaded).__name__}, not a dict of tensors")
         try:
-            return list(_leaves((), loaded))
+            leaves = list(itertools.islice(_leaves((), loaded), _MOST_LEAVES + 1))
         except RecursionError as error:
             raise CheckpointError(f"{self._path}: it holds something that holds itself") from error
+        if len(leaves) > _MOST_LEAVES:
+            raise CheckpointError(f"{self._path}: it holds more than {_MOST_LEAVES:,} values")
+        return leaves
 
     def _item(self, path: Path, value: Any) -> Item:
         name = ".".join(map(str, path))

@@ -29,7 +29,7 @@ def difference(a: bytes, b: bytes) -> str:
         reason = type(error).__name__
         return f"other bytes, {len(a)} and {len(b)} of them; as it is no plain data ({reason}) there is no saying what"
     try:
-        found = list(_differences("", left, right))
+        found = list(_differences("", left, right, set()))
     except RecursionError:
         return "other data, nested too deeply to say where"
     if not found:
@@ -42,7 +42,12 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
+def _differences(path: str, a: Any, b: Any, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """What is held in several places is compared once: so held again and again, it would take forever."""
+    if isinstance(a, (Mapping, Sequence)) and not isinstance(a, (str, bytes, bytearray)):
+        if (id(a), id(b)) in seen:
+            return
+        seen.add((id(a), id(b)))
     if type(a) is not type(b):
         yield f"{path}{_short(a)} is {_short(b)}"
     elif isinstance(a, Tensor):
@@ -50,12 +55,12 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
             yield f"{path}tensors of {list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype} differ"
     elif isinstance(a, Mapping):
         for key in {**a, **b}:
-            yield from _differences(f"{path}[{_short(key)}] ", a.get(key, _NOTHING), b.get(key, _NOTHING))
+            yield from _differences(f"{path}[{_short(key)}] ", a.get(key, _NOTHING), b.get(key, _NOTHING), seen)
     elif isinstance(a, Sequence) and not isinstance(a, (str, bytes, bytearray)):
         if len(a) != len(b):
             yield f"{path}has {len(a)} elements and {len(b)}"
         for number, (left, right) in enumerate(zip(a, b, strict=False)):
-            yield from _differences(f"{path}[{number}] ", left, right)
+            yield from _differences(f"{path}[{number}] ", left, right, seen)
     elif not (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))):
         yield f"{path}{_short(a)} is {_short(b)}"
 

@@ -392,6 +392,8 @@ def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
     stored = {(index.fqn, index.offset): info for index, info in (metadata.storage_data or {}).items()}
     entries: dict[str, Entry] = {}
     for key, value in metadata.state_dict_metadata.items():
+        if type(key) is not str:
+            raise ValueError(f"a key is {key!r:.200}, which is no str")
         if isinstance(value, TensorStorageMetadata):
             shape, dtype = tuple(value.size), value.properties.dtype
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
@@ -407,10 +409,10 @@ def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
 
 
 def _check_tensor(
-    key: Any, shape: tuple[Any, ...], dtype: Any, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    key: str, shape: tuple[Any, ...], dtype: Any, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
 ) -> None:
     """Raises ValueError for what no tensor can be."""
-    if type(key) is not str or not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key!r:.200} has the dtype {dtype!r:.200}")
     for numbers in (shape, *(part for box in boxes for part in box)):
         if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_json, size
+from dcpring.cli._parser import Commands, add_json, add_output, size
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
         metavar="ENGINE,...",
         help="of uring (io_uring) and threads, those to try; default: all that work on this machine",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw a picture: FILE.png, .svg or .pdf")
+    add_output(parser, "draw a picture")
     add_json(parser)
 
 

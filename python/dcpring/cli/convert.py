@@ -44,7 +44,9 @@ EXAMPLES = [
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add("convert", run, "DCP, torch.save and safetensors, each to each", DESCRIPTION, EXAMPLES)
+    parser = commands.add(
+        "convert", run, "DCP, torch.save and safetensors, each to each", DESCRIPTION, EXAMPLES, differs=""
+    )
     add_checkpoint(
         parser,
         "source",

@@ -46,6 +46,7 @@ def add(commands: Commands) -> None:
             ("dcpring ls ckpt/step-100 --files", "its data files, how full they are, and which are missing"),
             ("dcpring ls ckpt/step-100 --json", "everything, for scripts"),
         ],
+        differs="",
     )
     add_checkpoint(parser)
     parser.add_argument(

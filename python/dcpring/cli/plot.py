@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_output, add_rank, add_trusted
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from dcpring._inspect.plot import Shares
 
 DESCRIPTION = """\
-Draws which rank wrote what into which file, how even that is, and which tensors are the largest. No tensor is read.
-Needs matplotlib: pip install 'dcpring[plot]'."""
+Draws which rank wrote what into which file, how even that is, and which tensors are the largest. No tensor is read."""
 
 
 def add(commands: Commands) -> None:
@@ -30,9 +29,10 @@ def add(commands: Commands) -> None:
             ("dcpring plot ckpt/step-100 --output picture.svg", "likewise, as SVG"),
             ("dcpring plot ckpt/step-100 --json", "the numbers, for scripts; draws nothing"),
         ],
+        differs="",
     )
     add_checkpoint(parser)
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .png or .svg; by default CKPT's name.png")
+    add_output(parser, "the picture; default: CKPT's name.png")
     add_rank(parser)
     add_trusted(parser)
     add_json(parser)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_json, positive
+from dcpring.cli._parser import Commands, add_json, add_output, positive
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,15 +35,11 @@ def add(commands: Commands) -> None:
             ("dcpring trace trace/t.0.json trace/t.1.json --json", "the same, for scripts"),
             ("dcpring trace trace/t.*.json --output timeline.svg", "draws the timeline too"),
         ],
+        differs="",
     )
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="the traces of all ranks of a run")
     parser.add_argument("--operation", metavar="N", type=positive, help="only the Nth save or load")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="draw the timeline of it, or of the last one, to a .png or .svg; needs dcpring[plot]",
-    )
+    add_output(parser, "draw the timeline of it, or of the last one")
     add_json(parser)
 
 

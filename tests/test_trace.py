@@ -304,3 +304,27 @@ def test_the_profiler_sees_the_same(tmp_path: Path, traced: bool) -> None:
 def test_a_watch_is_only_made_for_somebody() -> None:
     assert make_watch(None, 0) is None and IOOptions().for_core(True)[-1] is None
     assert isinstance(make_watch(None, 5), _C.Watch) and isinstance(make_watch(bytearray(8), 0), _C.Watch)
+
+
+def test_an_operation_given_up_in_the_middle_of_another(tmp_path: Path) -> None:
+    """The collector may run at any time, and find a writer that was dropped in the middle of a save."""
+    trace = _trace_file.TraceFile(tmp_path / "t.json", 0, 1)
+    first, own, given_up = (_trace_file.Recorded("save", name, 0) for name in ("first", "own", "given up"))
+    trace.put(first)
+
+    class Collecting:
+        """Looking at the first operation makes the collector run."""
+
+        def __init__(self, written: Any) -> None:
+            self._written = written
+
+        def __getattr__(self, name: str) -> Any:
+            if given_up.number is None and not trace._waiting:
+                trace.put(given_up)
+            return getattr(self._written, name)
+
+    trace._operations[0] = Collecting(trace._operations[0])  # type: ignore[assignment]
+    trace.put(own)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["args"]["checkpoint"] for event in events if event.get("cat") == "operation"]
+    assert names == ["first", "own", "given up"]

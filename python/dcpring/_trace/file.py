@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,8 @@ class TraceFile:
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.RLock()  # an operation may be given up while the collector runs, in the middle of put()
+        self._waiting: deque[Recorded] = deque()
+        self._is_busy = False
         self._operations: dict[int, _Written] = {}
         self._next = 0
         self._dropped = 0
@@ -140,21 +143,35 @@ class TraceFile:
 
     def put(self, recorded: Recorded) -> None:
         """Adds an operation, or what is now known of it, and writes the file. A failure is logged, and not raised."""
+        self._waiting.append(recorded)
         with self._lock:
-            if recorded.number is None:
-                recorded.number, self._next = self._next, self._next + 1
-            self._operations.pop(recorded.number, None)
-            written = _encode(recorded, self._rank, self._world_size, self._free_track(recorded))
-            self._operations[recorded.number] = written
-            self._lost += recorded.lost
-            recorded.lost = 0
-            self._drop_oldest()
+            if self._is_busy:  # the call that the collector has interrupted takes it too
+                return
+            self._is_busy = True
             try:
-                self._write()
-            except OSError as error:
-                if not self._has_failed:
-                    logger.warning("the trace %s cannot be written: %s; the save or load goes on", self._path, error)
-                self._has_failed = True
+                while self._waiting:
+                    self._take(self._waiting.popleft())
+                    self._write_or_warn()
+            finally:
+                self._is_busy = False
+
+    def _take(self, recorded: Recorded) -> None:
+        if recorded.number is None:
+            recorded.number, self._next = self._next, self._next + 1
+        self._operations.pop(recorded.number, None)
+        written = _encode(recorded, self._rank, self._world_size, self._free_track(recorded))
+        self._operations[recorded.number] = written
+        self._lost += recorded.lost
+        recorded.lost = 0
+        self._drop_oldest()
+
+    def _write_or_warn(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("the trace %s cannot be written: %s; the save or load goes on", self._path, error)
+            self._has_failed = True
 
     def _free_track(self, recorded: Recorded) -> int:
         begin, end = _extent(recorded)

@@ -2,7 +2,7 @@
 
 A storage writer or reader has a ``Tracer``. For each save or load that makes an object of ``Phases`` (a reading of the
 clock for each phase, which the planners' reports need), or an ``Operation``, which also takes spans: of phases, calls
-of the core, waits, and what the core's workers do. DCP calls all of it on one thread. ``_trace_file`` writes them.
+of the core, waits, and what the core's workers do. DCP calls all of it on one thread. ``_trace.file`` writes them.
 
 Planners are not told which storage they plan for: the storage offers its phases on their thread, just before DCP
 calls them.

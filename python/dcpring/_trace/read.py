@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
     Attributes:
         lane: "main", "staging", "worker 0" or "worker 0 io 2".
-        kind: see ``_trace_file.Span``; "io": what the core's workers do.
+        kind: see ``_trace.file.Span``; "io": what the core's workers do.
         file: of an io span.
         bytes: likewise.
         crc: microseconds of it that went into CRC-32.

@@ -111,8 +111,18 @@ static int start(struct dr_bar *bar) {
     return rc;
 }
 
+/* A terminal that has room for a part of a line would hold up who writes all of it. */
+static int without_waiting(int fd) {
+    int own = dr_sys.open_terminal(fd);
+    if (own < 0)
+        return fd;
+    dr_sys.close(fd);
+    return own;
+}
+
 struct dr_bar *dr_bar_open(struct dr_slots *slots, size_t count, const char *label, int fd, unsigned flags) {
     struct dr_bar *bar = calloc(1, sizeof *bar);
+    fd = without_waiting(fd);
     if (bar) {
         *bar = (struct dr_bar){.onlooker = {slots, count, 0, 0}, .fd = fd, .flags = flags, .owner = getpid()};
         bar->begin_ms = dr_now_ms();

@@ -176,6 +176,14 @@ static ssize_t real_print(int fd, const void *data, size_t size, int timeout_ms)
     return n < 0 ? -errno : n;
 }
 
+static int real_open_terminal(int fd) {
+    char path[32];
+    if (!isatty(fd))
+        return -errno;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return result(open(path, O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
+}
+
 static int real_columns(int fd) {
     struct winsize size;
     return ioctl(fd, TIOCGWINSZ, &size) < 0 ? -errno : (int)size.ws_col;
@@ -256,6 +264,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .direct_alignment = real_direct_alignment, \
         .statfs = real_statfs, \
         .print = real_print, \
+        .open_terminal = real_open_terminal, \
         .columns = real_columns, \
         .wait_for = real_wait_for, \
         .wake_all = real_wake_all, \

@@ -43,6 +43,8 @@ struct dr_sys {
     int (*statfs)(const char *path, struct statfs *out);
     /* Writes what a terminal (or pipe) is ready to take within the time: -EAGAIN when that is nothing. */
     ssize_t (*print)(int fd, const void *data, size_t size, int timeout_ms);
+    /* Opens a terminal once more, so that writes never wait; those of others through `fd` stay as they are. */
+    int (*open_terminal)(int fd);
     /* Width of a terminal. */
     int (*columns)(int fd);
     /* A futex that processes may share: returns when it is woken, has not this value, or the time is over. */

@@ -109,6 +109,10 @@ static ssize_t fault_print(int fd, const void *data, size_t size, int timeout_ms
     return room < 0 ? room : dr_sys_real.print(fd, data, (size_t)room, timeout_ms);
 }
 
+static int fault_open_terminal(int fd) {
+    return fails("open_terminal") ? -armed.err : dr_sys_real.open_terminal(fd);
+}
+
 static int fault_columns(int fd) { return fails("columns") ? -armed.err : dr_sys_real.columns(fd); }
 
 static int fault_process_exists(pid_t process) {
@@ -170,6 +174,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .direct_alignment = fault_direct_alignment,
         .statfs = fault_statfs,
         .print = fault_print,
+        .open_terminal = fault_open_terminal,
         .columns = fault_columns,
         .wait_for = dr_sys_real.wait_for,
         .wake_all = dr_sys_real.wake_all,

@@ -411,6 +411,35 @@ static void who_does_not_read_is_not_waited_for(void) {
     free_slots(slots, 1);
 }
 
+static _Atomic int print_flags;
+
+static ssize_t noting_print(int fd, const void *data, size_t size, int timeout_ms) {
+    atomic_store(&print_flags, fcntl(fd, F_GETFL));
+    return dr_sys_real.print(fd, data, size, timeout_ms);
+}
+
+/* It may have room for a part of a line, and then never for the rest. Others write to it as before. */
+static void writes_to_a_terminal_do_not_wait(void) {
+    struct dr_slots *slots = new_slots(1);
+    int in = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    CHECK(in >= 0 && grantpt(in) == 0 && unlockpt(in) == 0);
+    int out = open(ptsname(in), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    CHECK(out >= 0);
+    dr_slots_join(slots, 0);
+    dr_slots_begin(slots, 0, 100);
+    dr_sys.print = noting_print;
+    struct dr_bar *bar = dr_bar_open(slots, 1, "saving", fcntl(out, F_DUPFD_CLOEXEC, 0), 0);
+    CHECK(bar);
+    nanosleep(&(struct timespec){0, 300000000}, NULL);
+    dr_bar_close(bar);
+    dr_sys.print = dr_sys_real.print;
+    CHECK(atomic_load(&print_flags) & O_NONBLOCK);
+    CHECK(!(fcntl(out, F_GETFL) & O_NONBLOCK));
+    close(out);
+    close(in);
+    free_slots(slots, 1);
+}
+
 /* A terminal that is gone: EPIPE, and no signal. */
 static void who_is_gone_does_no_harm(void) {
     struct dr_slots *slots = new_slots(1);
@@ -426,7 +455,7 @@ static void who_is_gone_does_no_harm(void) {
 }
 
 static void failing_calls_do_no_harm(void) {
-    static const char *const calls[] = {"print", "columns", "process_exists", "close"};
+    static const char *const calls[] = {"print", "open_terminal", "columns", "process_exists", "close"};
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         struct dr_slots *slots = new_slots(1);
         struct pipes pipes = new_pipe();
@@ -475,6 +504,7 @@ CHECK_MAIN({"lines_look_so", lines_look_so}, {"last_lines_look_so", last_lines_l
            {"draws_until_all_have_ended", draws_until_all_have_ended}, {"close_ends_it", close_ends_it},
            {"what_is_over_at_once_is_not_shown", what_is_over_at_once_is_not_shown},
            {"who_does_not_read_is_not_waited_for", who_does_not_read_is_not_waited_for},
+           {"writes_to_a_terminal_do_not_wait", writes_to_a_terminal_do_not_wait},
            {"who_is_gone_does_no_harm", who_is_gone_does_no_harm},
            {"failing_calls_do_no_harm", failing_calls_do_no_harm},
            {"a_forked_child_closes_without_the_thread", a_forked_child_closes_without_the_thread})

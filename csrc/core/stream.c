@@ -28,21 +28,27 @@ static struct dr_input_file *file_of(const struct run *run, const struct dr_bloc
 
 /* ---- which descriptor a block is read through ---- */
 
-static int open_file(struct run *run, struct dr_input_file *file, struct dr_error *error) {
+/* A file that cannot be opened is why a block is lost; that direct I/O was asked for in vain is an error. */
+static int open_direct(struct run *run, struct dr_input_file *file, struct dr_error *why, struct dr_error *error) {
+    file->direct_tried = true;
+    int rc = dr_input_open(run->stream->input, file, &file->direct_fd, why);
+    if (rc < 0)
+        return rc;
+    rc = dr_file_use_direct(file->direct_fd, file->path, run->options->direct, error);
+    if (rc <= 0) {
+        dr_sys.close(file->direct_fd);
+        file->direct_fd = -1;
+    }
+    return rc;
+}
+
+static int open_file(struct run *run, struct dr_input_file *file, struct dr_error *why, struct dr_error *error) {
     int rc = 0;
     pthread_mutex_lock(&run->files_lock);
     if (file->buffered_fd < 0)
-        rc = dr_input_open(run->stream->input, file, &file->buffered_fd, error);
-    if (rc == 0 && !file->direct_tried && run->options->direct != DR_DIRECT_OFF) {
-        file->direct_tried = true;
-        rc = dr_input_open(run->stream->input, file, &file->direct_fd, error);
-        if (rc == 0)
-            rc = dr_file_use_direct(file->direct_fd, file->path, run->options->direct, error);
-        if (rc == 0) {
-            dr_sys.close(file->direct_fd);
-            file->direct_fd = -1;
-        }
-    }
+        rc = dr_input_open(run->stream->input, file, &file->buffered_fd, why);
+    if (rc == 0 && !file->direct_tried && run->options->direct != DR_DIRECT_OFF)
+        rc = open_direct(run, file, why, error);
     pthread_mutex_unlock(&run->files_lock);
     return rc < 0 ? rc : 0;
 }
@@ -150,10 +156,10 @@ static int start_block(struct run *run, struct dr_engine *engine, struct dr_requ
                        const struct dr_block *block, struct dr_error *error) {
     struct dr_error why;
     dr_error_clear(&why);
-    int rc = open_file(run, file_of(run, block), &why);
-    if (rc < 0)
+    int rc = open_file(run, file_of(run, block), &why, error);
+    if (why.kind != DR_ERROR_NONE)
         rc = lose(run, block, request->data, &why, error);
-    else if ((rc = read_cached(run, engine->worker, block, request->data, error)) == 0)
+    else if (rc == 0 && (rc = read_cached(run, engine->worker, block, request->data, error)) == 0)
         return submit_block(run, engine, request, block, error);
     dr_engine_release(engine, request);
     close_block(run, block);

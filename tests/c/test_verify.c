@@ -484,6 +484,25 @@ static void read_at_the_second_attempt(void) {
     forget();
 }
 
+/* Not a fault of the checkpoint's: who asks for direct I/O where there is none gets an error, as a load gives it. */
+static void direct_where_there_is_none(void) {
+    struct rng rng = {17};
+    static const struct dr_control never;
+    struct dr_options options = way(2);
+    options.direct = DR_DIRECT_ON;
+    make_large(&rng, false);
+    struct dr_findings found;
+    struct dr_stream_stats stats;
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .err = EINVAL, .sticky = 1});
+    CHECK_EQ(dr_verify(check_dir, names, 1, checks, count, false, &options, &never, &found, &stats, &error), -EINVAL);
+    dr_fault_disarm();
+    CHECK(strcmp(error.op, "O_DIRECT") == 0);
+    dr_findings_destroy(&found);
+    forget();
+}
+
 /* Every system call fails once: an error, or findings; no descriptor stays open, and it ends. */
 static void every_call_fails(void) {
     struct rng rng = {15};
@@ -544,5 +563,6 @@ CHECK_MAIN({"sound_files", sound_files}, {"every_byte_is_read_once", every_byte_
            {"records_that_share_bytes", records_that_share_bytes},
            {"missing_and_short_files", missing_and_short_files}, {"names_that_lead_out", names_that_lead_out},
            {"bad_sectors", bad_sectors}, {"bad_sector_among_small_records", bad_sector_among_small_records},
-           {"read_at_the_second_attempt", read_at_the_second_attempt}, {"every_call_fails", every_call_fails},
+           {"read_at_the_second_attempt", read_at_the_second_attempt},
+           {"direct_where_there_is_none", direct_where_there_is_none}, {"every_call_fails", every_call_fails},
            {"cancelled", cancelled})

@@ -43,7 +43,7 @@ static uint64_t note_rate(struct dr_bar *bar, uint64_t ms, uint64_t done) {
     bar->samples[n % SAMPLES] = (struct sample){ms, done};
     if (n == 0 || ms <= oldest.ms || done <= oldest.done)
         return 0;
-    return (uint64_t)((double)(done - oldest.done) * 1000 / (double)(ms - oldest.ms));
+    return dr_bar_rate(done - oldest.done, ms - oldest.ms);
 }
 
 static struct dr_bar_view view_of(struct dr_bar *bar, const struct dr_sums *sums, uint64_t ms) {

@@ -38,6 +38,9 @@ enum { DR_BAR_LABEL = 80, DR_BAR_LINE = 1024 };
 void dr_bar_line(const struct dr_bar_view *view, char out[DR_BAR_LINE]);
 void dr_bar_last(const struct dr_bar_view *view, char out[DR_BAR_LINE]);
 
+/* Bytes a second, as many as there can be; ms is not 0. */
+uint64_t dr_bar_rate(uint64_t bytes, uint64_t ms);
+
 /* ---- the thread ---- */
 
 struct dr_bar;

@@ -81,6 +81,11 @@ static void put_bytes(struct text *text, uint64_t bytes, int unit) {
     put_ascii(text, digits);
 }
 
+uint64_t dr_bar_rate(uint64_t bytes, uint64_t ms) {
+    double rate = (double)bytes * 1000 / (double)ms;
+    return rate < 0x1p64 ? (uint64_t)rate : UINT64_MAX;
+}
+
 /* "1.25 GB/s": three digits. */
 static void put_rate(struct text *text, uint64_t rate) {
     char digits[FIELD];
@@ -276,7 +281,7 @@ void dr_bar_last(const struct dr_bar_view *wanted, char out[DR_BAR_LINE]) {
     put_duration(&all, view.ms);
     if (!view.failed && view.ms > 0) {
         put_ascii(&all, ", ");
-        put_rate(&all, (uint64_t)((double)view.done * 1000 / (double)view.ms));
+        put_rate(&all, dr_bar_rate(view.done, view.ms));
     }
     put_label(&line, data, view.columns - 1);
 }

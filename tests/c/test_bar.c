@@ -84,6 +84,9 @@ static void last_lines_look_so(void) {
     struct dr_bar_view slow = view(100, 100, 80);
     slow.ms = 3725 * 1000;
     CHECK_LINE(last_of(slow), "saving: 100 B in 1:02:05, 0 B/s");
+    struct dr_bar_view fast = view(UINT64_MAX, UINT64_MAX, 80);
+    fast.ms = 1;
+    CHECK_LINE(last_of(fast), "saving: 15.9 EiB in 0.0 s, 18.4 EB/s");
     slow.ms = 65 * 1000;
     CHECK_LINE(last_of(slow), "saving: 100 B in 1:05, 1 B/s");
 }

@@ -652,6 +652,19 @@ def test_a_forked_child_is_not_held_up() -> None:
 # ---- wrong use ----
 
 
+def test_an_end_between_look_and_wait_is_not_missed() -> None:
+    """The function's thread looks, is at work, and waits; the meter ends meanwhile, and looks too."""
+    slots, counter, index = progress_module._own_slots()
+    meter = progress_module._SlotMeter(slots, counter, index, lambda _: lambda: None)
+    meter.begin(lambda: 100)
+    assert not slots.look()[2]
+    meter.end(False)
+    began = time.monotonic()
+    slots.wait(10_000)
+    assert time.monotonic() - began < 9
+    assert slots.look()[2]
+
+
 def test_slots_check_what_they_are_given() -> None:
     memory = mmap.mmap(-1, _C.Slots.size(2))
     for buffer, count in ((memory, 3000), (memory, 0), (memory, -1), (memoryview(memory)[8:], 1), (memory, 1 << 62)):

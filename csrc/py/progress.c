@@ -91,6 +91,13 @@ static PyObject *slots_look(PyObject *object, PyObject *unused) {
                          sums.over ? Py_True : Py_False);
 }
 
+/* Who looks and waits in another thread must still see what this one has seen. */
+static PyObject *slots_over(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct dr_onlooker onlooker = ((struct slots *)object)->onlooker;
+    return PyBool_FromLong(dr_slots_look(&onlooker).over);
+}
+
 static PyObject *slots_wait(PyObject *object, PyObject *args) {
     const struct dr_onlooker *onlooker = &((struct slots *)object)->onlooker;
     int timeout_ms;
@@ -122,6 +129,7 @@ static PyMethodDef slots_methods[] = {
     {"begin", slots_begin, METH_VARARGS, "begin(slot, total bytes)"},
     {"end", slots_end, METH_VARARGS, "end(slot, failed)"},
     {"look", slots_look, METH_NOARGS, "look() -> (done bytes, total bytes, whether it is over)"},
+    {"over", slots_over, METH_NOARGS, "over() -> whether it is over; for wait this is no look"},
     {"wait", slots_wait, METH_VARARGS,
      "wait(timeout ms): until a slot has joined, begun or ended since the last look. Lets go of the GIL"},
     {NULL, NULL, 0, NULL},

@@ -211,7 +211,7 @@ class _SlotMeter(Meter):
 
     def end(self, failed: bool) -> None:
         self._slots.end(self._index, failed)
-        if self._slots.look()[2]:
+        if self._slots.over():
             self._settle()
 
 

@@ -21,10 +21,10 @@ int dr_input_init(struct dr_input *input, const char *dir, const char *const *na
     for (size_t i = 0; i < count; i++) {
         struct dr_input_file *file = &input->files[i];
         *file = (struct dr_input_file){.name = names[i], .buffered_fd = -1, .direct_fd = -1};
-        input->count = i + 1;
         file->path = dr_path_join(dir, names[i]);
         if (!file->path)
             return dr_error_system(error, ENOMEM, "malloc", dir);
+        input->count = i + 1;
     }
     return 0;
 }

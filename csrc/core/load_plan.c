@@ -131,7 +131,6 @@ static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_
         plan->blocks = grown;
         plan->blocks[plan->block_count++] =
             (struct dr_block){.file = plan->extents[first].file, .lo = at, .hi = next, .first = first};
-        
     }
     return 0;
 }

@@ -254,6 +254,13 @@ def test_spans_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     assert "spans of workers found no room" in read_operations([tmp_path / "t.json"])[1][0]
 
 
+def test_a_trace_for_each_step_does_not_pile_up(tmp_path: Path) -> None:
+    for step in range(20):
+        dcp.save(_state(), storage_writer=RingWriter(tmp_path / "c", trace=tmp_path / f"{step}.json"))
+    assert len(_trace_file._files) <= _trace_file._MOST_FILES
+    assert all(_phases(_parts(tmp_path / f"{step}.json")[0]) == SAVE for step in range(20))
+
+
 # ---- several ranks ----
 
 

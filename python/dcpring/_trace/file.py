@@ -320,6 +320,9 @@ def _lane_of(kind: str, worker: int, slot: int) -> str:
 
 # ---- which file ----
 
+_MOST_FILES = 16
+"""Files whose operations are kept, so that more can be added: those that were used last."""
+
 _files: dict[Path, TraceFile] = {}
 _files_lock = threading.Lock()
 
@@ -333,7 +336,10 @@ def trace_file(path: str, in_background: bool = False) -> TraceFile:
     middle = (f".{rank}" if world_size > 1 else "") + (_SAVED_IN_BACKGROUND if in_background else "")
     own = own.with_name(f"{own.stem}{middle}{own.suffix}")
     with _files_lock:
-        known = _files.get(own)
+        known = _files.pop(own, None)
         if known is None or (known._rank, known._world_size) != (rank, world_size):
-            known = _files[own] = TraceFile(own, rank, world_size)
+            known = TraceFile(own, rank, world_size)
+        _files[own] = known
+        if len(_files) > _MOST_FILES:
+            del _files[next(iter(_files))]
         return known

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dcpring._trace.file import FORMAT
 from dcpring.errors import CheckpointError
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 27
 """Of a trace; dcpring's own have some 20 MB at most."""
 
 _LATEST = 1 << 53
@@ -206,7 +206,7 @@ def read_trace(path: Path) -> Trace:
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise CheckpointError(f"{path} has more than {MOST_BYTES >> 30} GiB: it is no trace of dcpring's")
+        raise CheckpointError(f"{path} has more than {MOST_BYTES >> 20} MiB: it is no trace of dcpring's")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,9 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     result = _cli.run_in_terminal("doctor", tmp_path)
     assert result.status == 0 and "\x1b[32m" in result.out
     assert "  ok       io_uring" in result.plain
+
+
+def test_cures_install_what_is_missing() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for package, (_, extra) in _doctor._EXTRAS.items():
+        assert any(line.startswith(package) for line in project["optional-dependencies"][extra])

@@ -45,7 +45,6 @@ _CGROUP_MEMORY = (
 _EXTRAS = {
     "rich": ("the command line's tables and bars", "cli"),
     "shtab": ("dcpring completion", "cli"),
-    "safetensors": ("dcpring convert, to and from safetensors", "cli"),
     "matplotlib": ("dcpring plot, and the pictures of bench and trace", "plot"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import dcpring
 from dcpring.cli._app import make_parser
-from dcpring.cli._output import visible
+from dcpring.cli._output import Output, visible
 
 COMMANDS = sorted(make_parser()[1].parsers)
 
@@ -31,6 +32,14 @@ def test_version_and_help() -> None:
 def test_wrong_arguments_are_status_2(args: tuple[str, ...]) -> None:
     result = _cli.run(*args)
     assert result.status == 2 and "usage: dcpring" in result.err and not result.out
+
+
+def test_an_interruption_that_python_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrapped(args: argparse.Namespace, out: Output) -> int:
+        raise RuntimeError("Error calling __set_name__ on 'Field'") from KeyboardInterrupt()
+
+    monkeypatch.setattr("dcpring.cli.ls.run", wrapped)
+    assert _cli.run("ls", "ckpt") == _cli.Result(130, "", "dcpring: interrupted\n")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

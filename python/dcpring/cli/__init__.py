@@ -33,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("dcpring's command line needs the package rich: pip install 'dcpring[cli]'", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while all this is being loaded, or while it ends
+    except (KeyboardInterrupt, RuntimeError) as error:  # while all this is being loaded, or while it ends
+        # Python 3.11 wraps what is raised in a class's __set_name__, and torch makes thousands of classes.
+        if not any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__)):
+            raise
         print("dcpring: interrupted", file=sys.stderr)
         return 130

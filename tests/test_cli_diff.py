@@ -339,6 +339,32 @@ def test_interrupted(tmp_path: Path) -> None:
     assert _cli.files_in(tmp_path) == before
 
 
+def test_many_problems_are_told_in_few_lines(tmp_path: Path) -> None:
+    a, b = (_save(tmp_path / name, {f"k{i}": torch.ones(4) for i in range(30)}) for name in "ab")
+    next(b.glob("*.distcp")).unlink()
+    result = _cli.run("diff", a, b)
+    assert result.status == 1 and result.err.count("cannot compare k") == 20
+    assert "and 10 more" in result.err and "30 that cannot be compared" in result.out
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    a, b = _save(tmp_path / "a", {"x": 1, "y": 1}), _save(tmp_path / "b", {"x": 1, "z": 1})
+    assert _cli.run("diff", a, b, "--only", "x").status == 0
+    assert _cli.run("diff", a, b, "--only", "z").status == 1
+    result = _cli.run("diff", a, b, "--only", "x", "--only", "modle.*")
+    assert result.status == 2 and "no key of either matches 'modle.*'" in result.err and not result.out
+
+
+def test_keys_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    key = "optim.state.layers.10.attn.weight.exp_avg_sq"
+    a, b = _save(tmp_path / "a", {key: torch.ones(64), "n": 1}), _save(tmp_path / "b", {key: torch.zeros(64), "n": 2})
+    result = _cli.run_in_terminal("diff", a, b, columns=80)
+    assert f"│ {key} │" in result.plain and "different objects (1):\n" in result.plain
+    assert "│     64 │" in result.plain and "NaN in A" not in result.plain
+    assert "1 tensor with other values" in result.plain
+    assert "NaN in A" in _cli.run_in_terminal("diff", a, b, columns=160).plain
+
+
 def test_in_a_terminal(tmp_path: Path) -> None:
     a = _save(tmp_path / "a", {f"m.{i}.w": torch.ones(64) for i in range(60)})
     b = _save(tmp_path / "b", {f"m.{i}.w": torch.zeros(64) for i in range(60)} | {"evil\x1b[31m": 1})

@@ -184,6 +184,9 @@ class Comparison:
         chosen = key_filter(only)
         self._a = _Side(a, rank, trusted, mapped, chosen)
         self._b = _Side(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
+        for pattern in only:
+            if not any(map(key_filter([pattern]), (*self._a.names, *self._b.names))):
+                raise CheckpointError(f"no key of either matches {pattern!r}; `dcpring ls` shows what there is")
         self.result = CheckpointDiff(names.diff_entries(self._a.described(), self._b.described(), _cause))
         different = {item.key for item in (*self.result.keys.shapes, *self.result.keys.dtypes)}
         common = [name for name in self._a.entries if name in self._b.entries and name not in different]
@@ -309,6 +312,7 @@ class _Side:
     Attributes:
         entries: by these names.
         called: what each is called in the checkpoint.
+        names: that patterns choose from, which are chosen.
     """
 
     def __init__(
@@ -323,6 +327,7 @@ class _Side:
         parts = open_all(path, trusted=trusted) if rank is None else [open_contents(path, rank=rank, trusted=trusted)]
         self.entries: dict[str, Entry] = {}
         self.called: dict[str, str] = {}
+        self.names: set[str] = set()
         self._parts: dict[str, Contents] = {}
         for contents in parts:
             # Objects are compared as bytes and as plain data: what they could run is no matter.
@@ -332,6 +337,7 @@ class _Side:
                 if chosen(name):
                     self.entries[prefix + name] = contents[key]
                     self.called[prefix + name] = prefix + key
+                    self.names.add(name)
                     self._parts[prefix + name] = raw
 
     def described(self) -> dict[str, names.Entry]:

@@ -120,12 +120,9 @@ class Output:
             text = format_table(header, cells, right)
             self._out.file.write(f"{visible(title)}\n{text}\n" if title else f"{text}\n")
             return
-        table = Table(
-            title=visible(title) or None,
-            title_justify="left",
-            box=box.ROUNDED,
-            header_style="bold",
-        )
+        if title:  # rich's own would be folded to the width of the table
+            self.text(title, style="italic")
+        table = Table(box=box.ROUNDED, header_style="bold")
         for number, name in enumerate(header):
             justify = "right" if number in set(right) else "left"
             # On a terminal a long name is folded rather than cut: it shall be copied from there.

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 from dcpring.cli._fold import folded
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted, tolerance
-from dcpring.report import format_bytes
+from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring._inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff
     from dcpring._key_diff import Different, Unmatched
 
 _ROWS_ON_SCREEN = 40
+
+_MOST_PROBLEMS = 20
+"""Values that cannot be compared, told one by one; --json has all."""
+
+_COLUMNS = ("key", "differ", "of", "largest", "relative", "at", "A", "B", "NaN in A", "in B")
+
+_NAN_COLUMNS = (8, 9)
+
+_FIRST_TO_GO = ((4,), (6, 7), (2,))
+"""Columns that a narrow screen goes without, so that keys are not folded."""
 
 _LEAST_WATCHED = 64 << 20
 """Bytes from which on there is a progress bar."""
@@ -86,6 +96,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(_document(args, diff))
     else:
         _print_keys(out, diff)
+        _print_problems(out, [*diff.tensors, *diff.objects])
         _print_tensors(out, diff.tensors)
         _print_objects(out, diff.objects)
         out.text(_summary(args, diff), style="bold" if diff else "bold green")
@@ -121,26 +132,38 @@ def _print_some(out: Output, title: str, header: tuple[str, ...], rows: list[tup
 
 
 def _print_tensors(out: Output, diffs: Sequence[TensorDiff]) -> None:
-    for diff in (diff for diff in diffs if diff.problem):
-        out.error(f"cannot compare {diff.key}: {diff.problem}")
     close = sum(not (diff.differing or diff.problem) for diff in diffs)
     if close:
-        out.text(f"{close:,} tensors differ in bits, but are within the tolerance")
+        out.text(f"{count(close, 'tensor')} with other bits, but within the tolerance")
     diffs = [diff for diff in diffs if diff.differing and not diff.problem]
     if not diffs:
         return
     shown = diffs
     if out.interactive and len(diffs) > _ROWS_ON_SCREEN:
         shown = sorted(diffs, key=lambda diff: -diff.relative)[:_ROWS_ON_SCREEN]
+    rows = [_tensor_row(diff) for diff in shown]
+    chosen = _fitting(out, rows)
     out.table(
-        ("key", "differ", "of", "largest", "relative", "at", "A", "B", "NaN in A", "in B"),
-        (_tensor_row(diff) for diff in shown),
-        right=(1, 2, 3, 4, 6, 7, 8, 9),
-        title=f"different values ({len(diffs)} tensors):",
+        [_COLUMNS[n] for n in chosen],
+        ([row[n] for n in chosen] for row in rows),
+        right=[place for place, n in enumerate(chosen) if _COLUMNS[n] not in ("key", "at")],
+        title=f"different values ({count(len(diffs), 'tensor')}):",
         styles={0: "bold", 1: "red"},
     )
     if len(shown) < len(diffs):
         out.note(f"the {len(shown)} with the largest relative differences of {len(diffs)}; a pipe gets all")
+
+
+def _fitting(out: Output, rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns that fit on the screen; in a pipe, all."""
+    chosen = list(range(len(_COLUMNS)))
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    has_nan = any(row[n] != "0" for row in rows for n in _NAN_COLUMNS)
+    for group in _FIRST_TO_GO if has_nan else (_NAN_COLUMNS, *_FIRST_TO_GO):
+        if not out.interactive or sum(widths[n] + 3 for n in chosen) < out.screen[0]:
+            break
+        chosen = [n for n in chosen if n not in group]
+    return chosen
 
 
 def _tensor_row(diff: TensorDiff) -> tuple[str, ...]:
@@ -164,9 +187,15 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (float, complex)) else str(value)
 
 
-def _print_objects(out: Output, diffs: Sequence[ObjectDiff]) -> None:
-    for diff in (diff for diff in diffs if diff.problem):
+def _print_problems(out: Output, diffs: Sequence[TensorDiff | ObjectDiff]) -> None:
+    bad = [diff for diff in diffs if diff.problem]
+    for diff in bad[:_MOST_PROBLEMS]:
         out.error(f"cannot compare {diff.key}: {diff.problem}")
+    if len(bad) > _MOST_PROBLEMS:
+        out.error(f"and {len(bad) - _MOST_PROBLEMS:,} more (--json lists all)")
+
+
+def _print_objects(out: Output, diffs: Sequence[ObjectDiff]) -> None:
     rows = [(diff.key, diff.difference) for diff in diffs if not diff.problem]
     if rows:
         out.table(("key", "A and B"), rows, title=f"different objects ({len(rows)}):", styles={0: "bold"})
@@ -177,8 +206,8 @@ def _summary(args: argparse.Namespace, diff: CheckpointDiff) -> str:
     if args.quick:
         return ", ".join(facts) or "the same keys, shapes and dtypes; values were not compared"
     compared = (
-        f"compared {diff.tensors_compared:,} tensors ({format_bytes(diff.bytes)} each) and "
-        f"{diff.objects_compared:,} objects"
+        f"compared {count(diff.tensors_compared, 'tensor')} ({format_bytes(diff.bytes)} on each side) and "
+        f"{count(diff.objects_compared, 'object')}"
     )
     same = "the same within the tolerance" if diff.tensors and not diff else "the same"
     return f"{', '.join(facts) if diff else same}; {compared}"
@@ -186,14 +215,16 @@ def _summary(args: argparse.Namespace, diff: CheckpointDiff) -> str:
 
 def _facts(diff: CheckpointDiff) -> Iterator[str]:
     keys = diff.keys
+    tensors = sum(item.differing > 0 and not item.problem for item in diff.tensors)
+    objects = sum(not item.problem for item in diff.objects)
     bad = sum(bool(item.problem) for item in diff.tensors) + sum(bool(item.problem) for item in diff.objects)
     for number, text in (
         (len(keys.missing), "only in A"),
         (len(keys.unexpected), "only in B"),
         (len(keys.shapes), "of other shapes"),
         (len(keys.dtypes), "of other dtypes"),
-        (sum(item.differing > 0 and not item.problem for item in diff.tensors), "tensors with other values"),
-        (sum(not item.problem for item in diff.objects), "objects with other values"),
+        (tensors, f"{'tensor' if tensors == 1 else 'tensors'} with other values"),
+        (objects, f"{'object' if objects == 1 else 'objects'} with other values"),
         (bad, "that cannot be compared"),
     ):
         if number:

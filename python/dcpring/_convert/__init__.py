@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from dcpring._convert._safetensors import (
 )
 from dcpring._convert._stream import Item, Source
 from dcpring._convert._torch_file import TorchSource, TorchTarget
+from dcpring._inspect.select import key_filter
 from dcpring._key_map import KeyMap, KeyMapLike, new_path
 from dcpring._progress import progress_bar
 from dcpring.errors import CheckpointError, CorruptCheckpointError
@@ -97,7 +97,7 @@ def convert(
         target: to be made. Without ``to``, its name says what: ``.safetensors`` one such file; ``.pt``, ``.pth``,
             ``.bin``, ``.ckpt``, ``.tar`` a file of ``torch.save``; any other a directory, of DCP.
         to: "dcp", "torch" or "safetensors". With the last, a name without ``.safetensors`` is a directory of shards.
-        only: patterns (``fnmatch``) of names in the source; others are left out.
+        only: patterns of names in the source, which are taken with those below them; others are left out.
         key_map: new names, as for ``RingReader``; applied to names in the source.
         dtype: of all floating-point tensors in the target; others keep theirs.
         files: data files of a DCP checkpoint, of about the same size; None: as many as a DCP source has, else 1.
@@ -205,9 +205,10 @@ def _check_sizes(items: Sequence[Item], source: str) -> None:
 def _chosen(items: list[Item], patterns: list[str]) -> list[Item]:
     if not patterns:
         return items
-    found = [item for item in items if any(fnmatch.fnmatchcase(item.source, pattern) for pattern in patterns)]
+    is_chosen = key_filter(patterns)
+    found = [item for item in items if is_chosen(item.source)]
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(item.source, pattern) for item in found):
+        if not any(map(key_filter([pattern]), (item.source for item in found))):
             raise CheckpointError(f"no name in the source matches {pattern!r}; `dcpring ls` shows what there is")
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive, size
 from dcpring.errors import CheckpointError
-from dcpring.report import format_bytes
+from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring._convert import ConvertReport
@@ -60,7 +60,7 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="names in SRC to convert, e.g. 'model.*'; repeatable",
+        help="only names in SRC that match, and those below; * stands for anything; repeatable",
     )
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--key-map", metavar="FILE", help="new names: a JSON table (see docs/keys.md), or normalize")
@@ -127,16 +127,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _summary(report: ConvertReport) -> str:
-    parts = [f"{report.tensors} tensors ({format_bytes(report.bytes)})"]
-    parts += [f"{report.objects} objects"] if report.objects else []
+    parts = [f"{count(report.tensors, 'tensor')} ({format_bytes(report.bytes)})"]
+    parts += [count(report.objects, "object")] if report.objects else []
     notes = [f"{report.cast} cast"] if report.cast else []
     notes += [f"{report.left_out} left out"] if report.left_out else []
     if report.tied and report.target_format == "safetensors":
         notes.append(f"{report.tied} that share memory with another stored apart")
-    done = f"{', '.join(parts)} to {report.target} ({report.target_format}, {_counted(len(report.files), 'file')})"
+    done = f"{', '.join(parts)} to {report.target} ({report.target_format}, {count(len(report.files), 'file')})"
     rate = report.bytes / max(report.seconds, 1e-9)
-    return f"{done} in {report.seconds:.1f} s, {format_bytes(int(rate))}/s" + "".join(f"; {note}" for note in notes)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{done} in {report.seconds:.1f} s, {rate / 1e9:.2f} GB/s" + "".join(f"; {note}" for note in notes)

@@ -78,9 +78,10 @@ static void draw(struct dr_bar *bar, const struct dr_sums *sums, uint64_t ms) {
 static void draw_last(struct dr_bar *bar, const struct dr_sums *sums, uint64_t ms) {
     struct dr_bar_view view = view_of(bar, sums, ms);
     char line[DR_BAR_LINE];
+    bool stays = !(bar->flags & DR_BAR_TRANSIENT);
     dr_bar_last(&view, line);
     if (bar->shown[0])
-        show(bar, line, "\n", LAST_LINE_MS);
+        show(bar, stays ? line : "", stays ? "\n" : "", LAST_LINE_MS);
 }
 
 static void *run(void *argument) {

@@ -18,6 +18,7 @@
 enum dr_bar_flags {
     DR_BAR_UNICODE = 1,
     DR_BAR_COLOUR = 2,
+    DR_BAR_TRANSIENT = 4, /* nothing of it stays */
 };
 
 /* ---- what a line looks like ---- */

@@ -25,8 +25,9 @@ static int check_read(const struct dr_load_plan *plan, size_t index, struct dr_e
     int64_t item = (int64_t)index;
     if (r->payload_offset > file->size || r->payload_size > file->size - r->payload_offset)
         return dr_error_corrupt(error, file->path, (int64_t)r->payload_offset, item,
-                                "the file has %llu bytes, the tensor's %llu would go beyond its end",
-                                (unsigned long long)file->size, (unsigned long long)r->payload_size);
+                                "the file has %llu bytes, and needs at least %llu",
+                                (unsigned long long)file->size,
+                                (unsigned long long)(r->payload_offset + r->payload_size));
     if (!dr_shape_bytes(&r->chunk, &bytes) || bytes != r->payload_size)
         return dr_error_corrupt(error, file->path, (int64_t)r->payload_offset, item,
                                 "the record has %llu bytes, its shape and dtype need another number",

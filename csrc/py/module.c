@@ -70,6 +70,7 @@ static int module_exec(PyObject *module) {
         PyModule_AddIntConstant(module, "KEY_WRAPPED", DR_KEY_WRAPPED) < 0 ||
         PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0 ||
         PyModule_AddIntConstant(module, "BAR_UNICODE", DR_BAR_UNICODE) < 0 ||
+        PyModule_AddIntConstant(module, "BAR_TRANSIENT", DR_BAR_TRANSIENT) < 0 ||
         PyModule_AddIntConstant(module, "BAR_COLOUR", DR_BAR_COLOUR) < 0)
         return -1;
     return 0;

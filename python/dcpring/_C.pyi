@@ -12,6 +12,7 @@ KEY_PLAIN: int
 KEY_WRAPPED: int
 KEY_ORIGINAL: int
 BAR_UNICODE: int
+BAR_TRANSIENT: int
 BAR_COLOUR: int
 
 # engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum, sync, watch

@@ -173,7 +173,7 @@ class Loader:
         trusted: bool,
         safe_globals: Sequence[Any],
         stats: IOStats,
-        rank: int,
+        rank: int | None,
         casts: Casts = "safe",
         meter: Meter | None = None,
         phases: Phases | None = None,
@@ -556,13 +556,14 @@ class Loader:
         self._stats.direct |= direct
 
     def _name(self, item: ReadItem) -> str:
-        return f"{item.storage_index.fqn!r} (rank {self._rank})"
+        return repr(item.storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
 
     def _explained(self, error: Exception, items: Sequence[ReadItem]) -> Exception:
         """The same error, with the key, the rank, and which tensors had changed already."""
         index = getattr(error, "item", None)
-        where = self._name(items[index]) if index is not None and index < len(items) else f"rank {self._rank}"
-        changed = [items[i].dest_index.fqn for i in getattr(error, "changed", [])]
+        whose = self._path if self._rank is None else f"rank {self._rank}"
+        where = self._name(items[index]) if index is not None and index < len(items) else whose
+        changed = [] if self._rank is None else [items[i].dest_index.fqn for i in getattr(error, "changed", [])]
         note = f"; already overwritten in the state dict: {_some(changed)}" if changed else ""
         if isinstance(error, CorruptCheckpointError):
             return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)

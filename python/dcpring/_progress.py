@@ -79,9 +79,8 @@ def is_terminal() -> bool:
         return False
 
 
-def _draw(slots: _C.Slots, label: str) -> _C.Bar | None:
+def _draw(slots: _C.Slots, label: str, flags: int = 0) -> _C.Bar | None:
     """Draws the slots on standard error, a terminal, until they have ended; None where there is no thread to be had."""
-    flags = 0
     if (getattr(sys.stderr, "encoding", None) or "").lower().replace("-", "") == "utf8":
         flags |= _C.BAR_UNICODE
     if not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
@@ -111,7 +110,7 @@ class Bar:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iterator[Bar]:
-    """A bar while the body runs, and a line with bytes and time after it; neither where it takes less than 1/8 s.
+    """A bar while the body runs, if that takes more than 1/8 s. Nothing of it stays: commands say what they have done.
 
     Args:
         label: what is being done, in the program's own words.
@@ -120,7 +119,7 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
     """
     slots, counter, _ = _own_slots()
     slots.begin(0, total)
-    drawn = _draw(slots, label) if enabled is not False and is_terminal() else None
+    drawn = _draw(slots, label, _C.BAR_TRANSIENT) if enabled is not False and is_terminal() else None
     failed = True
     try:
         yield Bar(counter)

@@ -209,15 +209,16 @@ class Comparison:
         for group in self._same.values():
             found = self._found[group[0]]
             result = found.result(self._a.called[group[0]], self._b.called[group[0]])
-            self.result.tensors_compared += len(group)
-            self.result.bytes += self._a.entries[group[0]].nbytes
+            if not result.problem:
+                self.result.tensors_compared += len(group)
+                self.result.bytes += self._a.entries[group[0]].nbytes
             if result.changed or result.problem:
                 # Tied tensors are read once, and differ in the same way.
                 self.result.tensors += [
                     dataclasses.replace(result, key=self._a.called[name], other=self._b.called[name]) for name in group
                 ]
         self._compare_objects()
-        self.result.objects_compared = len(self._objects)
+        self.result.objects_compared = len(self._objects) - sum(bool(one.problem) for one in self.result.objects)
         return self.result
 
     # ---- tensors ----

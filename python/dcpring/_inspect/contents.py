@@ -217,7 +217,7 @@ class Contents(Mapping[str, Entry]):
             trusted=self.trusted,
             safe_globals=(),
             stats=self.stats,
-            rank=0,
+            rank=None,
         )
 
 

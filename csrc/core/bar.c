@@ -1,6 +1,7 @@
 /* The thread that draws a progress bar. See bar.h. */
 #include "bar.h"
 
+#include "clock.h"
 #include "sys.h"
 
 #include <pthread.h>
@@ -92,7 +93,7 @@ static void *run(void *argument) {
     pthread_setname_np(pthread_self(), "dcpring-bar");
     for (;;) {
         struct dr_sums sums = dr_slots_look(&bar->onlooker);
-        uint64_t ms = dr_now_ms();
+        uint64_t ms = dr_clock_ms();
         if (sums.over || atomic_load(&bar->stop)) {
             draw_last(bar, &sums, ms);
             dr_sys.close(bar->fd);
@@ -126,7 +127,7 @@ struct dr_bar *dr_bar_open(struct dr_slots *slots, size_t count, const char *lab
     fd = without_waiting(fd);
     if (bar) {
         *bar = (struct dr_bar){.onlooker = {slots, count, 0, 0}, .fd = fd, .flags = flags, .owner = getpid()};
-        bar->begin_ms = dr_now_ms();
+        bar->begin_ms = dr_clock_ms();
         memcpy(bar->label, label, strnlen(label, sizeof bar->label - 1));
     }
     if (!bar || start(bar) != 0) {

@@ -1,8 +1,9 @@
 /* Worker threads for the length of one call. See crew.h. */
 #include "crew.h"
 
+#include "clock.h"
+
 #include <errno.h>
-#include <time.h>
 
 enum { POLL_MS = 20, STACK_BYTES = 1024 * 1024 };
 
@@ -36,21 +37,12 @@ static void *run_member(void *argument) {
     return NULL;
 }
 
-static struct timespec after_ms(long ms) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += ms * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000L;
-    until.tv_nsec %= 1000000000L;
-    return until;
-}
-
 /* Waits for the workers, in slices, asking in between whether to go on. */
 static void watch(struct dr_crew *crew, const struct dr_control *control) {
     bool cancelled = false;
     pthread_mutex_lock(&crew->lock);
     while (crew->running > 0) {
-        struct timespec until = after_ms(POLL_MS);
+        struct timespec until = dr_clock_after(POLL_MS);
         int rc = 0;
         while (crew->running > 0 && rc == 0)
             rc = pthread_cond_timedwait(&crew->changed, &crew->lock, &until);
@@ -70,11 +62,7 @@ static void watch(struct dr_crew *crew, const struct dr_control *control) {
 }
 
 static void init(struct dr_crew *crew) {
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&crew->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    dr_clock_cond_init(&crew->changed);
     pthread_mutex_init(&crew->lock, NULL);
     atomic_init(&crew->stop, false);
     crew->running = 0;

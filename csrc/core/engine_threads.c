@@ -5,13 +5,13 @@
  * engine's owner queues requests and collects results; each I/O thread takes
  * one request at a time. One mutex guards both queues.
  */
+#include "clock.h"
 #include "engine.h"
 #include "sys.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
-#include <time.h>
 
 enum { MAX_THREADS = 8, STACK_BYTES = 1024 * 1024 };
 
@@ -103,11 +103,7 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
         return dr_error_memory(error);
     pthread_mutex_init(&threads->lock, NULL);
     pthread_cond_init(&threads->todo_changed, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&threads->done_changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    dr_clock_cond_init(&threads->done_changed);
     threads->todo = (struct queue){.slots = calloc(depth, sizeof(void *)), .size = depth};
     threads->done = (struct queue){.slots = calloc(depth, sizeof(void *)), .size = depth};
     threads->results = calloc(depth, sizeof *threads->results);
@@ -134,11 +130,7 @@ static int threads_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr
                         struct dr_error *error) {
     (void)error;
     struct threads *threads = engine->method;
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)timeout_ms * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000L;
-    until.tv_nsec %= 1000000000L;
+    struct timespec until = dr_clock_after(timeout_ms);
     *request = NULL;
     pthread_mutex_lock(&threads->lock);
     while (threads->done.count == 0)

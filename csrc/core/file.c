@@ -1,6 +1,7 @@
 /* Opening data files, directories and the commit. See file.h. */
 #include "file.h"
 
+#include "clock.h"
 #include "pool.h"
 #include "sys.h"
 
@@ -8,7 +9,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 char *dr_path_join(const char *dir, const char *name) {
@@ -71,11 +71,7 @@ static struct sync *start_sync(int fd) {
     if (!sync)
         return NULL;
     pthread_mutex_init(&sync->lock, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&sync->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    dr_clock_cond_init(&sync->changed);
     sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -95,11 +91,7 @@ static bool await_sync(struct sync *sync, const struct dr_control *control, bool
     bool cancelled = false;
     pthread_mutex_lock(&sync->lock);
     while (!sync->done && !cancelled) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += 20 * 1000000L;
-        until.tv_sec += until.tv_nsec / 1000000000L;
-        until.tv_nsec %= 1000000000L;
+        struct timespec until = dr_clock_after(20);
         pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
         if (sync->done || !control->poll)
             continue;

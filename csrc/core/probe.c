@@ -1,6 +1,7 @@
 /* Trying things out. See probe.h. */
 #include "probe.h"
 
+#include "clock.h"
 #include "crc.h"
 #include "engine.h"
 #include "file.h"
@@ -10,15 +11,8 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum { TRIES = 5, SYNCED_BYTES = 4096, ALLOCATED_BYTES = 4 << 20, CRC_STEP = 128 << 10 };
-
-static uint64_t now(void) {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return (uint64_t)at.tv_sec * 1000000000u + (uint64_t)at.tv_nsec;
-}
 
 static int by_value(const void *a, const void *b) {
     uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
@@ -82,12 +76,12 @@ static int sync_once(int fd, const char *path, int number, const struct dr_contr
                      struct dr_error *error) {
     uint8_t data[SYNCED_BYTES];
     memset(data, number, sizeof data);
-    uint64_t begin = now();
+    uint64_t begin = dr_clock_ns();
     ssize_t n = dr_sys.pwrite(fd, data, sizeof data, (off_t)number * SYNCED_BYTES);
     if (n < 0)
         return dr_error_io(error, (int)-n, "write", path, (int64_t)number * SYNCED_BYTES, SYNCED_BYTES);
     int rc = dr_file_sync(fd, path, control, error);
-    *ns = now() - begin;
+    *ns = dr_clock_ns() - begin;
     return rc;
 }
 
@@ -106,10 +100,10 @@ static int ask_sync(int fd, const char *path, const struct dr_control *control, 
 static void ask_commit(const char *dir, struct dr_directory_answers *out) {
     struct dr_error error;
     dr_error_clear(&error);
-    uint64_t begin = now();
+    uint64_t begin = dr_clock_ns();
     int rc = dr_directory_commit(dir, DR_PROBE_COMMIT, DR_PROBE_FILE, "new", 3, true, &error);
     out->commit = answer(rc, &error);
-    out->commit.ns = now() - begin;
+    out->commit.ns = dr_clock_ns() - begin;
 }
 
 static int ask_file(const char *path, const char *dir, int fd, const struct dr_control *control,
@@ -170,10 +164,10 @@ uint64_t dr_probe_crc(uint64_t bytes) {
     static uint8_t data[CRC_STEP];
     volatile uint32_t kept;
     uint32_t crc = 0;
-    uint64_t begin = now();
+    uint64_t begin = dr_clock_ns();
     for (uint64_t done = 0; done < bytes; done += CRC_STEP)
         crc = dr_crc32(crc, data, CRC_STEP);
     kept = crc;
     (void)kept;
-    return now() - begin;
+    return dr_clock_ns() - begin;
 }

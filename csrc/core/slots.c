@@ -1,9 +1,9 @@
 /* How far work is, in memory that processes may share. See slots.h. */
 #include "slots.h"
 
+#include "clock.h"
 #include "sys.h"
 
-#include <time.h>
 #include <unistd.h>
 
 enum { GRACE_MS = 2000 }; /* for a slot that has joined and does not begin, once no other is at work */
@@ -45,12 +45,6 @@ void dr_slots_end(struct dr_slots *slots, size_t index, bool failed) {
 
 static uint64_t add(uint64_t a, uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
 
-uint64_t dr_now_ms(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
-}
-
 static void add_slot(struct dr_sums *sums, struct dr_slot *slot) {
     uint32_t state = atomic_load(&slot->state);
     if (state == DR_SLOT_FREE)
@@ -68,7 +62,7 @@ static void add_slot(struct dr_sums *sums, struct dr_slot *slot) {
 
 struct dr_sums dr_slots_look(struct dr_onlooker *onlooker) {
     struct dr_sums sums = {0};
-    uint64_t now = dr_now_ms();
+    uint64_t now = dr_clock_ms();
     onlooker->changes = atomic_load(&onlooker->slots->changes);
     for (size_t i = 0; i < onlooker->count; i++)
         add_slot(&sums, &onlooker->slots->slot[i]);

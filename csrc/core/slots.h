@@ -67,8 +67,6 @@ struct dr_onlooker {
     uint64_t busy_ms; /* when work was last under way */
 };
 
-uint64_t dr_now_ms(void);
-
 /* A slot whose process is gone counts as failed. */
 struct dr_sums dr_slots_look(struct dr_onlooker *onlooker);
 

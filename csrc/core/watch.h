@@ -9,12 +9,12 @@
 #ifndef DCPRING_WATCH_H
 #define DCPRING_WATCH_H
 
+#include "clock.h"
 #include "crc.h"
 
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <time.h>
 
 enum dr_step {
     DR_STEP_ALLOCATE, /* fallocate */
@@ -48,9 +48,7 @@ struct dr_watch {
 static inline uint64_t dr_watch_now(const struct dr_watch *watch) {
     if (!watch || !watch->spans)
         return 0;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    return dr_clock_ns();
 }
 
 static inline void dr_watch_count(const struct dr_watch *watch, uint64_t bytes) {

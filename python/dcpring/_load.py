@@ -210,14 +210,14 @@ class Loader:
             self._load_sources(sources, planner)
         else:
             self._load_steps(straight, sources, planner)
-        for batch in _windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
+        for batch in windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
             self._load_wholes(batch, planner)
         for (item, _), value in zip(objects, values, strict=True):
             planner.load_bytes(item, value)
         self._stats.files = max(self._stats.files, len(self._files))
 
     def _load_sources(self, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
-        for chunk in _windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
+        for chunk in windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
             self._load_tensors(chunk, planner)
 
     # ---- compact plans ----
@@ -536,7 +536,7 @@ class Loader:
             for (item, source), target in zip(chunk, targets, strict=True)
             for offsets, lengths in split_box(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
         )
-        for window in _windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
+        for window in windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
             hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
             reads = [
                 (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
@@ -637,8 +637,8 @@ def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]:
-    """Runs of items of at most ``limit`` bytes (or one item); one run of all when there is no limit."""
+def windows(items: Any, size_of: Any, limit: int | None, most: int | None = None) -> Iterator[list[Any]]:
+    """Runs of items of at most ``limit`` bytes (or one item), and ``most`` items; one of all when there is no limit."""
     if limit is None:
         yield from [items] if items else []
         return
@@ -646,7 +646,7 @@ def _windows(items: Any, size_of: Any, limit: int | None) -> Iterator[list[Any]]
     used = 0
     for item in items:
         size = size_of(item)
-        if window and used + size > limit:
+        if window and (used + size > limit or len(window) == most):
             yield window
             window, used = [], 0
         window.append(item)

@@ -28,8 +28,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from dcpring import _C, _shared_memory
+from dcpring._group import agree, has_group
 from dcpring._plan import host_id
-from dcpring._store import agree, has_group
 
 logger = logging.getLogger("dcpring")
 

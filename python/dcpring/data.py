@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
+from dcpring import _group
 from dcpring._stored import spans
 from dcpring.errors import CheckpointError
 
@@ -115,9 +115,8 @@ class ElasticSampler(Sampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        in_group = dist.is_available() and dist.is_initialized()
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if in_group else 1
-        self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
+        self.world_size = _group.world_size() if world_size is None else world_size
+        self.rank = _group.rank_in() if rank is None else rank
         if size < 1:
             raise ValueError(f"size={size}: an epoch has at least one sample")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:

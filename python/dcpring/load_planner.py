@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from dcpring import _C, _handon, _strategy
+from dcpring._group import rank_in
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
@@ -222,7 +223,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
         assert self.metadata is not None
         try:
-            self.policy.check(self.state_dict, self.metadata, dist.get_rank() if dist.is_initialized() else 0)
+            self.policy.check(self.state_dict, self.metadata, rank_in())
         except KeyMismatchError as mismatch:
             raise mismatch from error
 
@@ -315,7 +316,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _report_unexpected(self, chunks: Chunks) -> None:
         if self.policy.looks_at_unexpected:
             left = dict.fromkeys(chunks.table.names()).keys() - self.state_dict.keys()
-            self.policy.report(sorted(left), dist.get_rank() if dist.is_initialized() else 0)
+            self.policy.report(sorted(left), rank_in())
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
         """Describes what this rank will read, where ranks are to hand on."""
@@ -396,7 +397,7 @@ def _reads(match: _C.Match, chunks: Chunks, group: dist.ProcessGroup | None) -> 
     """How much of what is wanted lies in files that a rank of this number, in the group or else in all, wrote."""
     if chunks.places is None:
         return None
-    rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    rank = rank_in(group)
     files = match.file_bytes(chunks.places)
     own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
     return ReadReport(rank, own, sum(files.values()) - own)

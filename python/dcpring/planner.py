@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcpring import _C, _replicas, _strategy
+from dcpring._group import rank_in, world_size
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import collection_paused
@@ -166,7 +166,7 @@ class RingSavePlanner(DefaultSavePlanner):
     @_trace.hook
     def create_local_plan(self) -> SavePlan:
         self._phases.begin(_trace.LOCAL_PLAN)
-        compared = _world_size() > 1 and self.check_replicas != "off"
+        compared = world_size() > 1 and self.check_replicas != "off"
         flat = self._save.flat
         if self.state_dict is not flat.values:  # a subclass has put another in its place
             flat = Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
@@ -174,7 +174,7 @@ class RingSavePlanner(DefaultSavePlanner):
             table = make_table(flat, hashed=_replicas.is_hashed if compared else None)
             if compared:
                 self._save.fingerprints = _fingerprints(table, flat)
-            self._save.ties = tied_rows(flat, table) if _world_size() > 1 else ()
+            self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
         self.plan = RingPlan(items=Items(table), seal=self._seal)  # type: ignore[arg-type]
         self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
@@ -193,7 +193,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._save.sent = _Sent(table, items, digest)
         known = self._enable_plan_caching and _cache_of(self._cached_plans_key).may_skip(digest)
         return LocalMessage(
-            _rank(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
+            rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
         )
 
     @_trace.hook
@@ -556,11 +556,3 @@ def rename_flat(flat: Flat, names: Mapping[str, str]) -> Flat:
     mappings = {names.get(old, old): new_path(path, old, names.get(old, old)) for old, path in flat.mappings.items()}
     values = {names[old]: value for old, value in flat.values.items()}
     return Flat(values, mappings, [path_code(mappings, name) for name in values])
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

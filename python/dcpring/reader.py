@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from dcpring import _layout
+from dcpring._group import rank_in
 from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring._key_policy import Casts, LoadPolicy, Unexpected
 from dcpring._lazy import LazyMetadata, StoredChunks, has_known_tables
@@ -247,7 +247,7 @@ class RingReader(FileSystemReader):
     def _rank(self) -> int:
         if self.rank is not None:
             return self.rank
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return rank_in()
 
 
 def _trailers(directory: Path) -> dict[int, Trailer]:

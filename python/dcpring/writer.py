@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C, _layout
+from dcpring._group import agree, world_size
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, dump_tables, load_tables, rename_metadata, rename_results
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import (
@@ -34,7 +34,6 @@ from dcpring._metadata import (
 )
 from dcpring._progress import Meter, ProgressOption, start_meter
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
-from dcpring._store import agree, has_group
 from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
@@ -355,7 +354,7 @@ class RingWriter(FileSystemWriter):
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
             trailer.group_id = self._group_id
-            trailer.world_size = dist.get_world_size() if has_group() else 1
+            trailer.world_size = world_size()
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 

@@ -1,6 +1,8 @@
 /* Random tensors. See sample.h. */
 #include "sample.h"
 
+#include "sys.h"
+
 #include "crc.h"
 
 static const struct dr_control never;
@@ -97,6 +99,14 @@ void sample_shape(struct sample *s, struct rng *rng, const char *dtype, int ndim
     *s = (struct sample){0};
     memcpy(s->sizes, sizes, (size_t)ndim * sizeof *sizes);
     finish_tensor(s, rng, dr_dtype_by_name(dtype), ndim, false);
+}
+
+bool sample_has_uring(void) {
+    struct io_uring ring;
+    if (dr_sys_real.uring_init(1, &ring) < 0)
+        return false;
+    io_uring_queue_exit(&ring);
+    return true;
 }
 
 void sample_tensor(struct sample *s, struct rng *rng, uint64_t max_bytes, bool strided) {

@@ -21,6 +21,9 @@ struct sample {
     uint8_t *crcs; /* as they are stored, little-endian */
 };
 
+/* Whether io_uring can be had here. */
+bool sample_has_uring(void);
+
 void sample_tensor(struct sample *sample, struct rng *rng, uint64_t max_bytes, bool strided);
 void sample_bytes(struct sample *sample, struct rng *rng, uint64_t size);
 /* A contiguous tensor of just this shape. */

@@ -18,16 +18,8 @@ static const char *const calls[] = {"open_dir",  "open_below",       "close",   
                                     "map",       "direct_alignment", "uring_init",     "uring_register",
                                     "uring_submit", "uring_result",  NULL};
 
-static bool has_uring(void) {
-    struct io_uring ring;
-    if (dr_sys_real.uring_init(1, &ring) < 0)
-        return false;
-    io_uring_queue_exit(&ring);
-    return true;
-}
-
 static struct dr_options make_options(unsigned way) {
-    return (struct dr_options){.engine = way % 2 && has_uring() ? "uring" : "threads",
+    return (struct dr_options){.engine = way % 2 && sample_has_uring() ? "uring" : "threads",
                                .direct = way / 2 % 2 ? DR_DIRECT_AUTO : DR_DIRECT_OFF,
                                .queue_depth = 4,
                                .block_size = MIB,

@@ -25,14 +25,6 @@ static struct dr_options make_options(const char *engine, enum dr_direct direct)
                                .checksum = true};
 }
 
-static bool has_uring(void) {
-    struct io_uring ring;
-    if (dr_sys.uring_init(1, &ring) < 0)
-        return false;
-    io_uring_queue_exit(&ring);
-    return true;
-}
-
 static bool has_direct(void) {
     int fd = open(check_path("probe"), O_RDWR | O_CREAT | O_DIRECT, 0666);
     if (fd >= 0)
@@ -49,7 +41,7 @@ static bool vary(unsigned n, struct rng *rng, struct dr_options *options) {
     options->block_size = (size_t)(1 + rng_below(rng, 4)) * MIB;
     options->workers = (unsigned)(1 + rng_below(rng, 3));
     options->queue_depth = (unsigned)(1 + rng_below(rng, 8));
-    return (n % 3 != 0 || has_uring()) && (direct != DR_DIRECT_ON || has_direct());
+    return (n % 3 != 0 || sample_has_uring()) && (direct != DR_DIRECT_ON || has_direct());
 }
 
 static void forget(const char *name) { unlink(check_path(name)); }

@@ -20,18 +20,10 @@ static const char *const names[] = {"f"};
 
 /* ---- files and what is asked ---- */
 
-static bool has_uring(void) {
-    struct io_uring ring;
-    if (dr_sys_real.uring_init(1, &ring) < 0)
-        return false;
-    io_uring_queue_exit(&ring);
-    return true;
-}
-
 enum { WAYS = 6 };
 
 static struct dr_options way(unsigned n) {
-    return (struct dr_options){.engine = n % 2 && has_uring() ? "uring" : "threads",
+    return (struct dr_options){.engine = n % 2 && sample_has_uring() ? "uring" : "threads",
                                .direct = n / 2 % 2 ? DR_DIRECT_AUTO : DR_DIRECT_OFF,
                                .queue_depth = 4,
                                .block_size = n < 4 ? MIB : 4 * MIB,

@@ -7,13 +7,9 @@
  * The file is in memory, and all its system calls are ours.
  */
 #include "crc.h"
-#include "fuzz.h"
 #include "load.h"
+#include "memory_file.h"
 #include "pool.h"
-#include "sys.h"
-
-#include <errno.h>
-#include <string.h>
 
 enum { FILE_BYTES = 2 * (1 << 20) + 300 * 1024 + 77, MAX_READS = 5, MAX_NDIM = 4, MAX_ELEMENTS = 60000, GUARD = 64 };
 
@@ -22,42 +18,11 @@ enum { FILE_BYTES = 2 * (1 << 20) + 300 * 1024 + 77, MAX_READS = 5, MAX_NDIM = 4
 static uint8_t content[FILE_BYTES];
 static unsigned reads_until_short; /* the read that gives only half */
 
-static int memory_open_dir(const char *path) { return path[0] ? 100 : -ENOENT; }
-
-static int memory_open_below(int dirfd, const char *name, int flags, mode_t mode) {
-    (void)flags;
-    (void)mode;
-    FUZZ_CHECK(dirfd == 100);
-    return strcmp(name, "file") == 0 ? 101 : -ENOENT;
-}
-
-static int memory_close(int fd) {
-    FUZZ_CHECK(fd >= 100);
-    return 0;
-}
-
-static int memory_fstat(int fd, struct stat *out) {
-    (void)fd;
-    *out = (struct stat){.st_mode = S_IFREG, .st_size = FILE_BYTES};
-    return 0;
-}
-
-static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
-    (void)fd;
-    if (offset >= FILE_BYTES)
-        return 0;
-    if (size > (size_t)(FILE_BYTES - offset))
-        size = (size_t)(FILE_BYTES - offset);
-    if (__atomic_fetch_sub(&reads_until_short, 1, __ATOMIC_RELAXED) == 1 && size > 1)
+static ssize_t pread_but_short(int fd, void *data, size_t size, off_t offset) {
+    size = memory_left(size, offset);
+    if (size > 0 && __atomic_fetch_sub(&reads_until_short, 1, __ATOMIC_RELAXED) == 1 && size > 1)
         size /= 2;
-    memcpy(data, content + offset, size);
-    return (ssize_t)size;
-}
-
-static int memory_set_direct(int fd, int on) {
-    (void)fd;
-    (void)on;
-    return 0;
+    return memory_pread(fd, data, size, offset);
 }
 
 /* Every other 64 KiB counts as cached, so that both ways of reading are taken. */
@@ -66,24 +31,14 @@ static int64_t memory_cached(int fd, off_t offset, size_t size) {
     return offset >> 16 & 1 ? (int64_t)size : 0;
 }
 
-static int memory_direct_alignment(int fd) {
-    (void)fd;
-    return 512;
-}
-
 static void set_up_file(void) {
     static uint64_t state;
     for (size_t i = 0; i < FILE_BYTES && state < FILE_BYTES; i++)
         content[i] = (uint8_t)((state = i * 0x9e3779b97f4a7c15u) >> 56);
     state = FILE_BYTES;
-    dr_sys.open_dir = memory_open_dir;
-    dr_sys.open_below = memory_open_below;
-    dr_sys.close = memory_close;
-    dr_sys.fstat = memory_fstat;
-    dr_sys.pread = memory_pread;
-    dr_sys.set_direct = memory_set_direct;
+    memory_set_up(content, FILE_BYTES);
+    dr_sys.pread = pread_but_short;
     dr_sys.cached = memory_cached;
-    dr_sys.direct_alignment = memory_direct_alignment;
 }
 
 /* ---- the plan ---- */

@@ -2,27 +2,8 @@
  * dr_record_locate over any bytes: the input is the file. Whatever it says is
  * a plain tensor must lie in the file and fit its shape.
  */
-#include "fuzz.h"
+#include "memory_file.h"
 #include "record.h"
-#include "sys.h"
-
-#include <string.h>
-
-static struct {
-    const uint8_t *data;
-    size_t size;
-} file;
-
-static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
-    (void)fd;
-    FUZZ_CHECK(offset >= 0);
-    if ((uint64_t)offset >= file.size)
-        return 0;
-    if (size > file.size - (size_t)offset)
-        size = file.size - (size_t)offset;
-    memcpy(data, file.data + offset, size);
-    return (ssize_t)size;
-}
 
 static void locate(uint64_t offset, uint64_t length) {
     struct dr_window window;
@@ -45,9 +26,7 @@ static void locate(uint64_t offset, uint64_t length) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    file.data = data;
-    file.size = size;
-    dr_sys.pread = memory_pread;
+    memory_set_up(data, size);
     locate(0, size);
     locate(size / 2, size - size / 2);
     locate(0, size + 1000); /* the file is too short for it */

@@ -5,82 +5,26 @@
  *
  * The file is in memory, and all its system calls are ours.
  */
-#include "fuzz.h"
 #include "crc.h"
+#include "memory_file.h"
 #include "pool.h"
-#include "sys.h"
 #include "verify.h"
-
-#include <errno.h>
-#include <string.h>
 
 enum { MOST_CHECKS = 6, CHECK_BYTES = 16, MOST_DIMS = 3 };
 
-static struct {
-    const uint8_t *data;
-    size_t size;
-    uint64_t bad; /* the page that cannot be read */
-} file;
+static uint64_t bad; /* the page that cannot be read */
 
-static int memory_open_dir(const char *path) { return path[0] ? 100 : -ENOENT; }
-
-static int memory_open_below(int dirfd, const char *name, int flags, mode_t mode) {
-    (void)flags;
-    (void)mode;
-    FUZZ_CHECK(dirfd == 100);
-    return strcmp(name, "file") == 0 ? 101 : -ENOENT;
-}
-
-static int memory_close(int fd) {
-    FUZZ_CHECK(fd >= 100);
-    return 0;
-}
-
-static int memory_fstat(int fd, struct stat *out) {
-    (void)fd;
-    *out = (struct stat){.st_mode = S_IFREG, .st_size = (off_t)file.size};
-    return 0;
-}
-
-static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
-    (void)fd;
-    FUZZ_CHECK(offset >= 0);
-    if ((uint64_t)offset >= file.size)
-        return 0;
-    if (size > file.size - (size_t)offset)
-        size = file.size - (size_t)offset;
-    if ((uint64_t)offset / DR_ALIGNMENT <= file.bad && file.bad < ((uint64_t)offset + size) / DR_ALIGNMENT)
+static ssize_t pread_but_bad(int fd, void *data, size_t size, off_t offset) {
+    size = memory_left(size, offset);
+    if (size > 0 && (uint64_t)offset / DR_ALIGNMENT <= bad && bad < ((uint64_t)offset + size) / DR_ALIGNMENT)
         return -EIO;
-    memcpy(data, file.data + offset, size);
-    return (ssize_t)size;
-}
-
-static int memory_set_direct(int fd, int on) {
-    (void)fd;
-    (void)on;
-    return 0;
+    return memory_pread(fd, data, size, offset);
 }
 
 static int64_t memory_cached(int fd, off_t offset, size_t size) {
     (void)fd;
     (void)offset;
-    return file.bad & 1 ? (int64_t)size : 0;
-}
-
-static int memory_direct_alignment(int fd) {
-    (void)fd;
-    return 512;
-}
-
-static void set_up_calls(void) {
-    dr_sys.open_dir = memory_open_dir;
-    dr_sys.open_below = memory_open_below;
-    dr_sys.close = memory_close;
-    dr_sys.fstat = memory_fstat;
-    dr_sys.pread = memory_pread;
-    dr_sys.set_direct = memory_set_direct;
-    dr_sys.cached = memory_cached;
-    dr_sys.direct_alignment = memory_direct_alignment;
+    return bad & 1 ? (int64_t)size : 0;
 }
 
 static uint64_t take(const uint8_t **at, unsigned bytes) {
@@ -137,9 +81,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t count = size > 0 ? data[0] % (MOST_CHECKS + 1) : 0;
     if (size < 2 + count * CHECK_BYTES)
         return 0;
-    file.data = data + 2 + count * CHECK_BYTES;
-    file.size = size - 2 - count * CHECK_BYTES;
-    file.bad = data[1] & 128 ? UINT64_MAX : data[1];
+    memory_set_up(data + 2 + count * CHECK_BYTES, size - 2 - count * CHECK_BYTES);
+    dr_sys.pread = pread_but_bad;
+    dr_sys.cached = memory_cached;
+    bad = data[1] & 128 ? UINT64_MAX : data[1];
     const struct dr_options options = {.engine = "threads",
                                        .direct = data[1] & 1 ? DR_DIRECT_AUTO : DR_DIRECT_OFF,
                                        .queue_depth = 2,
@@ -148,7 +93,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                                        .checksum = true};
     for (size_t i = 0; i < count; i++)
         make_check(data + 2 + i * CHECK_BYTES, &checks[i], sizes[i], crcs);
-    set_up_calls();
     for (int quick = 0; quick < 2; quick++) {
         dr_error_clear(&error);
         FUZZ_CHECK(dr_verify("dir", &name, 1, checks, count, quick, &options, &never, &findings, &stats, &error) == 0);

@@ -27,7 +27,7 @@ from dcpring._inspect.select import key_filter
 from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
-from dcpring._load import split_box
+from dcpring._load import split_box, windows
 from dcpring._metadata import TENSOR
 from dcpring.errors import CheckpointError
 
@@ -224,7 +224,8 @@ class Comparison:
     # ---- tensors ----
 
     def _compare_tensors(self, advance: Callable[[int], None]) -> None:
-        reading = _read_ahead(self._batches(), self._a.read_tensors, self._b.read_tensors)
+        batches = windows(self._boxes(), self._part_bytes, _WINDOW_BYTES, _BATCH_PARTS)
+        reading = _read_ahead(batches, self._a.read_tensors, self._b.read_tensors)
         try:
             for batch, left, right in reading:
                 self._compare_batch(batch, left, right)
@@ -236,20 +237,7 @@ class Comparison:
         entry = self._a.entries[part.key]
         return math.prod(part.lengths or ()) * (entry.dtype.itemsize if entry.dtype else 0)
 
-    def _batches(self) -> Iterator[list[Part]]:
-        batch: list[Part] = []
-        size = 0
-        for part in self._windows():
-            more = self._part_bytes(part)
-            if batch and (size + more > _WINDOW_BYTES or len(batch) == _BATCH_PARTS):
-                yield batch
-                batch, size = [], 0
-            batch.append(part)
-            size += more
-        if batch:
-            yield batch
-
-    def _windows(self) -> Iterator[Part]:
+    def _boxes(self) -> Iterator[Part]:
         for name, found in self._found.items():
             for offsets, lengths in split_box(found.entry.shape or (), _WINDOW_BYTES // found.dtype.itemsize):
                 if found.problem:  # of a part before this one: what is left would tell nothing new

@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from dcpring import _C, _layout
+from dcpring import _C, _group, _layout
 
 logger = logging.getLogger("dcpring")
 
@@ -329,9 +327,7 @@ _files_lock = threading.Lock()
 
 def trace_file(path: str, in_background: bool = False) -> TraceFile:
     """This rank's: "t.json" is "t.3.json" on rank 3 of several; "t.3.background.json" in DCP's background process."""
-    rank, world_size = 0, 1
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = _group.rank_in(), _group.world_size()
     own = Path(path).absolute()
     middle = (f".{rank}" if world_size > 1 else "") + (_SAVED_IN_BACKGROUND if in_background else "")
     own = own.with_name(f"{own.stem}{middle}{own.suffix}")

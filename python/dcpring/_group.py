@@ -1,4 +1,4 @@
-"""The process group's store: what ranks agree by without a collective, so that none waits for another."""
+"""The process group, where there is one: which rank this is, and what ranks agree on without a collective."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ _attempts: Counter[str] = Counter()
 
 def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in a group, None for all; 0 where there is no group."""
+    return dist.get_rank(group) if has_group() else 0
+
+
+def world_size() -> int:
+    """1 where there is no group."""
+    return dist.get_world_size() if has_group() else 1
 
 
 def agree(what: str, proposal: str) -> str:

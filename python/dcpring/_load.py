@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring._crc import RunningCrcs, box_start, buffer_at
 from dcpring._handon import Exchange
 from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
@@ -162,7 +163,10 @@ class LazyItems(Sequence[ReadItem]):
 
 
 class Loader:
-    """See the module's docstring. One is made for every read_data."""
+    """See the module's docstring. One is made for every read_data.
+
+    With ``sums``, which several of them share, records are checked of which each reads a part.
+    """
 
     def __init__(
         self,
@@ -177,6 +181,7 @@ class Loader:
         casts: Casts = "safe",
         meter: Meter | None = None,
         phases: Phases | None = None,
+        sums: RunningCrcs | None = None,
     ) -> None:
         self._path = path
         self._transforms = transforms
@@ -190,6 +195,7 @@ class Loader:
         self._stats = stats
         self._rank = rank
         self._casts = casts
+        self._sums = sums
         self._files: dict[str, int] = {}
         self._catalog: Catalog
 
@@ -517,17 +523,35 @@ class Loader:
         return (*source[:-1], item.storage_offsets, item.lengths)
 
     def _read(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
-        self._read_boxes([item for item, _ in chunk], [self._read_item(*pair) for pair in chunk], targets)
+        items = [item for item, _ in chunk]
+        self._read_boxes(items, [self._read_item(*pair) for pair in chunk], targets, self._sums)
 
-    def _read_boxes(self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor]) -> None:
+    def _read_boxes(
+        self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor], sums: RunningCrcs | None
+    ) -> None:
         if not boxes:
             return
+        names = list(self._files)
         try:
-            with self._phases.core(self._watch, "read tensors", list(self._files)):
-                stats = _C.load(self._path, list(self._files), boxes, targets, self._options)
+            with self._phases.core(self._watch, "read tensors", names):
+                stats = _C.load(self._path, names, boxes, targets, self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, items) from error
         self._count(stats)
+        if sums is not None and self._checksum:
+            self._check_sums(items, boxes, targets, sums)
+
+    def _check_sums(
+        self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor], sums: RunningCrcs
+    ) -> None:
+        """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
+        names = list(self._files)
+        for index, (box, target) in enumerate(zip(boxes, targets, strict=True)):
+            if not _sum_up(sums, names[box[0]], box, target):
+                why = f"CRC-32 of its {box[2]} bytes is not what it was when they were written"
+                error = CorruptCheckpointError(why, f"{self._path}/{names[box[0]]}", box[1])
+                vars(error).update(item=index, changed=list(range(len(items))))  # as the core says it
+                raise self._explained(error, items)
 
     def _read_through_host(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
@@ -536,13 +560,14 @@ class Loader:
             for (item, source), target in zip(chunk, targets, strict=True)
             for offsets, lengths in split_box(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
         )
+        sums = self._sums or RunningCrcs()
         for window in windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
             hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
             reads = [
                 (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
                 for item, source, _, offsets, lengths in window
             ]
-            self._read_boxes([box[0] for box in window], reads, hosts)
+            self._read_boxes([box[0] for box in window], reads, hosts, sums)
             for (_, _, target, offsets, lengths), host in zip(window, hosts, strict=True):
                 narrow_tensor_by_index(target, offsets, lengths).copy_(host)
 
@@ -572,6 +597,17 @@ class Loader:
         if isinstance(error, MemoryError):
             return CheckpointError(f"{where}: there is not enough memory for it{note}")
         return CorruptCheckpointError(f"{where}: {error}{note}", self._path)
+
+
+def _sum_up(sums: RunningCrcs, name: str, box: tuple[Any, ...], data: Tensor) -> bool:
+    """Takes what was read of a box; False: its record is damaged."""
+    _, payload_offset, size, _, crc, sizes, offsets, lengths = box
+    start = None if crc is None or tuple(lengths) == tuple(sizes) else box_start(sizes, offsets, lengths)
+    if start is None:
+        return True
+    data = data.contiguous()
+    part = buffer_at(data.data_ptr(), data.nbytes)
+    return sums.add((name, payload_offset), start * data.itemsize, part, size, crc)
 
 
 _NOT_PLAIN = torch.empty(0)

@@ -7,7 +7,6 @@ a zip file whose pickle is made from stand-ins for the tensors.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import io
 import itertools
@@ -26,6 +25,7 @@ from dcpring import _C
 from dcpring._convert._beside import file_beside, writing
 from dcpring._convert._stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
 from dcpring._convert._zip import ZipStream
+from dcpring._crc import RunningCrcs, box_start, buffer_at
 from dcpring._load import refused
 from dcpring._plan import PLAIN_TYPES, is_terminal
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -67,7 +67,7 @@ class TorchSource:
         self._options = IOOptions().for_core(False)
         self._records = _records(path)
         self._views: dict[str, _View] = {}
-        self._sums: dict[str, int] = {}
+        self._sums = RunningCrcs()
         self._checked: set[_Record] = set()
         self._held: tuple[str, Tensor] | None = None
         self.notes: Mapping[str, str] = {}
@@ -191,28 +191,25 @@ class TorchSource:
         if size != view.record.size:
             self._check_record(item, view.record)
             return
-        first = not any(part.offsets)
-        self._sums[item.source] = crc = _C.crc32(part.memory, 0 if first else self._sums[item.source])
-        if all(end == size for end, size in zip(_ends(part), item.shape or (), strict=True)):
-            self._compare(item, view.record, crc)
+        start = box_start(item.shape or (), part.offsets, tuple(part.tensor.shape))
+        assert start is not None
+        if not self._sums.add(item.source, start * item.stored.itemsize, part.memory, size, view.record.crc):
+            raise self._wrong_sum(item, view.record)
 
     def _check_record(self, item: Item, record: _Record) -> None:
         if record in self._checked:
             return
-        crc = 0
         for start in range(0, record.size, WINDOW_BYTES):
             size = min(WINDOW_BYTES, record.size - start)
             (data,), _ = _C.load_bytes(
                 self._directory, [self._name], [(0, record.offset + start, size, None)], self._options
             )
-            crc = _C.crc32(data, crc)
-        self._compare(item, record, crc)
+            if not self._sums.add(record, start, data, record.size, record.crc):
+                raise self._wrong_sum(item, record)
         self._checked.add(record)
 
-    def _compare(self, item: Item, record: _Record, crc: int) -> None:
-        # 0: written without a CRC (torch.serialization.set_crc32_options(False))
-        if record.crc not in (0, crc):
-            raise self._damaged(item.source, "its CRC-32 does not match", record.offset)
+    def _wrong_sum(self, item: Item, record: _Record) -> CorruptCheckpointError:
+        return self._damaged(item.source, "its CRC-32 does not match", record.offset)
 
     def _whole(self, item: Item) -> Tensor:
         """A tensor that is not contiguous, as it was saved; the last one asked for stays in memory."""
@@ -439,7 +436,7 @@ class TorchTarget:
             for runs in stream(source, map(Piece.all_of, self._owners)):
                 number = self._write_runs(file, runs, number)
             for key, storage in pickler.storages.items():
-                data = _memory(storage)
+                data = buffer_at(storage.data_ptr(), storage.nbytes())
                 file.write_bytes(
                     [self._zip.begin(f"archive/data/{key}", len(data)), data, self._zip.end(_C.crc32(data))]
                 )
@@ -459,9 +456,3 @@ class TorchTarget:
                 number += 1
         file.write_bytes(data)
         return number
-
-
-def _memory(storage: torch.UntypedStorage) -> Any:
-    """Its bytes, without a copy; the storage must be kept alive."""
-    size = storage.nbytes()
-    return memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast("B") if size else b""

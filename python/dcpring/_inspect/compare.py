@@ -383,18 +383,20 @@ def _read_ahead(
     batches: Iterable[Any], read_a: Callable[[Any], Any], read_b: Callable[[Any], Any]
 ) -> Generator[tuple[Any, Any, Any], None, None]:
     """Each batch with what both sides have of it, while the next one is being read."""
-    pool = ThreadPoolExecutor(2, "dcpring-diff")
+    a, b = (ThreadPoolExecutor(1, f"dcpring-diff-{side}") for side in "ab")
     waiting: collections.deque[tuple[Any, Future[Any], Future[Any]]] = collections.deque()
     try:
         for batch in batches:
-            waiting.append((batch, pool.submit(read_a, batch), pool.submit(read_b, batch)))
+            waiting.append((batch, a.submit(read_a, batch), b.submit(read_b, batch)))
             if len(waiting) > 1:
                 first, left, right = waiting.popleft()
                 yield first, left.result(), right.result()
         for first, left, right in waiting:
             yield first, left.result(), right.result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        a.shutdown(wait=False, cancel_futures=True)
+        b.shutdown(cancel_futures=True)
+        a.shutdown()
 
 
 # ---- adding up ----

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _layout
+from dcpring._crc import RunningCrcs
 from dcpring._lazy import StoredChunks, has_known_tables
 from dcpring._load import Loader
 from dcpring._metadata import METADATA_NAME, OPAQUE, Parts, Trailer, as_old, ring_info, split_metadata
@@ -111,6 +112,7 @@ class Contents(Mapping[str, Entry]):
         options: how parts are read.
         trusted: whether objects are unpickled whatever they hold.
         stats: what has been read so far.
+        sums: of records of which parts have been read one after the other; so reads must not overlap in time.
     """
 
     directory: Path
@@ -121,6 +123,7 @@ class Contents(Mapping[str, Entry]):
     options: IOOptions = field(default_factory=IOOptions)
     trusted: bool = False
     stats: IOStats = field(default_factory=IOStats)
+    sums: RunningCrcs = field(default_factory=RunningCrcs)
 
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
@@ -218,6 +221,7 @@ class Contents(Mapping[str, Entry]):
             safe_globals=(),
             stats=self.stats,
             rank=None,
+            sums=self.sums,
         )
 
 

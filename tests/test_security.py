@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
+import signal
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import _cli
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,7 +36,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcpring import CheckpointError, RingReader, UntrustedCheckpointError
+from dcpring import CheckpointError, CorruptCheckpointError, RingReader, UntrustedCheckpointError, saved_key_map
 from dcpring._metadata import load_metadata, ring_info
 
 STATE = small_state(1)
@@ -395,18 +398,65 @@ def test_paths_within_are_followed(tmp_path: Path, kind: str) -> None:
     assert equal(load(STATE, tmp_path), STATE)
 
 
-@pytest.mark.parametrize("special", ("fifo", "directory", "device"))
-def test_what_is_no_file_is_refused(tmp_path: Path, special: str) -> None:
-    """Opening a FIFO would wait for ever."""
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "directory": os.mkdir,
+    "device": lambda path: os.mknod(path, 0o20600, os.makedev(1, 5)),
+}
+
+
+@pytest.fixture(params=SPECIAL)
+def make_special(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
+    """Makes what is no file; whoever waits for it does not do so for ever."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("somebody waits for a FIFO")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    yield SPECIAL[request.param]
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, make_special: Callable[[Path], None]) -> None:
     save(STATE, tmp_path)
     move_data(tmp_path, tmp_path / "moved", "special")
-    if special == "fifo":
-        os.mkfifo(tmp_path / "special")
-    elif special == "directory":
-        (tmp_path / "special").mkdir()
-    else:
-        os.mknod(tmp_path / "special", 0o20600, os.makedev(1, 5))
+    make_special(tmp_path / "special")
     assert "special" in refusal(tmp_path)
+
+
+def test_no_file_for_the_metadata(tmp_path: Path, make_special: Callable[[Path], None]) -> None:
+    path = tmp_path / "checkpoint"
+    save(STATE, path)
+    (path / ".metadata").unlink()
+    make_special(path / ".metadata")
+    assert "not a regular file" in refusal(path)
+    for command in (["ls"], ["verify"], ["verify", "--quick"], ["keys"], ["diff", path]):
+        result = _cli.run(*command, path)
+        assert result.status in (1, 2) and "not a regular file" in result.err + result.out, (command, result)
+    assert "not a regular file" in _cli.run("convert", path, tmp_path / "target.pt").err
+
+
+def test_no_file_for_the_key_map(tmp_path: Path, make_special: Callable[[Path], None]) -> None:
+    save(STATE, tmp_path, key_map={next(iter(STATE)): "other"})
+    (tmp_path / ".dcpring.json").unlink()
+    make_special(tmp_path / ".dcpring.json")
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        saved_key_map(tmp_path)
+    result = _cli.run("keys", tmp_path)
+    assert result.status == 0 and "other" in result.out and "key map of the save cannot be read" in result.err
+
+
+def test_no_file_to_convert(tmp_path: Path, make_special: Callable[[Path], None]) -> None:
+    for name in ("x", "x.safetensors", "x.safetensors.index.json"):
+        folder = tmp_path / f"in {name}"
+        folder.mkdir()
+        make_special(folder / name)
+        for source in (folder, folder / name):
+            result = _cli.run("convert", source, tmp_path / "target")
+            assert result.status == 2 and not (tmp_path / "target").exists()
+            assert re.search(r"not a regular file|no checkpoint|nothing in it", result.err), (source, result)
 
 
 def test_removal_stays_in_the_directory(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
 from dcpring._key_diff import compressed
+from dcpring._regular import read_regular
 from dcpring.errors import CheckpointError
 
 __all__ = ["KeyMapLike", "KeyTable"]
@@ -348,9 +349,14 @@ def dump_tables(tables: Mapping[str, KeyTable]) -> bytes:
 
 
 def load_tables(path: Path) -> dict[str, KeyTable]:
-    """What ``dump_tables`` wrote; nothing when there is no file. Raises OSError, and ValueError for another file."""
+    """What ``dump_tables`` wrote; nothing when there is no file.
+
+    Raises:
+        OSError, CorruptCheckpointError: as ``read_regular``.
+        ValueError: it is another file.
+    """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
     except ValueError as error:

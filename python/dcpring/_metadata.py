@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcpring._regular import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -317,19 +318,19 @@ def load_metadata(
     path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
 ) -> tuple[Metadata, Trailer | None]:
     """A metadata file as ``unpickle_metadata`` reads it, and its trailer. OSError where it cannot be read."""
-    parts = split_metadata(path.read_bytes(), path)
+    parts = split_metadata(read_regular(path), path)
     return unpickle_metadata(parts.pickled, path, trusted=trusted, safe_globals=safe_globals), parts.trailer
 
 
 def read_trailer(path: Path) -> Trailer | None:
     """The trailer alone; None for a stock file."""
-    return split_metadata(path.read_bytes(), path).trailer
+    return split_metadata(read_regular(path), path).trailer
 
 
 def metadata_id(path: Path) -> str:
     """Tells metadata files from each other; "" where there is none."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         return ""
     return id_of(data)

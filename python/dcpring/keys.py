@@ -74,6 +74,7 @@ def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -
 
     Raises:
         OSError: there is no checkpoint, or it cannot be read.
+        CorruptCheckpointError: the metadata is damaged, or something else is in a file's place.
         ValueError: the file with the map is damaged.
     """
     directory = Path(checkpoint)

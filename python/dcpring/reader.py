@@ -30,6 +30,7 @@ from dcpring._metadata import (
     unpickle_metadata,
 )
 from dcpring._progress import Meter, ProgressOption, start_meter
+from dcpring._regular import read_regular
 from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
@@ -143,7 +144,7 @@ class RingReader(FileSystemReader):
         return metadata
 
     def _read_metadata(self, path: Path) -> Metadata:
-        parts = split_metadata(path.read_bytes(), path)
+        parts = split_metadata(read_regular(path), path)
         if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
             about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)

@@ -25,6 +25,7 @@ from dcpring._convert._torch_file import TorchSource, TorchTarget
 from dcpring._inspect.select import key_filter
 from dcpring._key_map import KeyMap, KeyMapLike, new_path
 from dcpring._progress import progress_bar
+from dcpring._regular import open_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["ConvertReport", "convert"]
@@ -151,7 +152,7 @@ def open_source(path: Path, *, rank: int | None = None, trusted: bool = False) -
         return DcpSource(path, rank=rank, trusted=trusted)
     if rank is not None:
         raise CheckpointError(f"{path} is a file; ranks are parts of a DCP checkpoint, which is a directory")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(2) == b"PK":
             return TorchSource(path, trusted=trusted)
     if is_safetensors(path):

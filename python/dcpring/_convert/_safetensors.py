@@ -18,6 +18,7 @@ from dcpring import _C
 from dcpring._convert._beside import directory_beside, file_beside, writing
 from dcpring._convert._stream import Item, Part, Piece, Source, stream
 from dcpring._key_map import without_twice
+from dcpring._regular import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions
 
@@ -126,7 +127,7 @@ def is_safetensors(path: FilePath) -> bool:
         return bool(list(path.glob("*.safetensors")) or list(path.glob(f"*{INDEX_SUFFIX}")))
     if path.name.endswith(".json"):
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(9)
     return len(head) == 9 and int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES and head[8:] == b"{"
 
@@ -147,7 +148,7 @@ def _index_of(path: FilePath) -> FilePath | None:
 def _weight_map(index: FilePath) -> dict[str, str]:
     """The file of each name. Files lie beside the index."""
     try:
-        found = json.loads(index.read_bytes(), object_pairs_hook=without_twice)
+        found = json.loads(read_regular(index), object_pairs_hook=without_twice)
         listed = found["weight_map"]
         good = all(isinstance(name, str) and name and name not in (".", "..") for name in listed.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -163,7 +164,7 @@ def _unique(listed: Mapping[str, str]) -> list[str]:
 
 def _read_header(path: FilePath) -> tuple[dict[str, Any], int]:
     """The checked header, and where the data begin."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")

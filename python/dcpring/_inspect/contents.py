@@ -30,6 +30,7 @@ from dcpring._load import Loader
 from dcpring._metadata import METADATA_NAME, OPAQUE, Parts, Trailer, as_old, ring_info, split_metadata
 from dcpring._metadata import unpickle_metadata as unpickle
 from dcpring._plan import BYTES_ROW, decode_properties
+from dcpring._regular import read_regular
 from dcpring._save import Placed, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions, IOStats
@@ -321,7 +322,7 @@ def open_contents(
     directory = Path(checkpoint)
     path = directory / (METADATA_NAME if rank is None else _layout.rank_metadata_name(rank))
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_what_there_is(directory, path)) from error
     parts = split_metadata(data, path)

@@ -30,6 +30,7 @@ from dcpring._metadata import (
     unpickle_safely,
 )
 from dcpring._progress import progress_bar
+from dcpring._regular import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOOptions
 from dcpring.reader import refuse_mixed, refuse_stale
@@ -326,7 +327,7 @@ class _Slice(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file = path.open("rb")
+        self._file = open_regular(path)
         self._offset, self._length, self._at = offset, length, 0
 
     def readable(self) -> bool:
@@ -428,7 +429,7 @@ def _volume(lengths: Iterable[int]) -> int:
 
 def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | None, str]]:
     """dcpring's metadata says everything twice: as stock's pickle, and in tables."""
-    parts = split_metadata(contents.path.read_bytes(), contents.path)
+    parts = split_metadata(read_regular(contents.path), contents.path)
     if parts.trailer is None or not parts.trailer.index_bytes:
         return
     if not has_known_tables(parts):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dcpring.cli._fold import folded
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted
+from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dcpring._inspect.key_report import KeyReport, Row
@@ -77,7 +78,7 @@ def _saved_key_map(checkpoint: str, rank: int | None) -> tuple[KeyTable | None, 
         return saved_key_map(checkpoint, rank), ""
     except FileNotFoundError:  # metadata of several ranks: each may have its own
         return None, ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         return None, f"the key map of the save cannot be read: {error}"
 
 

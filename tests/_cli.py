@@ -84,7 +84,9 @@ def run_in_terminal(*args: object, columns: int = 100, **environment: str) -> Re
     return Result(process.wait(TIMEOUT_SECONDS), b"".join(chunks).decode(errors="replace").replace("\r\n", "\n"))
 
 
-def interrupted(*args: object, when: Callable[[], bool], **environment: str) -> Result:
+def interrupted(
+    *args: object, when: Callable[[], bool], by: signal.Signals = signal.SIGINT, **environment: str
+) -> Result:
     """In a process of its own, which gets SIGINT (Ctrl-C) as soon as ``when`` holds. Fails if it never does."""
     process = subprocess.Popen(
         [*PROGRAM, *map(str, args)],
@@ -98,7 +100,7 @@ def interrupted(*args: object, when: Callable[[], bool], **environment: str) -> 
         assert process.poll() is None, f"it ended before it could be interrupted: {process.communicate()}"
         assert time.monotonic() < until, "the moment to interrupt it never came"
         time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     return Result(process.returncode, out, err)
 

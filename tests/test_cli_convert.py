@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import RingWriter
+from dcpring._convert._beside import _locked
 from dcpring.cli.convert import EXAMPLES
 
 MIB = 1 << 20
@@ -61,6 +63,9 @@ def test_what_it_says(here: Path) -> None:
     result = _cli.run("convert", "ckpt/step-100", "b", "--only", "model.*", "--dtype", "bf16")
     assert result.out.startswith("2 tensors (30 B) to b (dcp, 1 file) in ")
     assert result.out.endswith("; 2 cast; 1 left out\n")
+    for prefix, renamed in (("model.=", "2"), ("modle.=", "none")):
+        result = _cli.run("convert", "ckpt/step-100", "b", "--overwrite", "--prefix", prefix)
+        assert result.out.endswith(f"; {renamed} renamed\n")
     result = _cli.run("convert", "ckpt/step-100", "c.safetensors", "--only", "model", "--json")
     report = json.loads(result.out)
     assert {
@@ -82,15 +87,18 @@ def test_what_it_says(here: Path) -> None:
         (("nowhere", "a.pt"), "nowhere does not exist"),
         (("model.pt", "model.safetensors"), "exists already; choose another name, or replace it with --overwrite"),
         (("ckpt/step-100", "a.safetensors"), "--only 'model.*'"),
-        (("model.pt", "a", "--only", "x.*"), "no name in the source matches 'x.*'"),
+        (("model.pt", "a", "--only", "x.*"), "no key of model.pt matches 'x.*'"),
         (("model.pt", "a", "--dtype", "int8"), "'int8' is no floating-point dtype"),
         (("model.pt", "a", "--prefix", "model"), "'model' is not OLD=NEW"),
         (("model.pt", "a", "--prefix", "a=b", "--key-map", "map.json"), "not allowed with argument"),
         (("model.pt", "a", "--key-map", "model.pt"), "is no key map"),
         (("model.pt", "a", "--key-map", "none.json"), "No such file or directory: none.json"),
-        (("model.pt", "a.pt", "--files", "2"), "is for DCP"),
+        (("model.pt", "a.pt", "--files", "2"), "--files 2: is for DCP"),
         (("model.pt", "a", "--files", "0"), "not above 0"),
-        (("model.pt", "a.safetensors", "--shard-size", "1G"), "is for a directory of safetensors files"),
+        (
+            ("model.pt", "a.safetensors", "--shard-size", "1G"),
+            "--shard-size 1073741824: is for a directory of safetensors files",
+        ),
         (("model.pt", "a", "--rank", "0"), "ranks are parts of a DCP checkpoint"),
     ],
 )
@@ -134,6 +142,26 @@ def test_ctrl_c_in_the_middle(tmp_path: Path, large: Path, options: tuple[str, .
     result = _cli.interrupted("convert", large, target, *options[1:], "--overwrite", when=is_writing)
     assert result.status == 130 and result.err == "dcpring: interrupted\n"
     assert _cli.files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["x", "x.pt"])
+def test_what_a_killed_one_leaves_goes_with_the_next(here: Path, large: Path, name: str) -> None:
+    def unfinished() -> list[Path]:
+        return sorted(here.glob(f".{name}.*.tmp"))
+
+    other = here / f".y{name}.0123456789abcdef.tmp"
+    other.write_text("of another target")
+
+    def is_writing() -> bool:
+        return any(".tmp" in file and size > 0 for file, size in _cli.files_in(here).items() if "y" not in file)
+
+    killed = _cli.interrupted("convert", large, name, when=is_writing, by=signal.SIGKILL)
+    assert killed.status == -signal.SIGKILL and len(unfinished()) == 1
+    with _locked(unfinished()[0]):  # as who is still at work
+        assert _cli.run("convert", "model.pt", name).status == 0
+        assert len(unfinished()) == 1
+    assert _cli.run("convert", "model.pt", name, "--overwrite").status == 0
+    assert unfinished() == [] and other.exists()
 
 
 # ---- a full disk ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from fault._support import MIB, data_files, drop_cache, flip_bit, storage_of
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import RingSavePlanner, RingWriter
+from dcpring._inspect.contents import open_contents
 
 
 def options(writer: str, path: Path) -> dict[str, Any]:
@@ -99,9 +101,18 @@ def test_metadata_that_cannot_be_read(whole: Path, tmp_path: Path, writer: str) 
 def test_many_problems_are_not_all_shown(tmp_path: Path) -> None:
     dcp.save({f"w{n:03}": torch.ones(3) for n in range(150)}, no_dist=True, **options("ring", tmp_path))
     (file,) = data_files(tmp_path)
+    data = bytearray((tmp_path / file).read_bytes())
+    for entry in open_contents(tmp_path).values():
+        data[entry.records[0].place.payload_offset] ^= 1
+    (tmp_path / file).write_bytes(data)
+    result = _cli.run("verify", tmp_path)
+    assert len(re.findall(r"^ *w\d\d\d ", result.out, re.MULTILINE)) == 100 and "and 50 more (--json" in result.out
+    document = json.loads(_cli.run("verify", "--json", tmp_path).out)
+    assert len(document["checkpoints"][0]["problems"]) == 150
     (tmp_path / file).unlink()
     result = _cli.run("verify", tmp_path)
-    assert result.out.count("its file is missing") == 100 and "and 50 more" in result.out
+    assert result.out.count("its file is missing") == 1 and "w000 and 149 more" in result.out
+    assert re.search(rf"{file} +- +- +its file is missing", result.out)
     document = json.loads(_cli.run("verify", "--json", tmp_path).out)
     assert len(document["checkpoints"][0]["problems"]) == 150
 

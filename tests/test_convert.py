@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -337,7 +338,7 @@ def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
     into = {"model": {"_orig_mod.a": torch.zeros(2), "b": torch.ones(3)}}
     dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "ckpt"), no_dist=True)
     assert same(into["model"], state["model"])
-    with pytest.raises(CheckpointError, match="no name in the source matches 'modl"):
+    with pytest.raises(CheckpointError, match=r"a\.pt matches 'modl"):
         convert(tmp_path / "a.pt", tmp_path / "d.pt", only=["model.*", "modl.*"])
     with pytest.raises(CheckpointError, match="would call both"):
         convert(tmp_path / "a.pt", tmp_path / "d.pt", key_map={"model.b": "model._orig_mod.a"})
@@ -633,6 +634,31 @@ def test_a_damaged_file_of_torch_save(tmp_path: Path, shape: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="'broken': its CRC-32 does not match"):
         convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_damage_in_what_is_no_plain_tensor(tmp_path: Path) -> None:
+    """In the pickle that says what there is, and in the values of a sparse tensor."""
+    sparse = torch.tensor([0.0, 7.25, 0.0, 9.5]).to_sparse()
+    torch.save({"step": 123456789, "sparse": sparse, "x": torch.ones(1)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for found in ((123456789).to_bytes(4, "little"), _kinds.raw(sparse.values())):
+        data = bytearray(whole)
+        data[data.index(found)] ^= 1
+        (tmp_path / "a.pt").write_bytes(data)
+        with pytest.raises(CorruptCheckpointError, match="its CRC-32 does not match"):
+            convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_entries_of_a_zip_file_that_overlap(tmp_path: Path) -> None:
+    """They would make a small file take long to be checked."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data/0", bytes(1 << 16))
+        inside = copy.copy(archive.infolist()[0])
+        inside.filename, inside.header_offset = "a/data/1", 80  # zeros, which make a local header
+        archive.filelist.append(inside)
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        convert(tmp_path / "a.pt", tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("goal", [*SUFFIX, "shards"])

@@ -78,7 +78,7 @@ static bool look_at_file(struct run *run, const size_t *records, size_t count) {
     const char *what = file_problem(&v->input.files[file], &error);
     int err = error.kind == DR_ERROR_SYSTEM && error.err != ENOENT ? error.err : 0;
     for (size_t i = 0; i < count; i++)
-        note(run, records[i], v->checks[records[i]].offset, v->checks[records[i]].length, what, err);
+        dr_verify_note(v, &(struct dr_problem){.check = records[i], .what = what, .err = err, .of_file = true});
     return false;
 }
 

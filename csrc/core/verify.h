@@ -46,6 +46,7 @@ struct dr_problem {
     uint64_t offset, length; /* in the file */
     const char *what;        /* static */
     int err;                 /* errno, 0 for none */
+    bool of_file; /* as a whole: offset and length mean nothing */
     bool has_crcs;
     uint32_t expected, found;
 };

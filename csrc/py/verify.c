@@ -87,7 +87,7 @@ static int parse_checks(struct verify_job *job, PyObject *items) {
 static PyObject *problem_tuple(const struct dr_problem *p) {
     PyObject *crcs = p->has_crcs ? Py_BuildValue("(kk)", (unsigned long)p->expected, (unsigned long)p->found)
                                  : Py_NewRef(Py_None);
-    return crcs ? Py_BuildValue("(nKKsiN)", (Py_ssize_t)p->check, (unsigned long long)p->offset,
+    return crcs ? Py_BuildValue("(nLKsiN)", (Py_ssize_t)p->check, p->of_file ? -1LL : (long long)p->offset,
                                 (unsigned long long)p->length, p->what, p->err, crcs)
                 : NULL;
 }

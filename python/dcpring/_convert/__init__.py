@@ -22,7 +22,7 @@ from dcpring._convert._safetensors import (
 )
 from dcpring._convert._stream import Item, Source
 from dcpring._convert._torch_file import TorchSource, TorchTarget
-from dcpring._inspect.select import key_filter
+from dcpring._inspect.select import check_patterns, key_filter
 from dcpring._key_map import KeyMap, KeyMapLike, new_path
 from dcpring._progress import progress_bar
 from dcpring._regular import open_regular
@@ -47,6 +47,7 @@ class ConvertReport:
         source_format, target_format: "dcp", "torch" or "safetensors".
         tensors, objects: how many of each.
         left_out: how many ``only`` left out.
+        renamed: how many have another name than before.
         cast: how many tensors have another dtype than before.
         tied: names whose tensor has another name, too. safetensors files hold such a tensor once for each name.
         bytes: of tensors, in the target.
@@ -61,6 +62,7 @@ class ConvertReport:
     tensors: int
     objects: int
     left_out: int
+    renamed: int
     cast: int
     tied: int
     bytes: int
@@ -120,7 +122,7 @@ def convert(
     goal = _format_of(where, to, files, shard_bytes)
     check_target(where, _is_directory(where, goal), overwrite)
     opened = open_source(Path(source), rank=rank, trusted=trusted)
-    chosen = _chosen(opened.items, [only] if isinstance(only, str) else list(only))
+    chosen = _chosen(opened.items, [only] if isinstance(only, str) else list(only), os.fspath(source))
     items = _cast(_renamed(chosen, key_map), None if dtype is None else float_dtype(dtype))
     _check_sizes(items, os.fspath(source))
     made = _target(goal, where, items, opened, files, shard_bytes)
@@ -134,6 +136,7 @@ def convert(
         tensors=sum(item.shape is not None for item in items),
         objects=sum(item.shape is None for item in items),
         left_out=len(opened.items) - len(items),
+        renamed=sum(item.name != item.source for item in items),
         cast=sum(item.dtype != item.stored for item in items),
         tied=made.tied,
         bytes=made.nbytes,
@@ -203,14 +206,12 @@ def _check_sizes(items: Sequence[Item], source: str) -> None:
         raise CorruptCheckpointError(what, source)
 
 
-def _chosen(items: list[Item], patterns: list[str]) -> list[Item]:
+def _chosen(items: list[Item], patterns: list[str], source: str) -> list[Item]:
     if not patterns:
         return items
     is_chosen = key_filter(patterns)
     found = [item for item in items if is_chosen(item.source)]
-    for pattern in patterns:
-        if not any(map(key_filter([pattern]), (item.source for item in found))):
-            raise CheckpointError(f"no name in the source matches {pattern!r}; `dcpring ls` shows what there is")
+    check_patterns(patterns, [item.source for item in found], source)
     return found
 
 

@@ -1,12 +1,15 @@
 """Targets are written beside where they go, under a name of their own, and take its place when they are complete.
 
-Whatever goes wrong before that, Ctrl-C too, what was there stays as it was, and the new files are removed.
+Whatever goes wrong before that, Ctrl-C too, what was there stays as it was, and the new files are removed. Who is
+killed cannot do that: the next conversion to the same target does. It knows by their locks whose writer is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -51,33 +54,40 @@ def check_target(target: Path, is_directory: bool, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def file_beside(target: Path, overwrite: bool) -> Iterator[tuple[str, str]]:
-    """The directory and the name under which to write a file; in the end it is called ``target``."""
-    check_target(target, False, overwrite)
-    directory, name = str(target.parent), _unfinished(target)
-    _C.make_directory(directory, True)
-    try:
-        yield directory, name
-        check_target(target, False, overwrite)
-        _C.replace(directory, name, target.name, True)
-    finally:
-        _remove(target.parent / name)
+def file_beside(target: Path, overwrite: bool, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
+    """A new file to write; in the end it is called ``target``."""
+    with _beside(target, False, overwrite) as (path, locks), contextlib.ExitStack() as opened:
+        with _locked(target.parent, fcntl.LOCK_SH):
+            file = opened.enter_context(writing(str(path.parent), path.name, size_hint, watch))
+            locks.enter_context(_locked(path))
+        yield file
 
 
 @contextlib.contextmanager
 def directory_beside(target: Path, overwrite: bool) -> Iterator[str]:
     """A new directory to write to; in the end it is called ``target``."""
-    check_target(target, True, overwrite)
-    parent, name = str(target.parent), _unfinished(target)
-    unfinished = target.parent / name
-    try:
-        _C.make_directory(str(unfinished), True)
-        yield str(unfinished)
-        _C.sync_directory(str(unfinished))
-        check_target(target, True, overwrite)
-        _C.replace(parent, name, target.name, True)
-    finally:
-        _remove(unfinished)
+    with _beside(target, True, overwrite) as (path, locks):
+        with _locked(target.parent, fcntl.LOCK_SH):
+            _C.make_directory(str(path), True)
+            locks.enter_context(_locked(path))
+        yield str(path)
+        _C.sync_directory(str(path))
+
+
+@contextlib.contextmanager
+def _beside(target: Path, is_directory: bool, overwrite: bool) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Where to make it, and what keeps its lock until it is called ``target``."""
+    check_target(target, is_directory, overwrite)
+    _C.make_directory(str(target.parent), True)
+    _remove_orphans(target)
+    unfinished = target.with_name(f".{target.name}.{_layout.new_tag()}.tmp")
+    with contextlib.ExitStack() as locks:
+        try:
+            yield unfinished, locks
+            check_target(target, is_directory, overwrite)
+            _C.replace(str(target.parent), unfinished.name, target.name, True)
+        finally:
+            _remove(unfinished)
 
 
 def _remove(unfinished: Path) -> None:
@@ -88,8 +98,30 @@ def _remove(unfinished: Path) -> None:
         logger.warning("%s is not needed any more, and could not be removed: %s", unfinished, error)
 
 
-def _unfinished(target: Path) -> str:
-    return f".{target.name}.{_layout.new_tag()}.tmp"
+def _remove_orphans(target: Path) -> None:
+    """What conversions to this target have left that were killed: nobody holds its lock.
+
+    Where there are no locks, nothing is known to be such. Locks may hold for one machine only: two machines must not
+    convert to the same target at the same time.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError), _locked(target.parent, must=True):  # so nobody is between making and locking
+        for path in target.parent.iterdir():
+            if pattern.fullmatch(path.name) and not path.is_symlink():
+                with contextlib.suppress(OSError), _locked(path, must=True):
+                    _remove(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterator[None]:
+    """Holds the lock of a file or directory, as far as there are any; ``must``: OSError where there are not, or when
+    somebody else holds it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.nullcontext() if must else contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if must else 0))
+        yield
 
 
 @contextlib.contextmanager

@@ -237,24 +237,24 @@ class SafetensorsTarget:
 
     def write(self, source: Source, overwrite: bool, watch: _C.Watch | None) -> None:
         if not self.is_directory:
-            with file_beside(self._path, overwrite) as (directory, name):
-                self._write_file(directory, name, self._files[0], source, watch)
+            (file,) = self._files
+            with file_beside(self._path, overwrite, file.nbytes, watch) as out:
+                self._fill(out, file, source)
             return
         with directory_beside(self._path, overwrite) as directory:
             for file in self._files:
-                self._write_file(directory, file.name, file, source, watch)
+                with writing(directory, file.name, file.nbytes, watch) as out:
+                    self._fill(out, file, source)
             if len(self._files) > 1:
                 with writing(directory, f"model{INDEX_SUFFIX}", 0, None) as index:
                     index.write_bytes([self._index()])
 
-    def _write_file(self, directory: str, name: str, file: _File, source: Source, watch: _C.Watch | None) -> None:
+    def _fill(self, out: _C.FileWriter, file: _File, source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.
         items = sorted(file.items, key=lambda item: -(item.dtype or torch.uint8).itemsize)
-        header = _header(items, self._notes)
-        with writing(directory, name, len(header) + file.nbytes, watch) as out:
-            out.write_bytes([header])
-            for runs in stream(source, map(Piece.all_of, items)):
-                out.write_bytes([run.part.memory for run in runs])
+        out.write_bytes([_header(items, self._notes)])
+        for runs in stream(source, map(Piece.all_of, items)):
+            out.write_bytes([run.part.memory for run in runs])
 
     def _index(self) -> bytes:
         listed = {item.name: file.name for file in self._files for item in file.items}

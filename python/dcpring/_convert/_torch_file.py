@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
-from dcpring._convert._beside import file_beside, writing
+from dcpring._convert._beside import file_beside
 from dcpring._convert._stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
 from dcpring._convert._zip import ZipStream
 from dcpring._crc import RunningCrcs, box_start, buffer_at
@@ -38,11 +38,12 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 class _Record(NamedTuple):
-    """The data of a storage: a stored entry of the zip file."""
+    """A stored entry of the zip file: the data of a storage, or what describes them."""
 
     offset: int
     size: int
     crc: int
+    is_data: bool = True
 
 
 class _View(NamedTuple):
@@ -71,6 +72,9 @@ class TorchSource:
         self._checked: set[_Record] = set()
         self._held: tuple[str, Tensor] | None = None
         self.notes: Mapping[str, str] = {}
+        for record in self._records.values():
+            if not record.is_data:
+                self._check_record("what describes its values", record)
         self.items = [self._item(*leaf) for leaf in self._leaves(self._load("meta"))]
 
     # ---- structure ----
@@ -136,6 +140,8 @@ class TorchSource:
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
         """The values that are not plain tensors; their data are mapped, and read when they are needed."""
+        for record in set(self._records.values()) - {view.record for view in self._views.values()}:
+            self._check_record("its objects and special tensors", record)
         leaves = self._leaves(self._load("cpu"))
         return {name: value for path, value in leaves if self._views[name := ".".join(map(str, path))] is _NOWHERE}
 
@@ -189,14 +195,14 @@ class TorchSource:
         assert item.stored is not None
         size = item.numel * item.stored.itemsize
         if size != view.record.size:
-            self._check_record(item, view.record)
+            self._check_record(item.source, view.record)
             return
         start = box_start(item.shape or (), part.offsets, tuple(part.tensor.shape))
         assert start is not None
         if not self._sums.add(item.source, start * item.stored.itemsize, part.memory, size, view.record.crc):
-            raise self._wrong_sum(item, view.record)
+            raise self._wrong_sum(item.source, view.record)
 
-    def _check_record(self, item: Item, record: _Record) -> None:
+    def _check_record(self, whose: str, record: _Record) -> None:
         if record in self._checked:
             return
         for start in range(0, record.size, WINDOW_BYTES):
@@ -205,11 +211,11 @@ class TorchSource:
                 self._directory, [self._name], [(0, record.offset + start, size, None)], self._options
             )
             if not self._sums.add(record, start, data, record.size, record.crc):
-                raise self._wrong_sum(item, record)
+                raise self._wrong_sum(whose, record)
         self._checked.add(record)
 
-    def _wrong_sum(self, item: Item, record: _Record) -> CorruptCheckpointError:
-        return self._damaged(item.source, "its CRC-32 does not match", record.offset)
+    def _wrong_sum(self, whose: str, record: _Record) -> CorruptCheckpointError:
+        return self._damaged(whose, "its CRC-32 does not match", record.offset)
 
     def _whole(self, item: Item) -> Tensor:
         """A tensor that is not contiguous, as it was saved; the last one asked for stays in memory."""
@@ -217,7 +223,7 @@ class TorchSource:
             view = self._views[item.source]
             assert item.stored is not None
             self._held = None
-            self._check_record(item, view.record)
+            self._check_record(item.source, view.record)
             reach = sum((n - 1) * s for n, s in zip(item.shape or (), view.stride, strict=True)) + 1
             data = torch.empty(reach, dtype=item.stored)
             start = view.record.offset + view.offset * item.stored.itemsize
@@ -268,12 +274,14 @@ def _records(path: FilePath) -> dict[int, _Record]:
                 file.seek(info.header_offset)
                 name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-                found[start] = _Record(start, info.file_size, info.CRC)
+                found[start] = _Record(start, info.file_size, info.CRC, "/data/" in info.filename)
             size = file.seek(0, io.SEEK_END)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise CorruptCheckpointError(f"the zip file is damaged ({error})", str(path)) from error
     if any(record.offset + record.size > size for record in found.values()):
         raise CorruptCheckpointError("the zip file is cut off", str(path))
+    if sum(record.size for record in found.values()) > size:
+        raise CorruptCheckpointError("the zip file's entries overlap", str(path))
     return found
 
 
@@ -430,7 +438,7 @@ class TorchTarget:
         entries = [("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")]
         head = [self._zip.small(f"archive/{name}", data) for name, data in entries]
         hint = self.nbytes + sum(map(len, head)) + 256 * len(self._owners)
-        with file_beside(self._path, overwrite) as (directory, name), writing(directory, name, hint, watch) as file:
+        with file_beside(self._path, overwrite, hint, watch) as file:
             file.write_bytes(head)
             number = 0
             for runs in stream(source, map(Piece.all_of, self._owners)):

@@ -23,7 +23,7 @@ from dcpring import _C
 from dcpring import _key_diff as names
 from dcpring._inspect.compare_objects import difference
 from dcpring._inspect.contents import Contents, Entry, Part, open_all, open_contents
-from dcpring._inspect.select import key_filter
+from dcpring._inspect.select import check_patterns, key_filter
 from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
@@ -184,9 +184,7 @@ class Comparison:
         chosen = key_filter(only)
         self._a = _Side(a, rank, trusted, mapped, chosen)
         self._b = _Side(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
-        for pattern in only:
-            if not any(map(key_filter([pattern]), (*self._a.names, *self._b.names))):
-                raise CheckpointError(f"no key of either matches {pattern!r}; `dcpring ls` shows what there is")
+        check_patterns(only, self._a.names | self._b.names, "either")
         self.result = CheckpointDiff(names.diff_entries(self._a.described(), self._b.described(), _cause))
         different = {item.key for item in (*self.result.keys.shapes, *self.result.keys.dtypes)}
         common = [name for name in self._a.entries if name in self._b.entries and name not in different]

@@ -110,11 +110,12 @@ class VerifyReport:
         return f"{what}, {self.bytes / self.seconds / 1e9:.2f} GB/s" if self.seconds else what
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The problems as cells: key, file, offset, bytes, what."""
-        return [
-            (p.key or "-", p.file, str(p.offset) if p.offset >= 0 else "-", str(p.length or "-"), p.what)
-            for p in self.problems
-        ]
+        """The problems as cells: key, file, offset, bytes, what. Keys with the same problem have one row."""
+        keys: dict[tuple[str, ...], dict[str, None]] = {}
+        for p in self.problems:
+            cells = (p.file, str(p.offset) if p.offset >= 0 else "-", str(p.length or "-"), p.what)
+            keys.setdefault(cells, {})[p.key or "-"] = None
+        return [(_first_of(list(names)), *cells) for cells, names in keys.items()]
 
     def __str__(self) -> str:
         lines = [f"{'ok ' if self.ok else 'BAD'} {self.checkpoint}: {self.summary()}"]
@@ -163,6 +164,10 @@ def verify(
     report.problems += _leftovers_and_ranks(directory, parts, report.notes)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def _open(directory: Path, trusted: bool, report: VerifyReport) -> list[Contents]:

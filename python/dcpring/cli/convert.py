@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _FORMATS = ("dcp", "torch", "safetensors")
 
+_OPTIONS = {"files": "--files", "shard_bytes": "--shard-size"}
+"""What arguments of ``convert`` are called here."""
+
 DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.save, and safetensors.
 
 DST's name says what is made, unless --to does: NAME.safetensors is one such file; .pt, .pth, .bin, .ckpt and .tar are
@@ -23,7 +26,8 @@ files of torch.save; any other name is the directory of a DCP checkpoint. SRC is
 flow through a few buffers: half a GiB of memory is enough for any size.
 
 DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
-is what was in SRC, bit by bit, unless --dtype casts it."""
+is what was in SRC, bit by bit, unless --dtype casts it. Checksums that SRC has are compared on the way: where one is
+wrong, DST stays as it was."""
 
 EXAMPLES = [
     ("dcpring convert ckpt/step-100 step-100.pt", "one file for torch.load, nested as it was saved"),
@@ -118,18 +122,26 @@ def run(args: argparse.Namespace, out: Output) -> int:
             progress=not args.json,
         )
     except ValueError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(_with_options(str(error))) from error
     if args.json:
         out.json(asdict(report))
     else:
-        out.text(_summary(report))
+        out.text(_summary(report, has_names=bool(args.prefix or args.key_map)))
     return 0
 
 
-def _summary(report: ConvertReport) -> str:
+def _with_options(text: str) -> str:
+    """An error of ``convert`` in the words of the command line."""
+    argument, equals, rest = text.partition("=")
+    option = _OPTIONS.get(argument)
+    return f"{option} {rest}" if option and equals else text
+
+
+def _summary(report: ConvertReport, has_names: bool) -> str:
     parts = [f"{count(report.tensors, 'tensor')} ({format_bytes(report.bytes)})"]
     parts += [count(report.objects, "object")] if report.objects else []
-    notes = [f"{report.cast} cast"] if report.cast else []
+    notes = [f"{report.renamed or 'none'} renamed"] if has_names else []
+    notes += [f"{report.cast} cast"] if report.cast else []
     notes += [f"{report.left_out} left out"] if report.left_out else []
     if report.tied and report.target_format == "safetensors":
         notes.append(f"{report.tied} that share memory with another stored apart")

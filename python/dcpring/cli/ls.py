@@ -73,10 +73,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _show(args: argparse.Namespace, out: Output) -> int:
     from dcpring._inspect.inventory import take_inventory
-    from dcpring._inspect.select import key_filter
+    from dcpring._inspect.select import check_patterns, key_filter
 
     inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
     items = list(inventory.items(key_filter(args.keys)))
+    check_patterns(args.keys, [item.entry.key for item in items], str(inventory.directory))
     files = inventory.files(items)
     if args.json:
         out.json(_document(inventory, items, files, with_keys=not args.files))

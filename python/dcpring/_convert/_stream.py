@@ -7,7 +7,6 @@ is ``stream``: one thread reads a window (and casts it) while the caller's threa
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dcpring._buffer import ALIGNMENT, Buffer
 from dcpring._load import split_box
 
 WINDOW_BYTES = 32 << 20
@@ -23,8 +23,6 @@ WINDOW_BYTES = 32 << 20
 
 _MOST_PARTS = 8192
 """Tensors in a window."""
-
-_ALIGNMENT = 64
 
 PLAIN_DTYPES = frozenset(
     getattr(torch, name)
@@ -176,7 +174,7 @@ class _Box(NamedTuple):
 def _room(item: Item, numel: int) -> int:
     """Bytes that so many elements take in a window's buffers."""
     assert item.stored is not None and item.dtype is not None
-    return numel * max(item.stored.itemsize, item.dtype.itemsize) + _ALIGNMENT
+    return numel * max(item.stored.itemsize, item.dtype.itemsize) + ALIGNMENT
 
 
 def _boxes(piece: Piece) -> Iterator[_Box]:
@@ -184,7 +182,7 @@ def _boxes(piece: Piece) -> Iterator[_Box]:
     item, start = piece.item, 0
     assert item.dtype is not None
     whole = item.whole or _room(item, math.prod(piece.lengths)) <= WINDOW_BYTES
-    limit = (WINDOW_BYTES - _ALIGNMENT) // (_room(item, 1) - _ALIGNMENT)
+    limit = (WINDOW_BYTES - ALIGNMENT) // (_room(item, 1) - ALIGNMENT)
     zeros = (0,) * len(piece.lengths)
     for offsets, lengths in [(zeros, piece.lengths)] if whole else split_box(piece.lengths, limit):
         moved = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
@@ -211,39 +209,12 @@ def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
         yield window
 
 
-class _Buffer:
-    """Memory for the tensors of one window; used again for the next but one."""
-
-    def __init__(self) -> None:
-        self._memory = _memory(WINDOW_BYTES)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._used = 0
-
-    def clear(self) -> None:
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, memoryview]:
-        """A tensor, and its memory. One that is larger than a window, as it must be read whole, gets its own."""
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:
-            return torch.empty(shape, dtype=dtype), self._memory[:0]
-        if size > WINDOW_BYTES:
-            memory = _memory(size)
-            return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), memory
-        begin, self._used = self._used, self._used + size + -size % _ALIGNMENT
-        return self._bytes[begin : begin + size].view(dtype).view(shape), self._memory[begin : begin + size]
-
-
-def _memory(size: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
 @dataclass
 class _Slot:
     """One of the two windows in memory."""
 
-    stored: _Buffer = field(default_factory=_Buffer)
-    cast: _Buffer | None = None
+    stored: Buffer = field(default_factory=lambda: Buffer(WINDOW_BYTES))
+    cast: Buffer | None = None
 
     def read(self, source: Source, window: list[_Box]) -> list[Run]:
         self.stored.clear()
@@ -263,7 +234,7 @@ class _Slot:
         if item.dtype == item.stored:
             return part
         assert item.dtype is not None
-        self.cast = self.cast or _Buffer()
+        self.cast = self.cast or Buffer(WINDOW_BYTES)
         tensor, memory = self.cast.take(tuple(part.tensor.shape), item.dtype)
         tensor.copy_(part.tensor)
         return Part(item, part.offsets, tensor, memory)

@@ -1,6 +1,6 @@
 """Comparing two checkpoints: names, shapes, dtypes and values, whatever the sharding of each.
 
-Values are read in batches of windows, two batches ahead of what is being compared; each side has a thread that reads.
+Values are read in batches of windows, the next one while one is being compared; each side has a thread that reads.
 Memory stays bounded by a few windows, whatever the size of the tensors. What cannot be read counts as different.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring import _key_diff as names
+from dcpring._buffer import ALIGNMENT, Buffer
 from dcpring._inspect.compare_objects import difference
 from dcpring._inspect.contents import Contents, Entry, Part, open_all, open_contents
 from dcpring._inspect.select import check_patterns, key_filter
@@ -28,7 +29,7 @@ from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
 from dcpring._load import split_box, windows
-from dcpring._metadata import TENSOR
+from dcpring._metadata import TENSOR, collection_paused
 from dcpring.errors import CheckpointError
 
 __all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_checkpoints"]
@@ -39,6 +40,7 @@ _WINDOW_BYTES = 32 << 20
 _LARGEST_RECORD = 4 * _WINDOW_BYTES
 _BATCH_PARTS = 4096
 _BATCH_OBJECTS = 256
+_BUFFER_BYTES = _WINDOW_BYTES + _BATCH_PARTS * ALIGNMENT
 
 _READ_ERRORS = (CheckpointError, OSError, RuntimeError, ValueError, MemoryError)
 """What reading damaged, missing or odd records ends in; RuntimeError and ValueError are torch's."""
@@ -165,6 +167,7 @@ class Comparison:
         bytes: that ``run`` will read, of both sides together.
     """
 
+    @collection_paused()
     def __init__(
         self,
         a: str | os.PathLike[str],
@@ -242,6 +245,7 @@ class Comparison:
                     break
                 yield Part(name, offsets, lengths)
 
+    @collection_paused()
     def _compare_batch(self, batch: list[Part], left: list[_Value], right: list[_Value]) -> None:
         parts: list[Part] = []
         lefts: list[Tensor] = []
@@ -316,6 +320,7 @@ class _Side:
         self.called: dict[str, str] = {}
         self.names: set[str] = set()
         self._parts: dict[str, Contents] = {}
+        self._buffers = collections.deque(Buffer(_BUFFER_BYTES) for _ in range(2))
         for contents in parts:
             # Objects are compared as bytes and as plain data: what they could run is no matter.
             raw = dataclasses.replace(contents, trusted=True)
@@ -335,11 +340,19 @@ class _Side:
         records = self.entries[name].records
         return len(records) == 1 and records[0].place.kind != TENSOR and records[0].place.length <= _LARGEST_RECORD
 
+    @collection_paused()
     def read_tensors(self, parts: list[Part]) -> list[_Value]:
-        """Of tensors."""
-        return self._read(
-            [(part.key, part._replace(key=self.entries[part.key].key)) for part in parts], Contents.read_all
-        )
+        """Of tensors; they are good until the next but one are read."""
+        self._buffers.rotate()
+        buffer = self._buffers[0]
+        buffer.clear()
+        wanted = []
+        for part in parts:
+            entry = self.entries[part.key]
+            assert entry.dtype is not None
+            tensor, _ = buffer.take(tuple(part.lengths or ()), entry.dtype)
+            wanted.append((part.key, (entry.key, part.offsets or (), tensor)))
+        return self._read(wanted, _read_into)
 
     def read_objects(self, group: list[str]) -> list[bytes | str]:
         """As they were pickled."""
@@ -359,6 +372,11 @@ class _Side:
             ):
                 values[position] = value
         return values
+
+
+def _read_into(contents: Contents, wanted: list[tuple[str, Sequence[int], Tensor]]) -> list[Tensor]:
+    contents.read_into(wanted)
+    return [tensor for _, _, tensor in wanted]
 
 
 def _renamed(contents: Contents, key_map: KeyMap | None) -> dict[str, str]:

@@ -27,7 +27,16 @@ from dcpring import _layout
 from dcpring._crc import RunningCrcs
 from dcpring._lazy import StoredChunks, has_known_tables
 from dcpring._load import Loader
-from dcpring._metadata import METADATA_NAME, OPAQUE, Parts, Trailer, as_old, ring_info, split_metadata
+from dcpring._metadata import (
+    METADATA_NAME,
+    OPAQUE,
+    Parts,
+    Trailer,
+    as_old,
+    collection_paused,
+    ring_info,
+    split_metadata,
+)
 from dcpring._metadata import unpickle_metadata as unpickle
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._regular import read_regular
@@ -177,6 +186,7 @@ class Contents(Mapping[str, Entry]):
         self.read_into(places)
         return [tensor for _, _, tensor in places]
 
+    @collection_paused()
     def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
         """Reads parts of any number of tensors at once.
 
@@ -203,6 +213,7 @@ class Contents(Mapping[str, Entry]):
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
         return self.read_objects([key])[0]
 
+    @collection_paused()
     def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
         """As ``read_object``, but one read for all."""
         into = _Into([])

@@ -178,6 +178,14 @@ def test_a_real_save_of_three_ranks_one_of_which_has_a_slow_sync(tmp_path: Path)
     assert "operation 1: save" not in _cli.run("trace", *paths, "--operation", 2).out
     partly = _cli.run("trace", *paths[:2], "--operation", 1)
     assert "the traces of rank 2 of 3 are missing" in partly.out
+    _distributed.run(3, _traces.load_alone, str(tmp_path), 1)
+    result = _cli.run("trace", tmp_path)  # the folder
+    assert result.out.count("operation ") == 3 and "1 rank" in result.out and "missing" not in result.out
+
+
+def test_a_folder_without_traces(tmp_path: Path) -> None:
+    result = _cli.run("trace", tmp_path)
+    assert result.status == 2 and "there are no traces (*.json) in" in result.err
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:

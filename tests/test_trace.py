@@ -90,7 +90,7 @@ def test_all_that_a_save_and_a_load_do(tmp_path: Path, planned: bool) -> None:
         assert part.io and all(phase.begin <= span.begin <= span.end <= phase.end for span in part.io)
         size = sum(span.bytes for span in part.io if span.name == moved)
         assert 12 << 20 < size < 13 << 20
-    assert {"allocate", "fill", "write", "fsync"} == {span.name for span in save.io}
+    assert {"allocate", "set up", "fill", "write", "fsync"} == {span.name for span in save.io}
     assert {"read", "use"} == {span.name for span in load.io}
     assert any(span.crc > 0 for span in save.io if span.name == "fill")
     assert any(span.crc > 0 for span in load.io if span.name == "use")

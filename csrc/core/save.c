@@ -96,10 +96,13 @@ static int open_engines(struct dr_writer *w, unsigned count, struct dr_error *er
     if (blocks < depth)
         depth = (unsigned)blocks;
     while (w->engine_count < count) {
+        struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = (uint64_t)depth * w->options.block_size,
+                               .step = DR_STEP_SET_UP, .worker = w->engine_count, .slot = DR_NO_SLOT};
         int rc = dr_engine_open(&w->engines[w->engine_count], w->options.engine, depth ? depth : 1,
                                 w->options.block_size, error);
         if (rc < 0)
             return rc;
+        dr_watch_note(w->options.watch, span);
         w->engines[w->engine_count]->watch = w->options.watch;
         w->engines[w->engine_count]->worker = w->engine_count;
         w->engine_count++;

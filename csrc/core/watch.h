@@ -23,6 +23,7 @@ enum dr_step {
     DR_STEP_SYNC,     /* ftruncate and fdatasync */
     DR_STEP_READ,     /* a block, likewise; or through the page cache, with its use */
     DR_STEP_USE,      /* checking a block, and scattering it */
+    DR_STEP_SET_UP,   /* of a save: a worker's buffers, which are cleared and pinned, and its ring */
 };
 
 struct dr_span {

@@ -26,7 +26,7 @@ logger = logging.getLogger("dcpring")
 MOST_EVENTS = 100_000
 """In a file; about 17 MB."""
 
-STEPS = ("allocate", "fill", "write", "fsync", "read", "use")
+STEPS = ("allocate", "fill", "write", "fsync", "read", "use", "set up")
 """The core's names for what it does (csrc/core/watch.h), by number."""
 
 NO_SLOT = (1 << 32) - 1
@@ -311,7 +311,7 @@ def _work_lines(recorded: Recorded, rank: int, written: _Written) -> Iterable[st
 
 def _lane_of(kind: str, worker: int, slot: int) -> str:
     """Who did it: DCP's thread, a worker, or the disk, for one of a worker's buffers."""
-    if kind in ("allocate", "fsync"):
+    if kind in ("allocate", "set up", "fsync"):
         return "main"
     return f"worker {worker}" if kind not in ("write", "read") or slot == NO_SLOT else f"worker {worker} io {slot}"
 

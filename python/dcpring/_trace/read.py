@@ -82,7 +82,8 @@ class Operation:
         kind: "save" or "load".
         checkpoint: its path.
         world_size: ranks of the run.
-        parts: by rank; those whose traces were given.
+        parts: by rank; those whose traces were given, and that took part.
+        given: ranks whose traces were given.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Operation:
     identity: str
     world_size: int
     parts: dict[int, Part] = field(default_factory=dict)
+    given: frozenset[int] = frozenset()
 
     @property
     def begin(self) -> int:
@@ -101,8 +103,9 @@ class Operation:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a trace, the first thousand of them."""
-        absent = (rank for rank in range(self.world_size) if rank not in self.parts)
+        """Ranks without a trace, the first thousand of them. One without a part in it may read for itself alone."""
+        known = self.given | self.parts.keys()
+        absent = (rank for rank in range(self.world_size) if rank not in known)
         return [rank for rank, _ in zip(absent, range(1000), strict=False)]
 
 
@@ -155,12 +158,13 @@ def read_operations(paths: Sequence[Path]) -> tuple[list[Operation], list[str]]:
     """
     traces = [read_trace(path) for path in dict.fromkeys(paths)]
     _refuse_mixed(traces)
+    given = frozenset(trace.rank for trace in traces)
     operations: list[Operation] = []
     by_identity: dict[str, Operation] = {}
     for part, world_size in [(part, trace.world_size) for trace in traces for part in trace.parts]:
         operation = by_identity.get(part.identity)
         if operation is None or part.rank in operation.parts:
-            operation = Operation(part.kind, part.checkpoint, part.identity, world_size)
+            operation = Operation(part.kind, part.checkpoint, part.identity, world_size, given=given)
             operations.append(operation)
             by_identity.setdefault(part.identity, operation)
         operation.parts[part.rank] = part

@@ -20,8 +20,10 @@ made, and tells of each save and load: its critical path (what had to be over be
 ranks), who waited for whom, what each rank's time went into, and the file that took longest. Give the traces of all
 ranks: what a rank did whose trace is missing shows as waiting of the others.
 
-"write" and "read" are times in which a rank had nothing to do but wait for the disk. The traces themselves can be
-looked at in ui.perfetto.dev or chrome://tracing."""
+"fill" copies tensors into blocks, "use" copies blocks into tensors, "CRC" sums them up; "write" and "read" are times
+in which a rank had nothing to do but wait for the disk; "allocate" preallocates a file, "set up" makes buffers for
+the workers and pins them, and "other" is all else: Python, opening files, waiting for a core. The traces themselves
+can be looked at in ui.perfetto.dev or chrome://tracing."""
 
 
 def add(commands: Commands) -> None:
@@ -37,7 +39,9 @@ def add(commands: Commands) -> None:
         ],
         differs="",
     )
-    parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help="the traces of all ranks of a run")
+    parser.add_argument(
+        "traces", metavar="TRACE", nargs="+", type=Path, help="traces of all ranks of a run, or their folder"
+    )
     parser.add_argument("--operation", metavar="N", type=positive, help="only the Nth save or load")
     add_output(parser, "draw the timeline of it, or of the last one")
     add_json(parser)
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         from dcpring._picture import check
 
         check(args.output)
-    operations, notes = read_operations(args.traces)
+    operations, notes = read_operations([path for given in args.traces for path in _files(given)])
     if not operations:
         raise CheckpointError(f"there is no save or load in {args.traces[0]}")
     chosen = _chosen(operations, args.operation)
@@ -71,6 +75,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.output is not None:
         out.note(f"the timeline of operation {chosen[-1]} is in {args.output}")
     return 0
+
+
+def _files(given: Path) -> list[Path]:
+    """The trace, or those in the folder."""
+    if not given.is_dir():
+        return [given]
+    found = sorted(given.glob("*.json"))
+    if not found:
+        raise CheckpointError(f"there are no traces (*.json) in {given}")
+    return found
 
 
 def _chosen(operations: Sequence[Operation], number: int | None) -> list[int]:

@@ -58,7 +58,7 @@ def the_file(path: Path) -> Path:
 def test_missing_directory(tmp_path: Path) -> None:
     message = str(error_of_load(tmp_path / "nowhere"))
     assert str(tmp_path / "nowhere" / ".metadata") in message
-    assert "No such file or directory" in message
+    assert f"{tmp_path / 'nowhere'} does not exist" in message
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -67,7 +67,12 @@ def test_missing_metadata(tmp_path: Path) -> None:
     (tmp_path / ".metadata").unlink()
     message = str(error_of_load(tmp_path))
     assert str(tmp_path / ".metadata") in message
-    assert "No such file or directory" in message
+    assert "is no checkpoint: there is no .metadata in it" in message
+
+
+def test_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "step-7")
+    assert "is no checkpoint, but there are some in it: step-7" in str(error_of_load(tmp_path))
 
 
 @pytest.mark.parametrize("stock", (False, True), ids=("ours", "stock"))

@@ -702,6 +702,12 @@ def test_a_forked_child_is_not_held_up() -> None:
 # ---- wrong use ----
 
 
+@pytest.mark.parametrize("make", [RingWriter, RingReader])
+def test_what_is_no_function(make: Any) -> None:
+    with pytest.raises(ValueError, match="progress=3: must be True, False or a function"):
+        make("nowhere", progress=3)
+
+
 def test_an_end_between_look_and_wait_is_not_missed() -> None:
     """The function's thread looks, is at work, and waits; the meter ends meanwhile, and looks too."""
     slots, counter, index = progress_module._own_slots()

@@ -24,6 +24,7 @@ _STOCK = re.compile(r"__(\d+)_\d+\.distcp")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
 _TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
+_MOST_NAMED = 8
 
 
 def new_tag() -> str:
@@ -162,3 +163,21 @@ def _remove(directory: Path, names: list[str]) -> None:
         _C.remove_files(str(directory), names)
     except OSError as error:
         logger.warning("files of earlier saves stay in %s: %s", directory, error)
+
+
+def what_there_is(directory: Path, path: Path) -> str:
+    """Why there is no metadata file at this path, for people."""
+    if not directory.exists():
+        return f"{directory} does not exist"
+    if not directory.is_dir():
+        return f"{directory} is a file, not the directory of a checkpoint"
+    ranks = sorted(rank_metadata_files(directory))
+    if ranks:
+        return (
+            f"there is no {path}: this checkpoint was saved with use_collectives=False; name one of its ranks, {ranks}"
+        )
+    below = sorted(entry.parent.name for entry in directory.glob(f"*/{METADATA_NAME}"))
+    if below:
+        shown = ", ".join(below[:_MOST_NAMED]) + (", ..." if len(below) > _MOST_NAMED else "")
+        return f"{directory} is no checkpoint, but there are some in it: {shown}"
+    return f"{directory} is no checkpoint: there is no {path.name} in it (was the save interrupted?)"

@@ -218,6 +218,13 @@ def _nothing() -> None:
     pass
 
 
+def checked_progress(progress: ProgressOption) -> ProgressOption:
+    """The option of a reader or writer; ValueError for what it cannot be."""
+    if isinstance(progress, bool) or callable(progress):
+        return progress
+    raise ValueError(f"progress={progress!r}: must be True, False or a function")
+
+
 def start_meter(progress: ProgressOption, operation: Operation, path: str, is_coordinator: bool) -> Meter:
     """The meter of a save or load that is being set up on this rank."""
     if not progress:

@@ -29,7 +29,7 @@ from dcpring._metadata import (
     split_metadata,
     unpickle_metadata,
 )
-from dcpring._progress import Meter, ProgressOption, start_meter
+from dcpring._progress import Meter, ProgressOption, checked_progress, start_meter
 from dcpring._regular import read_regular
 from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
@@ -107,7 +107,7 @@ class RingReader(FileSystemReader):
         self.safe_globals = tuple(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
-        self.progress = progress
+        self.progress = checked_progress(progress)
         self._meter = Meter()
         self.stats: IOStats | None = None
         self._metadata: Metadata | None = None
@@ -144,7 +144,11 @@ class RingReader(FileSystemReader):
         return metadata
 
     def _read_metadata(self, path: Path) -> Metadata:
-        parts = split_metadata(read_regular(path), path)
+        try:
+            data = read_regular(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno, _layout.what_there_is(path.parent, path), str(path)) from None
+        parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
             about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)

@@ -32,7 +32,7 @@ from dcpring._metadata import (
     pickle_metadata,
     read_trailer,
 )
-from dcpring._progress import Meter, ProgressOption, start_meter
+from dcpring._progress import Meter, ProgressOption, checked_progress, start_meter
 from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
 from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
@@ -127,7 +127,7 @@ class RingWriter(FileSystemWriter):
         )
         self.keep_superseded = keep_superseded
         self.key_map = None if key_map is None else KeyMap(key_map)
-        self.progress = progress
+        self.progress = checked_progress(progress)
         self._meter = Meter()
         self._tracer = _trace.Tracer(trace)
         self._group_id = ""

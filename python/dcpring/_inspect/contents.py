@@ -46,7 +46,6 @@ from dcpring.options import IOOptions, IOStats
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
-_MOST_NAMED = 8
 _INT = {int}
 
 
@@ -335,7 +334,7 @@ def open_contents(
     try:
         data = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(_what_there_is(directory, path)) from error
+        raise CheckpointError(_layout.what_there_is(directory, path)) from error
     parts = split_metadata(data, path)
     entries, version = as_old(lambda: _entries_of(parts, path, trusted))
     return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
@@ -356,23 +355,6 @@ def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOption
     if (directory / METADATA_NAME).exists() or not ranks:
         return [open_contents(directory, trusted=trusted, options=options)]
     return [open_contents(directory, rank=rank, trusted=trusted, options=options) for rank in sorted(ranks)]
-
-
-def _what_there_is(directory: Path, path: Path) -> str:
-    if not directory.exists():
-        return f"{directory} does not exist"
-    if not directory.is_dir():
-        return f"{directory} is a file, not the directory of a checkpoint"
-    ranks = sorted(_layout.rank_metadata_files(directory))
-    if ranks:
-        return (
-            f"there is no {path}: this checkpoint was saved with use_collectives=False; name one of its ranks, {ranks}"
-        )
-    below = sorted(entry.parent.name for entry in directory.glob(f"*/{METADATA_NAME}"))
-    if below:
-        shown = ", ".join(below[:_MOST_NAMED]) + (", ..." if len(below) > _MOST_NAMED else "")
-        return f"{directory} is no checkpoint, but there are some in it: {shown}"
-    return f"{directory} is no checkpoint: there is no {path.name} in it (was the save interrupted?)"
 
 
 def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:

@@ -31,7 +31,8 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize("args", [(), ("nothing",), ("ls",), ("ls", "--nothing", ".")])
 def test_wrong_arguments_are_status_2(args: tuple[str, ...]) -> None:
     result = _cli.run(*args)
-    assert result.status == 2 and "usage: dcpring" in result.err and not result.out
+    usage = "usage: dcpring ls" if "ls" in args else "usage: dcpring [-h]"
+    assert result.status == 2 and usage in result.err and not result.out
 
 
 def test_an_interruption_that_python_wraps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fault._support import MIB, fault, mounted, mounted_on, run_python
 import dcpring
 from dcpring._machine import bench as _bench
 from dcpring._machine import bench_plot as _bench_plot
-from dcpring._machine.bench import Direction, Report, Result, Transfer, ways
+from dcpring._machine.bench import Direction, Report, Result, Transfer, engines_here, ways
 from dcpring.cli import bench
 from dcpring.cli._output import Output
 from dcpring.options import IOOptions
@@ -80,7 +80,9 @@ def test_latencies_are_of_all_blocks(tmp_path: Path) -> None:
 def test_engines(tmp_path: Path) -> None:
     report = _bench.measure(tmp_path, size=MIB, quick=True, engines=["threads"])
     assert {result.options.engine for result in report.results} == {"threads"}
-    assert report.usual.engine == "threads"
+    assert report.usual.engine == engines_here()[0]
+    is_usual = report.usual.engine == "threads"
+    assert ('engine="threads"' in report.call("save")) != is_usual
 
 
 def test_a_size_that_the_time_allows(tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     (tmp_path / "plot.png").write_text("old")
     result = _cli.run("bench", tmp_path, *QUICK, "--engines", "threads", "--output", tmp_path / "plot.png")
     assert result.status == 2 and "No space left" in result.err
-    assert "best save:" in result.out, "what was measured is not lost"
+    assert "for saves:" in result.out, "what was measured is not lost"
     assert (tmp_path / "plot.png").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -26,6 +26,11 @@ MODEL = {"layer.weight": torch.arange(12.0).view(3, 4), "layer.bias": torch.ones
 STATE = {"model": MODEL, "optimizer": {"step": 3}}
 
 
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("code ran",)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with what the examples name."""
@@ -35,6 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         storage_writer=FileSystemWriter(tmp_path / "old"),
         no_dist=True,
     )
+    dcp.save({"evil": Evil()}, storage_writer=FileSystemWriter(tmp_path / "evil"), no_dist=True)
     torch.save(MODEL, tmp_path / "model.pt")
     assert _cli.run("convert", tmp_path / "model.pt", tmp_path / "model.safetensors").status == 0
     (tmp_path / "map.json").write_text(json.dumps({"prefixes": {"_orig_mod.": ""}}))
@@ -94,6 +100,9 @@ def test_what_it_says(here: Path) -> None:
         (("model.pt", "a", "--key-map", "model.pt"), "is no key map"),
         (("model.pt", "a", "--key-map", "none.json"), "No such file or directory: none.json"),
         (("model.pt", "a.pt", "--files", "2"), "--files 2: is for DCP"),
+        (("old/__0_0.distcp", "a.pt"), "is a data file of a DCP checkpoint; name the directory, old"),
+        (("evil", "a.pt"), "evil: 'evil' holds more than plain data"),
+        (("evil", "a.pt"), "If you trust it, convert it with --trusted."),
         (("model.pt", "a", "--files", "0"), "not above 0"),
         (
             ("model.pt", "a.safetensors", "--shard-size", "1G"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -248,6 +249,10 @@ def test_missing_and_short_files(copy: Callable[[str], Path], writer: str, quick
         stream.truncate(file.stat().st_size - 100)
     key, _, what = the_problem(verify(path, quick=quick))
     assert key == last[0] and what == "the file ends before it"
+    os.truncate(file, 0)
+    report = verify(path, quick=quick)
+    assert {(p.what, p.offset) for p in report.problems} == {("its file ends before it", -1)}
+    assert len(report.bad_keys) == 9 and len(report.rows()) == 1 and report.rows()[0][0].endswith(" and 8 more")
     file.unlink()
     report = verify(path, quick=quick)
     assert len(report.bad_keys) == 9 and {p.what for p in report.problems} == {"its file is missing"}
@@ -398,7 +403,7 @@ def test_metadata_that_lies_about_records(copy: Callable[[str], Path], writer: s
         ("outside of the checkpoint directory", lambda info: setattr(info, "relative_path", "../elsewhere")),
         ("a name in the metadata that none can have", lambda info: setattr(info, "relative_path", "a\0b")),
         ("shares bytes with another record", lambda info: setattr(info, "offset", info.offset - 10)),
-        ("the file ends before it", lambda info: setattr(info, "offset", 1 << 40)),
+        ("its file ends before it", lambda info: setattr(info, "offset", 1 << 40)),
     ]
     for what, lie in lies:
         path = copy(writer)

@@ -88,7 +88,10 @@ static void choose(struct run *run, const size_t *records, size_t count) {
     uint64_t size = v->input.files[v->checks[records[0]].file].size, end = 0;
     for (size_t i = 0; i < count; i++) {
         const struct dr_check *c = &v->checks[records[i]];
-        if (c->offset > size || c->length > size - c->offset) {
+        if (c->offset >= size && c->length > 0) {
+            dr_verify_note(v, &(struct dr_problem){
+                                  .check = records[i], .what = "its file ends before it", .of_file = true});
+        } else if (c->offset > size || c->length > size - c->offset) {
             uint64_t from = c->offset > size ? c->offset : size;
             note(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
         } else if (c->length == 0) {

@@ -155,6 +155,8 @@ def open_source(path: Path, *, rank: int | None = None, trusted: bool = False) -
         return DcpSource(path, rank=rank, trusted=trusted)
     if rank is not None:
         raise CheckpointError(f"{path} is a file; ranks are parts of a DCP checkpoint, which is a directory")
+    if path.suffix == ".distcp":
+        raise CheckpointError(f"{path} is a data file of a DCP checkpoint; name the directory, {path.parent}")
     with open_regular(path) as file:
         if file.read(2) == b"PK":
             return TorchSource(path, trusted=trusted)

@@ -309,7 +309,7 @@ def measure(directory: Path, *, size: int | None, quick: bool, engines: Sequence
         with progress_bar("measuring", 2 * ROUNDS * len(results) * size) as bar:
             for number in range(ROUNDS):
                 _round(bench, results, number, bar)
-        usual = replace(IOOptions(), engine=tried[0].engine, direct=direct)
+        usual = replace(IOOptions(), engine=here[0], direct=direct)
         return Report(directory, size, ROUNDS, bench.is_cold, usual, results)
 
 

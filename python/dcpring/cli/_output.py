@@ -122,11 +122,20 @@ class Output:
             return
         if title:  # rich's own would be folded to the width of the table
             self.text(title, style="italic")
-        table = Table(box=box.ROUNDED, header_style="bold")
+        numbers = set(right)
+        # Numbers are never folded; on a narrow screen the frame goes first.
+        widths = [_width(number in numbers, column) for number, column in enumerate(zip(header, *cells, strict=True))]
+        fits = sum(widths) + 3 * len(widths) + 1 <= self.screen[0]
+        table = Table(box=box.ROUNDED if fits else None, header_style="bold", pad_edge=fits)
         for number, name in enumerate(header):
-            justify = "right" if number in set(right) else "left"
             # On a terminal a long name is folded rather than cut: it shall be copied from there.
-            table.add_column(name, justify=justify, overflow="fold", style=(styles or {}).get(number))  # type: ignore[arg-type]
+            table.add_column(
+                name,
+                justify="right" if number in numbers else "left",
+                overflow="fold",
+                min_width=widths[number],
+                style=(styles or {}).get(number),
+            )
         for row in cells:
             table.add_row(*map(Text, row))
         self.render(table)
@@ -180,6 +189,17 @@ class Output:
     def flush(self) -> None:
         self._out.file.flush()
         self._err.file.flush()
+
+
+_NARROWEST = 8
+"""Of columns whose texts may be folded."""
+
+
+def _width(is_number: bool, column: Sequence[str]) -> int:
+    """What a column needs: its numbers, and the words of its header."""
+    header, *cells = column
+    words = max(map(len, header.split()), default=0)
+    return max(words, *map(len, cells)) if is_number else max(words, min(_NARROWEST, *map(len, cells)))
 
 
 def _json_member(member: Any) -> str:

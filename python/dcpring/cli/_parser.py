@@ -73,6 +73,13 @@ class Parser(argparse.ArgumentParser):
         kwargs["formatter_class"] = _Help
         super().__init__(**kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; but a command tells of what it does not know itself, with its own usage."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
 
 class Commands:
     """Where command modules enter themselves."""

@@ -97,10 +97,10 @@ def _show(report: Report, out: Output) -> None:
         "depth",
         "workers",
         "GB/s",
-        "lowest",
-        "highest",
+        "min",
+        "max",
         "CPU s/GiB",
-        "block p50 ms",
+        "p50 ms",
         "p99 ms",
     )
     directions: tuple[Direction, ...] = ("save", "load")
@@ -112,7 +112,8 @@ def _show(report: Report, out: Output) -> None:
         if len(shown) < len(results):
             out.text(f"and {len(results) - len(shown)} slower ways; --json has all of them")
         out.text()
-    out.text(f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}; medians")
+    rounds = f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}"
+    out.text(f"{rounds}; medians; p50 and p99 are of a block")
     if not report.cold:
         out.text("loads are not cold: the page cache does not let go of files here", style="yellow")
     for direction in directions:
@@ -135,6 +136,6 @@ def _row(result: Result, direction: Direction) -> tuple[str, ...]:
 
 def _advise(report: Report, direction: Direction, out: Output) -> None:
     best = report.best(direction)
-    usual = " with the defaults" if best.options == report.usual else ""
-    out.text(f"best {direction}: {best.rate(direction) / 1e9:.2f} GB/s{usual}", style="bold")
+    usual = ", the defaults: nothing is clearly faster" if best.options == report.usual else ""
+    out.text(f"for {direction}s: {best.rate(direction) / 1e9:.2f} GB/s{usual}", style="bold")
     out.text(f"  {report.call(direction)}")

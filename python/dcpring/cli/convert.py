@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive, size
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _OPTIONS = {"files": "--files", "shard_bytes": "--shard-size"}
 DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.save, and safetensors.
 
 DST's name says what is made, unless --to does: NAME.safetensors is one such file; .pt, .pth, .bin, .ckpt and .tar are
-files of torch.save; any other name is the directory of a DCP checkpoint. SRC is recognised by what is in it. Data
-flow through a few buffers: half a GiB of memory is enough for any size.
+files of torch.save; any other name is the directory of a DCP checkpoint, or, with --shard-size, of safetensors files.
+SRC is recognised by what is in it. Data flow through a few buffers: half a GiB of memory is enough for any size.
 
 DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
 is what was in SRC, bit by bit, unless --dtype casts it. Checksums that SRC has are compared on the way: where one is
@@ -77,7 +77,7 @@ def add(commands: Commands) -> None:
         help="names that begin with OLD begin with NEW; either may be empty; repeatable",
     )
     parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="cast floating-point tensors, e.g. to bfloat16")
-    parser.add_argument("--files", type=positive, metavar="N", help="data files of a DCP checkpoint")
+    parser.add_argument("--files", type=positive, metavar="N", help="data files of a DCP checkpoint, at most")
     parser.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of a safetensors shard (5G)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     add_rank(parser)
@@ -123,6 +123,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         )
     except ValueError as error:
         raise CheckpointError(_with_options(str(error))) from error
+    except UntrustedCheckpointError as error:
+        text, _, _ = str(error).partition(" If you trust")
+        raise CheckpointError(f"{args.source}: {text} If you trust it, convert it with --trusted.") from error
     if args.json:
         out.json(asdict(report))
     else:

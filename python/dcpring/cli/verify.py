@@ -98,4 +98,6 @@ def _cure(report: VerifyReport) -> str:
         return "Its tensors and objects are whole, but do not rely on it: load it and save it anew."
     if report.quick:
         return "Load an earlier checkpoint. Without --quick, damaged data would be found too."
-    return "Load an earlier checkpoint; or, from this one, everything but these keys: all others are whole."
+    if len(report.bad_keys) == report.keys:
+        return "Load an earlier checkpoint."
+    return "Load an earlier checkpoint; or this one into a state dict without these keys: all others are whole."

@@ -6,11 +6,13 @@ import gc
 import json
 import logging
 import pickle
+import re
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import _cli
 import _distributed
 import _traces
 import pytest
@@ -150,6 +152,8 @@ def test_async_save_is_staged(tmp_path: Path) -> None:
     _events(tmp_path / "t.json")
     for part in _parts(tmp_path / "t.json"):
         assert [span.lane for span in part.spans if span.kind == "staging"] == ["staging"]
+    said = _cli.run("trace", tmp_path / "t.json").out
+    assert len(re.findall(r"staged, while training waits: \d\.\d{3} s on rank 0", said)) == 2
 
 
 def test_a_copy_in_another_process_goes_on_with_what_was_staged(tmp_path: Path) -> None:

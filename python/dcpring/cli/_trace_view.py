@@ -31,6 +31,11 @@ def show(number: int, one: Analysis, out: Output) -> None:
         out.text(f"the traces of {spans(operation.missing)} of {operation.world_size} are missing", style="yellow")
     for rank, micros in one.moved.items():
         out.text(f"the clock of rank {rank} contradicts the coordinator's: its times are moved by {_seconds(micros)} s")
+    staged = max(one.times(), key=lambda row: row.staging)
+    if staged.staging:
+        out.text(
+            f"before it the state was staged, while training waits: {_seconds(staged.staging)} s on rank {staged.rank}"
+        )
     out.text(f"critical path: {_sentence(one)}")
     out.text()
     _print_path(one, out)

@@ -401,6 +401,20 @@ def test_one_of_two_tied_names_is_enough(saved: str, tmp_path: Path) -> None:
 # ---- what differs, and why ----
 
 
+def test_many_names_have_a_line_each_behind_the_cure(tmp_path: Path) -> None:
+    parts = [f"{part}{number}.weight" for part in "abcdef" for number in range(2)]
+    _save(tmp_path, {f"optim.{part}": torch.ones(2) for part in parts} | {"extra": torch.ones(1)})
+    lines = str(dcpring.diff_keys({f"optimizer.{part}": torch.ones(2) for part in parts}, tmp_path)).splitlines()
+    assert lines[0] == "missing from the checkpoint (12):"
+    assert "key_map={'prefixes': {'optim.': 'optimizer.'}}" in lines[1] and lines[1].endswith(" (12):")
+    assert lines[2:14] == [f"    'optimizer.{part}'" for part in parts]
+    assert lines[14:27] == ["  the checkpoint has:", *(f"    'optim.{part}'" for part in parts)]
+    assert lines[27:] == ["unexpected in the checkpoint (13, 12 of them candidates above):", "  'extra'"]
+    _save(tmp_path, {f"optim.{part}": torch.ones(2) for part in parts})
+    text = str(dcpring.diff_keys({f"optimizer.{part}": torch.ones(2) for part in parts}, tmp_path))
+    assert text.endswith("unexpected in the checkpoint (12, 12 of them candidates above):")
+
+
 def test_diff_keys(tmp_path: Path) -> None:
     compiled = {f"layers.{i}._orig_mod.w": torch.ones(2) for i in range(12)}
     _save(tmp_path, {**compiled, "shape": torch.ones(2, 3), "dtype": torch.ones(2), "same": torch.ones(1), "extra": 1})

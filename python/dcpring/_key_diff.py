@@ -25,6 +25,9 @@ _SHOWN_CHARACTERS = 200
 _COMPARED_CHARACTERS = 4096
 """Longer names are neither shown whole nor compared."""
 
+_MOST_ON_A_LINE = 4
+"""Names, each perhaps for many that differ in a number."""
+
 WRAPPER_PARTS = {
     "_orig_mod": "a compiled module",
     "_fsdp_wrapped_module": "an FSDP1 module, outside of its state_dict_type",
@@ -320,12 +323,16 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def compressed(keys: Sequence[str]) -> str:
-    """All the keys, those that differ in one number as "layers.0-31.weight"."""
+    """All the keys on one line, those that differ in one number as "layers.0-31.weight"."""
+    return ", ".join(_patterns(keys))
+
+
+def _patterns(keys: Sequence[str]) -> list[str]:
     groups: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
     for key in keys:
         numbers = [int(number) for number in _NUMBER.findall(key)] if len(key) <= _COMPARED_CHARACTERS else []
         groups[_NUMBER.sub("*", key) if numbers else key].append((key, numbers))
-    return ", ".join(text for members in groups.values() for text in _compressed_group(members))
+    return [text for members in groups.values() for text in _compressed_group(members)]
 
 
 def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
@@ -351,16 +358,22 @@ def spans_of(numbers: list[int]) -> str:
 
 
 def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
-    """One line for all keys of a cause; causes name the two beginnings, so that keys of one line belong together."""
+    """All keys of a cause together; causes name the two beginnings, so that such keys belong together."""
     groups: dict[tuple[str, bool], list[Unmatched]] = defaultdict(list)
     for item in items:
         groups[item.cause, item.candidate is not None].append(item)
     for (cause, _), members in groups.items():
-        line = f"  {compressed([item.key for item in members])}"
-        candidates = [item.candidate for item in members if item.candidate is not None]
+        keys = _patterns([item.key for item in members])
+        candidates = _patterns([item.candidate for item in members if item.candidate is not None])
+        if len(keys) <= _MOST_ON_A_LINE:
+            line = f"  {', '.join(keys)}" + (f"; {other} has {', '.join(candidates)}" if candidates else "")
+            yield f"{line}: {cause}" if cause else line
+            continue
+        yield f"  {cause or 'for no known reason'} ({len(members)}):"
+        yield from (f"    {name}" for name in keys)
         if candidates:
-            line += f"; {other} has {compressed(candidates)}"
-        yield f"{line}: {cause}" if cause else line
+            yield f"  {other} has:"
+            yield from (f"    {name}" for name in candidates)
 
 
 def _report(diff: KeyDiff, store: str) -> Iterator[str]:
@@ -372,7 +385,12 @@ def _report(diff: KeyDiff, store: str) -> Iterator[str]:
     if diff.unexpected:
         note = f", {paired} of them candidates above" if paired and diff.missing else ""
         yield f"unexpected in the {store} ({len(diff.unexpected)}{note}):"
-        yield f"  {compressed([item.key for item in diff.unexpected])}"
+        names = _patterns([item.key for item in diff.unexpected])
+        if len(names) > _MOST_ON_A_LINE and diff.missing:
+            names = _patterns([item.key for item in left])
+        if len(names) <= _MOST_ON_A_LINE:
+            names = [", ".join(names)] if names else []
+        yield from (f"  {name}" for name in names)
     for title, items in (("shapes", diff.shapes), ("dtypes", diff.dtypes)):
         if items:
             yield f"different {title} ({len(items)}):"

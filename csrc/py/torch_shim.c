@@ -143,11 +143,11 @@ static int take_handles(struct tensors *tensors, PyObject *capsules, Py_ssize_t 
     return 0;
 }
 
-/* dcpring._torch calls bind_torch. It waits for the first tensors, as it imports torch, which not all callers need. */
+/* dcpring.torchside.shim calls bind_torch. It waits for the first tensors, as it imports torch, which not all callers need. */
 static int bind_once(struct module_state *state) {
     if (state->alloc_handles)
         return 0;
-    PyObject *binding = PyImport_ImportModule("dcpring._torch");
+    PyObject *binding = PyImport_ImportModule("dcpring.torchside.shim");
     if (!binding)
         return -1;
     Py_DECREF(binding);

@@ -6,6 +6,8 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from dcpring.torchside.groups import default_store
+
 _attempts: Counter[str] = Counter()
 """How often this process has begun each thing that ranks agree on."""
 
@@ -29,5 +31,4 @@ def agree(what: str, proposal: str) -> str:
     if not has_group():
         return ""
     _attempts[what] += 1
-    store = dist.distributed_c10d._get_default_store()
-    return bytes(store.compare_set(f"{what}/{_attempts[what]}", "", proposal)).decode()
+    return bytes(default_store().compare_set(f"{what}/{_attempts[what]}", "", proposal)).decode()

@@ -31,6 +31,7 @@ from dcpring._strategy import BALANCED
 from dcpring._trace.phases import Phases
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
+from dcpring.torchside.groups import device_of
 
 logger = logging.getLogger("dcpring")
 
@@ -311,7 +312,7 @@ class Exchange:
 
     def _prepare_transfer(self, units: list[Unit], _: Tensor) -> None:
         """Makes all buffers before the round's word is given: nothing can fail between that and the transfer."""
-        device = _device_of(self._group)
+        device = device_of(self._group)
         for unit in units:
             if unit.away and unit.reader == self._rank:
                 data = self._own_part(unit).detach().to(device).contiguous().flatten().view(torch.uint8)
@@ -353,9 +354,3 @@ def _map(word: str, size: int) -> tuple[Tensor, str]:
 def _like(part: Tensor, data: Tensor) -> Tensor:
     """The first of some bytes, as a tensor like the part."""
     return data[: part.nbytes].view(part.dtype).reshape(part.shape)
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must lie for the group to send them."""
-    kinds = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])

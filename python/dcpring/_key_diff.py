@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpring import _C
+from dcpring.torchside.dcp import flatten_state_dict
 
 _SUFFIX_PARTS = 8
 """Names are compared by at most so many of their last components."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.tensor import DTensor
 
 from dcpring._key_diff import (
     KeyDiff,
@@ -22,6 +23,7 @@ from dcpring._key_diff import (
 )
 from dcpring._key_map import KeyMap
 from dcpring.errors import KeyMismatchError
+from dcpring.torchside.tensors import local_tensor
 
 logger = logging.getLogger("dcpring")
 
@@ -116,7 +118,7 @@ class LoadPolicy:
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    local = value._local_tensor if hasattr(value, "_local_tensor") else value
+    local = local_tensor(value) if isinstance(value, DTensor) else value
     if not isinstance(local, Tensor) or local.numel() == 0 or local.device.type == "meta":
         return None
     try:

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -40,6 +38,8 @@ from dcpring._trace.phases import Phases
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats, make_watch
+from dcpring.torchside.dcp import StorageInfo, attributes_of
+from dcpring.torchside.tensors import narrowed
 
 logger = logging.getLogger("dcpring")
 
@@ -69,13 +69,13 @@ class _Whole:
     offset: int
     size: int
     crcs: bytes | None
-    info: _StorageInfo
+    info: StorageInfo
 
 
 class Catalog(Protocol):
     """What a checkpoint's metadata says of its items."""
 
-    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+    def info(self, index: MetadataIndex) -> StorageInfo | None:
         """Where an item is stored."""
         ...
 
@@ -87,11 +87,11 @@ class Catalog(Protocol):
 class ObjectCatalog:
     """DCP's Metadata."""
 
-    def __init__(self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]) -> None:
+    def __init__(self, metadata: Metadata, storage_data: dict[MetadataIndex, StorageInfo]) -> None:
         self._metadata = metadata
         self._storage_data = storage_data
 
-    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+    def info(self, index: MetadataIndex) -> StorageInfo | None:
         return self._storage_data.get(index)
 
     def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -115,7 +115,7 @@ class TableCatalog:
         self._chunks = chunks
         self._properties = chunks.table.properties()
 
-    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+    def info(self, index: MetadataIndex) -> StorageInfo | None:
         assert self._chunks.places is not None
         place = self._chunks.places.get(self._rows[index])
         return None if place is None else storage_info(Placed(*place))
@@ -296,7 +296,7 @@ class Loader:
 
     # ---- what each item is ----
 
-    def _info(self, item: ReadItem) -> _StorageInfo:
+    def _info(self, item: ReadItem) -> StorageInfo:
         info = self._catalog.info(item.storage_index)
         if info is None:
             raise CorruptCheckpointError(
@@ -304,24 +304,24 @@ class Loader:
                 "it is stored",
                 self._path,
             )
-        fields = info.__dict__  # a None is left out when it is pickled
+        fields = attributes_of(info)
         good = [type(fields.get(name)) for name in ("relative_path", "offset", "length")] == [str, int, int]
         if not good or info.offset < 0 or info.length < 0 or info.offset + info.length >= 1 << 63:
             raise CorruptCheckpointError(f"the metadata of {item.storage_index.fqn!r} contradicts itself", self._path)
         return info
 
-    def _number_files(self, infos: list[_StorageInfo]) -> None:
+    def _number_files(self, infos: list[StorageInfo]) -> None:
         """File indices rise with the names, so that reads sorted by index go through the files in order."""
         names = sorted({info.relative_path for info in infos})
         self._files = {name: index for index, name in enumerate(names)}
 
     def _classify(
-        self, items: list[ReadItem], infos: list[_StorageInfo]
+        self, items: list[ReadItem], infos: list[StorageInfo]
     ) -> tuple[list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Source]]]:
         objects: list[tuple[ReadItem, _Whole]] = []
         wholes: list[tuple[ReadItem, _Whole]] = []
         sources: list[tuple[ReadItem, _Source]] = []
-        unknown: list[tuple[ReadItem, _StorageInfo]] = []
+        unknown: list[tuple[ReadItem, StorageInfo]] = []
         for item, info in zip(items, infos, strict=True):
             ring = ring_info(info, item.storage_index.fqn)
             if item.type == LoadItemType.BYTE_IO:
@@ -342,13 +342,13 @@ class Loader:
                 wholes.append((item, found))
         return objects, wholes, sources
 
-    def _whole(self, info: _StorageInfo, crcs: bytes | None) -> _Whole:
+    def _whole(self, info: StorageInfo, crcs: bytes | None) -> _Whole:
         return _Whole(self._files[info.relative_path], info.offset, info.length, crcs, info)
 
     def _stored_as(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
         return self._catalog.stored_as(item.storage_index)
 
-    def _locate(self, unknown: list[tuple[ReadItem, _StorageInfo]]) -> Iterator[tuple[ReadItem, _Source | _Whole]]:
+    def _locate(self, unknown: list[tuple[ReadItem, StorageInfo]]) -> Iterator[tuple[ReadItem, _Source | _Whole]]:
         """Looks into records that the metadata says nothing more about: those that stock wrote."""
         if not unknown:
             return
@@ -472,7 +472,7 @@ class Loader:
                     f"{list(stored[0])}",
                     self._path,
                 )
-            part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            part = narrowed(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item)
             if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
                 target = target.detach()
@@ -569,7 +569,7 @@ class Loader:
             ]
             self._read_boxes([box[0] for box in window], reads, hosts, sums)
             for (_, _, target, offsets, lengths), host in zip(window, hosts, strict=True):
-                narrow_tensor_by_index(target, offsets, lengths).copy_(host)
+                narrowed(target, offsets, lengths).copy_(host)
 
     # ---- reporting ----
 

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpring._regular import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.torchside.dcp import MEMORY_FORMATS, StorageInfo, attributes_of
+from dcpring.torchside.serialization import LAYOUT_GETTER
 
 METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
@@ -39,7 +40,7 @@ the metadata does not describe (it has no ``ring`` then)."""
 
 
 class RingInfo(NamedTuple):
-    """Where a record's payload lies: the ``ring`` attribute (as a plain tuple) of its ``_StorageInfo``.
+    """Where a record's payload lies: the ``ring`` attribute (as a plain tuple) of its ``StorageInfo``.
 
     Stock DCP ignores it.
 
@@ -56,9 +57,9 @@ class RingInfo(NamedTuple):
 RING_VERSION = 1
 
 
-def ring_info(info: _StorageInfo, key: str) -> RingInfo | None:
+def ring_info(info: StorageInfo, key: str) -> RingInfo | None:
     """The checked ``ring`` attribute of a record, None when it has none (stock wrote it)."""
-    packed = info.__dict__.get("ring")
+    packed = attributes_of(info).get("ring")
     if packed is None:
         return None
     try:
@@ -189,8 +190,8 @@ _ALLOWED_CLASSES: tuple[type, ...] = (
     dcp_metadata.MetadataIndex,
     dcp_metadata.TensorProperties,
     dcp_metadata.StorageMeta,
-    dcp_metadata._MEM_FORMAT_ENCODING,
-    _StorageInfo,
+    MEMORY_FORMATS,
+    StorageInfo,
     torch.Size,
     OrderedDict,
     set,
@@ -205,7 +206,7 @@ _ALLOWED |= {("pathlib", cls.__name__): cls for cls in (PosixPath, PurePosixPath
 
 
 def _layout_getter() -> Callable[[str], torch.layout]:
-    """Stands in for ``torch.serialization._get_layout``; made afresh, as a pickle can set attributes on a function."""
+    """Stands in for torch's (``LAYOUT_GETTER``); made afresh, as a pickle can set attributes on a function."""
 
     def get_layout(name: str) -> torch.layout:
         value = getattr(torch, name.removeprefix("torch."), None)
@@ -228,7 +229,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
+        if (module, name) == LAYOUT_GETTER:
             return _layout_getter()
         raise UntrustedCheckpointError(
             f"{self._path} refers to {module}.{name}, which a checkpoint's metadata has no need of: loading it could "
@@ -250,7 +251,7 @@ _CHANGEABLE = _HEAP_TYPE | _IMMUTABLE_TYPE
 
 
 _CHANGEABLE_CLASSES = [cls for cls in _ALLOWED_CLASSES if cls.__flags__ & _CHANGEABLE == _HEAP_TYPE]
-_SHARED = [*_CHANGEABLE_CLASSES, *dcp_metadata._MEM_FORMAT_ENCODING]
+_SHARED = [*_CHANGEABLE_CLASSES, *MEMORY_FORMATS]
 """What a pickle can get hold of that outlives it: classes, and the members of an enumeration."""
 
 

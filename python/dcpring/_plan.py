@@ -17,8 +17,6 @@ from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,15 +25,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcpring import _C
 from dcpring._key_diff import check_state_dict
 from dcpring._strategy import Choice
 from dcpring.errors import CheckpointError
 from dcpring.report import RankReport
+from dcpring.torchside.dcp import create_chunk_list, create_write_items, flatten_sharded_tensors, plans_for_itself
+from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_shape_and_offset, local_tensor
 
 BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
 """Types of rows, as the core numbers them."""
@@ -45,8 +43,6 @@ HASHED, DIVISIBLE = 1, 2
 
 _REQUIRES_GRAD, _PINNED, _ROW_FLAGS_SHIFT = 1, 2, 2
 """How ``_C.make_table`` takes the flags of a plain tensor."""
-
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 Path = tuple[str | int, ...]
 Chunk = tuple[Sequence[int], Sequence[int], Sequence[int], TensorProperties]
@@ -153,11 +149,11 @@ def _varint(value: int) -> bytes:
 
 
 def open_sharded_tensors(flat: Flat) -> Flat:
-    """As DCP's ``_flatten_sharded_tensors``, which opens ShardedTensors of ShardedTensors."""
+    """As DCP does it: opens ShardedTensors of ShardedTensors."""
     if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, flat.values.values()))):
         return flat
     codes = dict(zip(flat.values, flat.codes, strict=True))
-    values = _flatten_sharded_tensors(flat.values)
+    values = flatten_sharded_tensors(flat.values)
     return Flat(values, flat.mappings, [codes.get(name, b"") for name in values])
 
 
@@ -211,7 +207,7 @@ def _row(
     flags: int,
 ) -> Row:
     encoded, dtype_bytes = encode_properties(properties)
-    item_bytes = torch._utils._element_size(properties.dtype)
+    item_bytes = properties.dtype.itemsize
     return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
 
 
@@ -240,7 +236,7 @@ class Describer:
             return value
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
-        if isinstance(value, Tensor) or hasattr(value, "__create_write_items__"):
+        if isinstance(value, Tensor) or plans_for_itself(value):
             return self._rows_of(name, value) or ...
         return None
 
@@ -248,12 +244,12 @@ class Describer:
         mesh = value.device_mesh
         if mesh.get_coordinate() is None:
             return ...
-        local = value._local_tensor
+        local = local_tensor(value)
         if type(local) not in PLAIN_TYPES or any(p.is_partial() for p in value.placements):
             return self._rows_of(name, value) or ...
         key = (value.shape, value.placements, id(mesh))
         if key not in self._layouts:
-            self._layouts[key] = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+            self._layouts[key] = local_shape_and_offset(value.shape, mesh, value.placements)
         lengths, offsets = self._layouts[key]
         flags = DIVISIBLE if local.layout == torch.strided and tuple(local.shape) == tuple(lengths) else 0
         properties = TensorProperties.create_from_tensor(value.to_local())
@@ -261,14 +257,14 @@ class Describer:
 
 
 def rows_to_write(name: str, value: Any) -> list[Row]:
-    rows = map(_row_of_item, _create_write_items(name, value))
+    rows = map(_row_of_item, create_write_items(name, value))
     return [row for row in rows if row is not None]
 
 
 def rows_to_fill(_: str, value: Any) -> list[Row]:
     properties = TensorProperties(dtype=value.dtype) if hasattr(value, "dtype") else TensorProperties()
     return [
-        _row(SHARD_ROW, value.size(), chunk.offsets, chunk.sizes, properties, 0) for chunk in _create_chunk_list(value)
+        _row(SHARD_ROW, value.size(), chunk.offsets, chunk.sizes, properties, 0) for chunk in create_chunk_list(value)
     ]
 
 
@@ -370,7 +366,7 @@ def tied_rows(flat: Flat, table: _C.Table) -> tuple[tuple[int, int], ...]:
 
 def memory_of(value: Any) -> Tensor | None:
     """The plain tensor of which a value is made on this rank; None where there is none."""
-    local = value._local_tensor if isinstance(value, DTensor) else value
+    local = local_tensor(value) if isinstance(value, DTensor) else value
     return local if type(local) in PLAIN_TYPES else None
 
 

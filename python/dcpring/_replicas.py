@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
-from dcpring._plan import PLAIN_TYPES
+from dcpring.torchside.dcp import plans_for_itself
+from dcpring.torchside.tensors import PLAIN_TYPES, local_tensor
 
 MAX_BYTES = 64 << 10
 """Larger tensors are not compared: that would cost a pass over the model."""
@@ -26,10 +27,11 @@ def is_hashed(value: Any) -> bool:
             placement.is_replicate() and size > 1
             for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
         )
-        return replicated and type(value._local_tensor) in PLAIN_TYPES and value._local_tensor.nbytes <= MAX_BYTES
+        local = local_tensor(value)
+        return replicated and type(local) in PLAIN_TYPES and local.nbytes <= MAX_BYTES
     if type(value) in PLAIN_TYPES:
         return not value.is_meta and value.layout == torch.strided and value.nbytes <= MAX_BYTES
-    return not isinstance(value, Tensor) and not hasattr(value, "__create_write_items__")
+    return not isinstance(value, Tensor) and not plans_for_itself(value)
 
 
 def fingerprints(values: list[Any]) -> bytes:

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
-from dcpring._plan import BYTES_ROW, PLAIN_TYPES, Items, same_memory
+from dcpring._plan import BYTES_ROW, Items, same_memory
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
+from dcpring.torchside.dcp import StorageInfo
+from dcpring.torchside.tensors import PLAIN_TYPES
 
 WINDOW_BYTES = 32 << 20
 """How much a planner that makes new tensors in ``resolve_data`` is asked for at a time."""
@@ -435,8 +436,8 @@ def result_of(item: WriteItem, placed: Placed) -> WriteResult:
     return WriteResult(index=item.index, size_in_bytes=placed.length, storage_data=info)
 
 
-def storage_info(placed: Placed) -> _StorageInfo:
-    info = _StorageInfo(placed.file, placed.offset, placed.length)
+def storage_info(placed: Placed) -> StorageInfo:
+    info = StorageInfo(placed.file, placed.offset, placed.length)
     if placed.descriptors:
         info.transform_descriptors = placed.descriptors
     if placed.kind != OPAQUE:

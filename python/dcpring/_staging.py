@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
+
+from dcpring.torchside.tensors import Shard, ShardedTensor, with_shards
 
 _ALIGNMENT = 64
 
@@ -63,9 +64,7 @@ class StagingBuffer:
             )
         if isinstance(value, ShardedTensor):
             shards = [Shard(self._take(shard.tensor), copy.copy(shard.metadata)) for shard in value.local_shards()]
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
-            )
+            return with_shards(value, shards)
         if isinstance(value, Tensor):
             return self._take(value)
         if type(value) is dict:

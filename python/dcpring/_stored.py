@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -26,6 +25,7 @@ from dcpring import _tree
 from dcpring._lazy import LazyMetadata
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.reader import RingReader, _spans
+from dcpring.torchside.dcp import set_element
 
 MANIFEST_KEY = "dcpring"
 MANIFEST_VERSION = 1

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dcpring import _C
+from dcpring.torchside import modules
+from dcpring.torchside.tensors import local_tensor
 
 __all__ = ["register_wrapper"]
 
@@ -40,16 +42,7 @@ class Wrapper(NamedTuple):
 
 # By name, so that none of them has to be imported: without the import there is no instance to be found either.
 _BY_NAME: dict[str, Wrapper] = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": Wrapper("module", False),
-    "torch.nn.parallel.data_parallel.DataParallel": Wrapper("module", False),
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": Wrapper(
-        "_fsdp_wrapped_module", True
-    ),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": Wrapper(
-        "_checkpoint_wrapped_module", True
-    ),
-    "torch._dynamo.eval_frame.OptimizedModule": Wrapper("_orig_mod", False),
-    "torch.optim.swa_utils.AveragedModel": Wrapper("module", False),
+    **{name: Wrapper(*wrapped) for name, wrapped in modules.WRAPPERS.items()},
     "peft.tuners.tuners_utils.BaseTunerLayer": Wrapper("base_layer", False),
 }
 _BY_TYPE: dict[type, Wrapper] = {}
@@ -91,7 +84,7 @@ def _wrapper_of_type(cls: type) -> Wrapper | None:
 def wrapper_of(module: nn.Module) -> Wrapper | None:
     """How the module wraps another one, None when it does not."""
     wrapper = _wrapper_of_type(type(module))
-    return wrapper if wrapper and module._modules.get(wrapper.attribute) is not None else None
+    return wrapper if wrapper and modules.children(module).get(wrapper.attribute) is not None else None
 
 
 class _View(NamedTuple):
@@ -112,7 +105,7 @@ def _hidden_children(module: nn.Module, view: _View) -> dict[str, bool]:
     hidden: dict[str, bool] = {}
     modified = getattr(module, view.modifiers, None)
     if callable(modified):
-        hidden |= {name: True for name in modified().values() if module._modules.get(name) is not None}
+        hidden |= {name: True for name in modified().values() if modules.children(module).get(name) is not None}
     if wrapper := wrapper_of(module):
         hidden[wrapper.attribute] = wrapper.hooked or module in view.cleared
     return hidden
@@ -123,9 +116,8 @@ def _below_hooks(module: nn.Module, below: bool = False) -> Iterator[nn.Module]:
     wrapper = wrapper_of(module)
     if wrapper is not None and not wrapper.hooked and below:
         yield module
-    hooks = module._state_dict_hooks or module._load_state_dict_pre_hooks
-    below = below or (wrapper is None and bool(hooks))
-    for child in module._modules.values():
+    below = below or (wrapper is None and modules.has_state_dict_hooks(module))
+    for child in modules.children(module).values():
         if child is not None:
             yield from _below_hooks(child, below)
 
@@ -140,7 +132,7 @@ def _take_out(attribute: str, module: nn.Module, state: dict[str, object], prefi
 
 
 def _put_in(attribute: str, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-    own = {*_own_tensors(module), *module._modules} - {attribute}
+    own = {*_own_tensors(module), *modules.children(module)} - {attribute}
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.split(".", 1)[0] not in own:
@@ -170,7 +162,7 @@ def _renamed_parametrizations(module: nn.Module) -> list[str]:
 
     A parametrization with a ``right_inverse`` stores another tensor, in coordinates of its own.
     """
-    lists = module._modules.get("parametrizations")
+    lists = modules.children(module).get("parametrizations")
     if not isinstance(lists, nn.ModuleDict):
         return []
     return [
@@ -185,8 +177,8 @@ def _renamed_parametrizations(module: nn.Module) -> list[str]:
 def _own_tensors(module: nn.Module) -> list[str]:
     """Of the names in a module, those of tensors. FSDP1 keeps those that it has flattened as plain attributes."""
     plain = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    names = dict.fromkeys((*module._parameters, *module._buffers, *plain))
-    return [*names, nn.modules.module._EXTRA_STATE_KEY_SUFFIX]
+    names = dict.fromkeys((*modules.parameters(module), *modules.buffers(module), *plain))
+    return [*names, modules.EXTRA_STATE]
 
 
 @dataclass
@@ -209,7 +201,7 @@ class _Branch:
         found = self._grow_parametrizations(module) or owns
         for name in _own_tensors(module) if owns else ():
             self.add(name)
-        for name, child in module._modules.items():
+        for name, child in modules.children(module).items():
             if child is None or name in hidden:
                 continue
             branch = _Branch()
@@ -217,7 +209,7 @@ class _Branch:
                 found = True
                 self.add(name).merge(branch)
         for name, hooked in hidden.items():
-            child = module._modules[name]
+            child = modules.children(module)[name]
             assert child is not None
             found |= (self if hooked else self.add(name, _C.KEY_WRAPPED)).grow(child, view)
         return found
@@ -271,13 +263,12 @@ def _entries(
 ) -> Iterator[Entry]:
     """The tensors that ``state_dict()`` shows, in its order; a flat parameter (FSDP1) as the parameters in it."""
     hidden = _hidden_children(module, view)
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None or name in module._non_persistent_buffers_set:
+    for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items()):
+        if tensor is None or not modules.is_saved(module, name):
             continue
-        names, shapes = getattr(tensor, "_fqns", (name,)), getattr(tensor, "_shapes", (tensor.shape,))
-        for one, shape in zip(names, shapes, strict=True):
-            yield Entry(_join(path, name), _join(raw, one), tensor, tuple(shape), chain)
-    for name, child in module._modules.items():
+        for one, shape in modules.flat_parts(name, tensor):
+            yield Entry(_join(path, name), _join(raw, one), tensor, shape, chain)
+    for name, child in modules.children(module).items():
         if child is None:
             continue
         inner = (*chain, type(module).__name__) if wrapper_of(module) and name in hidden else chain
@@ -308,7 +299,7 @@ class ModelKeys:
         self.slots = {}
         for entry, name in zip(self.entries, self.names, strict=True):
             slots = self.slots.setdefault(entry.tensor, [])
-            if slots and not hasattr(entry.tensor, "_fqns"):
+            if slots and not modules.is_flat(entry.tensor):
                 slots[0].append(name)
             else:
                 slots.append([name])
@@ -351,7 +342,7 @@ def raw_module_names(module: nn.Module, view: _View, raw: str = "") -> Iterator[
     """All modules, under the names that raw names of their tensors begin with."""
     yield raw, module
     hidden = _hidden_children(module, view)
-    for name, child in module._modules.items():
+    for name, child in modules.children(module).items():
         if child is not None:
             yield from raw_module_names(child, view, raw if hidden.get(name) else _join(raw, name))
 
@@ -376,7 +367,7 @@ def plain_tensor(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, torch.distributed.tensor.DTensor):
-        local = value._local_tensor
+        local = local_tensor(value)
         inner = _inner_tensor(local)
         if inner is None:
             return value

@@ -17,9 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,6 +24,8 @@ from torch.optim import Optimizer
 from dcpring import _dcp, _tree
 from dcpring._stored import PER_RANK, Stored, rank_key, ranks, spans, unpickled
 from dcpring.errors import CheckpointError
+from dcpring.torchside.dcp import flatten_state_dict, set_element
+from dcpring.torchside.tensors import ShardedTensor
 
 __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
 

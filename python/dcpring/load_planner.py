@@ -16,13 +16,9 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint import _version as dcp_version
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict as dcp_flatten
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from dcpring import _C, _handon, _strategy
 from dcpring._group import rank_in
@@ -32,7 +28,6 @@ from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import TENSOR, collection_paused
 from dcpring._plan import (
     BYTES_ROW,
-    PLAIN_TYPES,
     Flat,
     decode_properties,
     flatten,
@@ -46,6 +41,8 @@ from dcpring._trace import phases as _trace
 from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
+from dcpring.torchside.dcp import init_state_dict, names_as_2_3
+from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
 
 __all__ = ["RingLoadPlanner"]
 
@@ -193,7 +190,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         with collection_paused():
             flat = self._flat(state_dict)
             if any(_is_meta(value) for value in flat.values.values()):
-                _init_state_dict(state_dict)
+                init_state_dict(state_dict)
                 flat = self._flat(state_dict)
         kinds = set(map(type, flat.values.values()))
         if self.flatten_sharded_tensors and any(issubclass(kind, ShardedTensor) for kind in kinds):
@@ -380,13 +377,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """Whether the keys are those of torch 2.3, which flattened in another way. DCP's planner reads these."""
         if not self.flatten_state_dict:
             return False
-        dcp_version._derived_version = "2_3"
-        try:
-            old, _ = dcp_flatten(self.original_state_dict)
-        finally:
-            dcp_version._derived_version = None
-        stored = set(chunks.table.names())
-        return bool((old.keys() - self.state_dict.keys()) & stored)
+        old = names_as_2_3(self.original_state_dict) - self.state_dict.keys()
+        return not old.isdisjoint(chunks.table.names())
 
 
 def _answer(plan: LoadPlan, sharing: _handon.Sharing | None) -> LoadPlan:

@@ -46,6 +46,7 @@ from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 from dcpring.report import PlanReport, RankReport
+from dcpring.torchside.dcp import keep_plans_apart
 
 __all__ = ["RingSavePlanner"]
 
@@ -125,7 +126,9 @@ class RingSavePlanner(DefaultSavePlanner):
         self.split_bytes = split_bytes
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.key_table: KeyTable | None = None
-        self._cached_plans_key = f"dcpring-{uuid.uuid4()}"
+        self._plan_caching = enable_plan_caching
+        self._cache_key = f"dcpring-{uuid.uuid4()}"
+        keep_plans_apart(self, self._cache_key)
         self._save = _Save()
         self._warned: set[str] = set()
 
@@ -191,7 +194,7 @@ class RingSavePlanner(DefaultSavePlanner):
         layout = table.encode()
         digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
-        known = self._enable_plan_caching and _cache_of(self._cached_plans_key).may_skip(digest)
+        known = self._plan_caching and _cache_of(self._cache_key).may_skip(digest)
         return LocalMessage(
             rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
         )
@@ -201,7 +204,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._phases.begin(_trace.GLOBAL_PLAN)
         with collection_paused():
             messages = _messages(all_plans)
-            cache = _cache_of(self._cached_plans_key) if self._enable_plan_caching else _Cache()
+            cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
             layouts = cache.restore(messages)
             outcome = self._outcome(messages, layouts, cache)
             plans: list[SavePlan] = []
@@ -223,7 +226,7 @@ class RingSavePlanner(DefaultSavePlanner):
             self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
             return self.plan
         self._phases.begin(_trace.WRITE)
-        cache = _cache_of(self._cached_plans_key) if self._enable_plan_caching else _Cache()
+        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
         kept = cache.finish(self._save.sent, answer.kept)
         items = self._save.sent.items(kept)
         self._save.pieces = _pieces_of(items)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dcpring._stored import Stored
 from dcpring.components import Component, Place, Plan, Replicated
 from dcpring.errors import CheckpointError
+from dcpring.torchside.optim import inner_schedulers
 
 __all__ = ["LRSchedule"]
 
@@ -104,7 +105,7 @@ class LRSchedule(Replicated):
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:
     yield scheduler
-    for child in getattr(scheduler, "_schedulers", ()):
+    for child in inner_schedulers(scheduler):
         yield from _schedulers(child)
 
 

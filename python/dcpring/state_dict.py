@@ -22,13 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._state_dict_utils import (
-    _broadcast_state_dict,
-    _distribute_state_dict,
-    _flatten_state_dict,
-    _unflatten_state_dict,
-)
-from torch.distributed.checkpoint import state_dict as stock
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -38,12 +31,15 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.nn.modules.module import _IncompatibleKeys
 
 from dcpring._key_diff import describe_names
 from dcpring._metadata import collection_paused
 from dcpring._wrapping import ModelKeys, cleared_names, model_keys, plain_tensor, raw_module_names
 from dcpring.errors import KeyMismatchError
+from dcpring.torchside import state_dict as stock
+from dcpring.torchside.groups import device_of
+from dcpring.torchside.modules import copy_metadata
+from dcpring.torchside.state_dict import IncompatibleKeys
 
 __all__ = [
     "StateDictOptions",
@@ -71,7 +67,7 @@ class _Request:
         self.model = model
         self.keys = model_keys(model, options.dsd_fqn_modifiers)
         fsdp_modules: list[nn.Module] = list(FSDP.fsdp_modules(model))
-        self.info = stock._StateDictInfo(**asdict(options), fsdp_modules=fsdp_modules)
+        self.info = stock.StateDictInfo(**asdict(options), fsdp_modules=fsdp_modules)
         if fsdp_modules:
             self.info.fsdp_context = functools.partial(_fsdp_state_dict_type, model, options)
 
@@ -124,7 +120,7 @@ def _some_keys(keys: Iterable[str]) -> str:
 def _get_model(request: _Request, submodules: set[nn.Module] | None) -> dict[str, Any]:
     info = request.info
     with info.fsdp_context(), cleared_names(request.keys.view.cleared):
-        raw = stock._state_dict_fn(request.model, "state_dict")()
+        raw = stock.state_dict_fn(request.model, "state_dict")()
     names = request.keys.canonical(list(raw))
     state: dict[str, Any] = OrderedDict(zip(names, map(plain_tensor, raw.values()), strict=True))
     if submodules:
@@ -132,9 +128,9 @@ def _get_model(request: _Request, submodules: set[nn.Module] | None) -> dict[str
     if info.ignore_frozen_params:
         for name in _frozen(request.keys):
             state.pop(name, None)
-    result: dict[str, Any] = stock._maybe_full_or_cpu_state_dict(state, info)
-    if hasattr(raw, "_metadata") and isinstance(result, OrderedDict):
-        result._metadata = raw._metadata  # type: ignore[attr-defined]
+    result: dict[str, Any] = stock.maybe_full_or_cpu(state, info)
+    if isinstance(result, OrderedDict):
+        copy_metadata(raw, result)
     return result
 
 
@@ -207,7 +203,7 @@ def _local_targets(request: _Request) -> dict[str, Any]:
     if request.info.fsdp_modules:  # FSDP1 cuts them itself
         return {name: entry.tensor for entry, name in zip(request.keys.entries, request.keys.names, strict=True)}
     with cleared_names(request.keys.view.cleared):
-        raw = stock._state_dict_fn(request.model, "state_dict")()
+        raw = stock.state_dict_fn(request.model, "state_dict")()
     return dict(zip(request.keys.canonical(list(raw)), raw.values(), strict=True))
 
 
@@ -220,11 +216,11 @@ def _spread(request: _Request, state: dict[str, Any]) -> tuple[dict[str, Any], b
     devices.discard(torch.device("meta"))
     if len(devices) > 1:
         raise ValueError(f"full_state_dict=True needs a model on one device, not on {sorted(map(str, devices))}")
-    device = devices.pop() if devices else dist.distributed_c10d._get_pg_default_device()
+    device = devices.pop() if devices else device_of()
     if info.broadcast_from_rank0:
-        _broadcast_state_dict(state, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
+        stock.broadcast(state, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
     else:
-        _distribute_state_dict(state, local, device=device)
+        stock.distribute(state, local, device=device)
     return {**state, **local} if request.has_everything else local, assign
 
 
@@ -242,26 +238,25 @@ def _check_not_empty(request: _Request, state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _set_model(request: _Request, given: Mapping[Any, Any]) -> _IncompatibleKeys:
+def _set_model(request: _Request, given: Mapping[Any, Any]) -> IncompatibleKeys:
     info = request.info
     state = _flat_model_dict(request, given)
     if not state and not info.broadcast_from_rank0:
-        return _IncompatibleKeys([], [])
+        return IncompatibleKeys([], [])
     state = _accept_names(request, state)
     assign = False
     if info.full_state_dict:
         state, assign = _spread(request, state)
     raw: dict[str, Any] = OrderedDict(zip(request.keys.raw(list(state)), state.values(), strict=True))
-    if hasattr(given, "_metadata"):
-        raw._metadata = given._metadata  # type: ignore[attr-defined]
+    copy_metadata(given, raw)
     with info.fsdp_context(), cleared_names(request.keys.view.cleared):
-        result = stock._state_dict_fn(request.model, "load_state_dict")(state_dict=raw, strict=False, assign=assign)
+        result = stock.state_dict_fn(request.model, "load_state_dict")(state_dict=raw, strict=False, assign=assign)
     optional = set(_frozen(request.keys)) if info.ignore_frozen_params else set()
     missing = [name for name in _names_of_missing(request.keys, result.missing_keys) if name not in optional]
     unexpected = request.keys.canonical(result.unexpected_keys)
     if info.strict and (missing or unexpected):
         raise _mismatch(missing, unexpected)
-    return _IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _names_of_missing(keys: ModelKeys, missing: list[str]) -> list[str]:
@@ -296,10 +291,10 @@ def _optimizer_names(request: _Request, optimizer: torch.optim.Optimizer) -> lis
 
 def _named_by_fsdp(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """FSDP1 names by raw names; its own clean-up knows nothing of compiled modules inside it."""
-    raw = stock._state_dict_fn(optimizer, "state_dict")()
+    raw = stock.state_dict_fn(optimizer, "state_dict")()
     with request.info.fsdp_context():
         named = FSDP.optim_state_dict(
-            request.model, optimizer, raw, group=stock._get_fsdp_process_group(request.model, request.info)
+            request.model, optimizer, raw, group=stock.fsdp_group(request.model, request.info)
         )
     if not named:
         return {}
@@ -312,7 +307,7 @@ def _named_by_fsdp(request: _Request, optimizer: torch.optim.Optimizer) -> dict[
 
 def _named(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = [slots[0][0] for slots in _optimizer_names(request, optimizer)]
-    raw = stock._state_dict_fn(optimizer, "state_dict")()
+    raw = stock.state_dict_fn(optimizer, "state_dict")()
     return {
         _STATE: {names[index]: value for index, value in raw[_STATE].items()},
         _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in raw[_GROUPS]],
@@ -323,14 +318,14 @@ def _named(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def _get_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
     for optimizer in optimizers:
-        stock._init_optim_state(optimizer)
+        stock.init_optim_state(optimizer)
         named = _named_by_fsdp if request.info.fsdp_modules else _named
         if found := named(request, optimizer):
             state[_STATE].update(found[_STATE])
             state[_GROUPS].extend(found[_GROUPS])
     if request.info.flatten_optimizer_state_dict:
-        state = stock._flatten_optim_state_dict(state)
-    result: dict[str, Any] = stock._maybe_full_or_cpu_state_dict(state, request.info)
+        state = stock.flatten_optim(state)
+    result: dict[str, Any] = stock.maybe_full_or_cpu(state, request.info)
     return result
 
 
@@ -528,7 +523,7 @@ def _to_fsdp(request: _Request, optimizer: torch.optim.Optimizer, state: dict[st
     }
     with request.info.fsdp_context():
         result: dict[str, Any] = FSDP.optim_state_dict_to_load(
-            request.model, optimizer, raw, group=stock._get_fsdp_process_group(request.model, request.info)
+            request.model, optimizer, raw, group=stock.fsdp_group(request.model, request.info)
         )
     return result
 
@@ -543,15 +538,15 @@ def _only_device(state: dict[str, Any]) -> torch.device:
 def _spread_optimizer(request: _Request, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Full tensors as this rank holds them. Stock mixes up flattened and nested names here; these are all nested."""
     plain = request.with_options(full_state_dict=False, cpu_offload=False, flatten_optimizer_state_dict=False)
-    local, local_paths = _flatten_state_dict(_get_optimizers(plain, (optimizer,)))
-    full, paths = _flatten_state_dict(state)
+    local, local_paths = stock.flatten(_get_optimizers(plain, (optimizer,)))
+    full, paths = stock.flatten(state)
     device = _only_device(local)
     if request.info.broadcast_from_rank0:
-        _broadcast_state_dict(full, local, device=device)
+        stock.broadcast(full, local, device=device)
     else:
-        _distribute_state_dict(full, local, device=device)
+        stock.distribute(full, local, device=device)
     local |= {key: value for key, value in full.items() if key not in local}
-    result: dict[str, Any] = _unflatten_state_dict(local, {**paths, **local_paths})
+    result: dict[str, Any] = stock.unflatten(local, {**paths, **local_paths})
     result.setdefault(_STATE, {})
     for group in result[_GROUPS]:
         group.setdefault(_PARAMS, [])
@@ -565,7 +560,7 @@ def _set_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, 
         raise RuntimeError("the optimizer's state dict is empty")
     loaded = _Loaded(given)
     for optimizer in optimizers:
-        stock._init_optim_state(optimizer)
+        stock.init_optim_state(optimizer)
         state: dict[str, Any] = {}
         if given:
             state = dict(given) if loaded.by_number else _split(request, optimizer, loaded)
@@ -575,7 +570,7 @@ def _set_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, 
             state = _spread_optimizer(request, optimizer, state)
         if state:
             state[_GROUPS] = [{**group, _PARAMS: _Names(group[_PARAMS])} for group in state[_GROUPS]]
-        stock._state_dict_fn(optimizer, "load_state_dict")(state_dict=state)
+        stock.state_dict_fn(optimizer, "load_state_dict")(state_dict=state)
 
 
 # ---- the interface ----
@@ -604,7 +599,7 @@ def get_model_state_dict(
 
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Loads a model's state dict: what ``get_model_state_dict``, here or in stock, gave for any wrapping of the model.
 
     Args:
@@ -696,7 +691,7 @@ def set_state_dict(
     model_state_dict: Mapping[Any, Any],
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """``set_optimizer_state_dict`` and ``set_model_state_dict`` in one call; an empty model dict is left out."""
     with collection_paused():
         request = _Request(model, options)

@@ -172,7 +172,7 @@ class RingWriter(FileSystemWriter):
     @_trace.hook
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         _C.make_directory(str(self.path), self.sync_files)
-        if not self.overwrite and self._metadata_exists():
+        if not self.overwrite and (self._directory / METADATA_NAME).exists():
             raise RuntimeError(
                 f"a checkpoint exists already in {self.path}, and overwrite=False; choose another directory"
             )

@@ -27,9 +27,17 @@ from dcpring._convert._stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, 
 from dcpring._convert._zip import ZipStream
 from dcpring._crc import RunningCrcs, box_start, buffer_at
 from dcpring._load import refused
-from dcpring._plan import PLAIN_TYPES, is_terminal
+from dcpring._plan import is_terminal
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOOptions
+from dcpring.torchside.serialization import (
+    described,
+    identity,
+    place_in_file,
+    rebuild_tensor,
+    rebuild_tensor_of_dtype,
+)
+from dcpring.torchside.tensors import PLAIN_TYPES
 
 _MOST_LEAVES = 1 << 21
 """A few bytes can stand for any number of them: a dict that holds another twice, which holds another twice."""
@@ -122,7 +130,7 @@ class TorchSource:
 
     def _view(self, name: str, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
-        offset, size = getattr(storage, "_checkpoint_offset", -1), storage.nbytes()
+        offset, size = place_in_file(storage), storage.nbytes()
         record = self._records.get(offset, _NOWHERE.record)
         view = _View(record, int(tensor.storage_offset()), tensor.stride())
         if record.size != size or record is _NOWHERE.record:
@@ -328,8 +336,8 @@ class _Stub:
         hooks: dict[str, Any] = OrderedDict()
         args = (self._storage, 0, tuple(item.shape), stride, False, hooks)
         if item.dtype in _STORAGES:
-            return torch._utils._rebuild_tensor_v2, args
-        return torch._utils._rebuild_tensor_v3, (*args, item.dtype)
+            return rebuild_tensor, args
+        return rebuild_tensor_of_dtype, (*args, item.dtype)
 
 
 class _Pickler(pickle.Pickler):
@@ -350,12 +358,9 @@ class _Pickler(pickle.Pickler):
             return obj.id
         if not isinstance(obj, torch.storage.TypedStorage) and not torch.is_storage(obj):
             return None
-        if isinstance(obj, torch.storage.TypedStorage):
-            kind, count = getattr(torch, obj._pickle_storage_type()), obj._size()
-            storage: torch.UntypedStorage = obj._untyped_storage
-        else:
-            kind, count, storage = torch.storage.UntypedStorage, obj.nbytes(), obj
-        key = self._keys.setdefault(storage._cdata, str(self._used + len(self._keys)))
+        name, count, storage = described(obj)
+        kind = getattr(torch, name) if name else torch.storage.UntypedStorage
+        key = self._keys.setdefault(identity(storage), str(self._used + len(self._keys)))
         self.storages[key] = storage
         return ("storage", kind, key, "cpu", count)
 

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -43,6 +41,8 @@ from dcpring._regular import read_regular
 from dcpring._save import Placed, storage_info
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions, IOStats
+from dcpring.torchside.dcp import StorageInfo
+from dcpring.torchside.tensors import narrowed
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
@@ -253,7 +253,7 @@ class _Into(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         tensor = self._tensors[read_item.dest_index.index or 0]
-        return narrow_tensor_by_index(tensor, read_item.dest_offsets, read_item.lengths)
+        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
@@ -271,7 +271,7 @@ class _Records:
     def __init__(self, records: list[tuple[Entry, Record]]) -> None:
         self._records = records
 
-    def info(self, index: MetadataIndex) -> _StorageInfo | None:
+    def info(self, index: MetadataIndex) -> StorageInfo | None:
         return storage_info(self._records[index.index or 0][1].place)
 
     def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:

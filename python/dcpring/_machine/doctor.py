@@ -448,7 +448,7 @@ def _torch() -> Check:
     try:
         import torch
 
-        importlib.import_module("dcpring._torch")
+        importlib.import_module("dcpring.torchside.shim")
     except (ImportError, OSError, ValueError) as error:
         return Check("software", "torch", "failed", str(error), "dcpring cannot see tensors", cure)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])

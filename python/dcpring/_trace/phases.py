@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from dcpring import _C
 from dcpring._trace.file import STEPS, Recorded, Span, TraceFile, Work, trace_file
+from dcpring.torchside import profiling
 
 ENVIRONMENT = "DCPRING_TRACE"
 
@@ -374,7 +375,7 @@ def receive(phases: Phases, plan: SavePlan | LoadPlan) -> None:
 
 
 def _is_profiled() -> bool:
-    return profiler._is_profiler_enabled
+    return profiling.is_on()
 
 
 def _text_of(error: BaseException) -> str:

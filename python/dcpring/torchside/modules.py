@@ -1,0 +1,68 @@
+"""What an ``nn.Module`` keeps to itself, and the names of torch's wrappers of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcpring.torchside.versions import required
+
+EXTRA_STATE: str = required("torch.nn.modules.module", "_EXTRA_STATE_KEY_SUFFIX")
+"""The name under which a module keeps what is no tensor."""
+
+WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", False),
+    "torch.nn.parallel.data_parallel.DataParallel": ("module", False),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp_wrapped_module", True),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module",
+        True,
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", False),
+    "torch.optim.swa_utils.AveragedModel": ("module", False),
+}
+"""By class: the attribute that holds what is wrapped, and whether hooks keep it out of the names."""
+
+
+def children(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The modules right below, those that are None, or there twice, included."""
+    return module._modules
+
+
+def parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """A module's own parameters."""
+    return module._parameters
+
+
+def buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """A module's own buffers."""
+    return module._buffers
+
+
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Whether a parameter or buffer of the module is in its ``state_dict()``."""
+    return name not in module._non_persistent_buffers_set
+
+
+def has_state_dict_hooks(module: nn.Module) -> bool:
+    """Whether hooks change the module's ``state_dict()``, or what it loads."""
+    return bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
+
+
+def flat_parts(name: str, tensor: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters in a flat one (FSDP1); of any other, its own."""
+    names, shapes = getattr(tensor, "_fqns", (name,)), getattr(tensor, "_shapes", (tensor.shape,))
+    return [(one, tuple(shape)) for one, shape in zip(names, shapes, strict=True)]
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a parameter holds several others, one behind the other (FSDP1)."""
+    return hasattr(tensor, "_fqns")
+
+
+def copy_metadata(source: Any, target: Any) -> None:
+    """State dicts of modules carry the versions of their classes, in an attribute."""
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata

@@ -2,6 +2,7 @@
 #include "metadata_pickle.h"
 
 #include "crc.h"
+#include "strides.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -11,6 +12,7 @@ enum opcode {
     MARK = '(',
     STOP = '.',
     NONE = 'N',
+    NEWTRUE = 0x88,
     GLOBAL = 'c',
     POP = '0',
     BININT = 'J',
@@ -58,6 +60,7 @@ enum constant {
     K_RELATIVE_PATH,
     K_LENGTH,
     K_RING,
+    K_RING_STRIDES,
     CONSTANTS,
 };
 
@@ -72,6 +75,7 @@ static const char *const classes[CLASSES] = {
 
 static const char *const attributes[CONSTANTS - CLASSES] = {
     "properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "ring",
+    "ring_strides",
 };
 
 enum { BATCH = 1000, RING_VERSION = 1 };
@@ -213,6 +217,23 @@ static void chunk(struct pickler *p, const struct dr_row *row) {
     end_state(p);
 }
 
+/* An attribute of ours, as no torch before 2.15 reads TensorProperties that have strides. */
+static void strides_of(struct pickler *p, const struct dr_row *row) {
+    int64_t strides[DR_TABLE_MAX_DIMS];
+    enum dr_stride_kind kind = dr_row_strides(p->table, row, strides);
+    if (kind == DR_NO_STRIDES)
+        return;
+    get(p, K_RING_STRIDES);
+    if (kind == DR_CONTIGUOUS) {
+        op(p, NEWTRUE);
+        return;
+    }
+    op(p, MARK);
+    for (int d = 0; d < row->ndim; d++)
+        integer(p, (uint64_t)strides[d]);
+    op(p, TUPLE);
+}
+
 /* The value for rows [from, to), which have one name. */
 static void stored_as(struct pickler *p, size_t from, size_t to) {
     const struct dr_row *row = &p->table->rows[from];
@@ -234,6 +255,7 @@ static void stored_as(struct pickler *p, size_t from, size_t to) {
         chunk(p, &p->table->rows[i]);
     }
     end_batches(p, filled, APPENDS);
+    strides_of(p, row);
     end_state(p);
 }
 

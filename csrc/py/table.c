@@ -4,6 +4,7 @@
 #include "tensors.h"
 
 #include "../core/metadata_pickle.h"
+#include "../core/strides.h"
 
 #include <stdio.h>
 
@@ -50,8 +51,8 @@ struct builder {
     struct dr_error error;
 };
 
-/* Flags of a plain tensor, as make_table takes them: the first two end up in the properties, the others in the row. */
-enum { REQUIRES_GRAD = 1, PINNED = 2, ROW_FLAGS_SHIFT = 2 };
+/* Flags of a plain tensor, as make_table takes them: two end up in the properties, two in the row. */
+enum { REQUIRES_GRAD = 1, PINNED = 2, ROW_FLAGS_SHIFT = 2, WITH_STRIDES = 16 };
 
 static int no_core_error(struct builder *b, int rc) {
     if (rc < 0)
@@ -59,15 +60,18 @@ static int no_core_error(struct builder *b, int rc) {
     return rc;
 }
 
-/* The bytes that Python's planner.encode_properties makes for a strided, contiguous tensor. */
-static int plain_properties(struct builder *b, const struct dr_dtype *dtype, char flags, uint16_t *out) {
-    char encoding[96];
+/* The bytes that Python's _plan.encode_properties makes for a strided tensor. */
+static int plain_properties(struct builder *b, const struct tensor_view *tensor, char flags, uint16_t *out) {
+    const struct dr_dtype *dtype = tensor->dtype;
+    char encoding[96 + DR_MAX_STRIDES_BYTES];
     size_t dtype_size = (size_t)snprintf(encoding, sizeof encoding, "torch.%s", dtype->name);
     size_t size = dtype_size + 1 + (size_t)snprintf(encoding + dtype_size + 1, 32, "torch.strided");
     encoding[size++] = 0;
     encoding[size++] = flags & REQUIRES_GRAD ? 1 : 0;
     encoding[size++] = 0;
     encoding[size++] = flags & PINNED ? 1 : 0;
+    if (flags & WITH_STRIDES)
+        size += dr_strides_encode(tensor->sizes, tensor->strides, (int)tensor->ndim, encoding + size);
     struct dr_properties properties = {encoding, (uint32_t)size, (uint32_t)dtype_size, dtype->item_size};
     return no_core_error(b, dr_table_properties(b->table, &properties, out, &b->error));
 }
@@ -85,7 +89,7 @@ static int append_plain(struct builder *b, uint32_t name, const struct tensor_vi
     }
     struct dr_row_view view = {
         .type = DR_ROW_TENSOR, .flags = (unsigned)(flags >> ROW_FLAGS_SHIFT) & 3, .ndim = n, .dims = dims};
-    if (plain_properties(b, tensor->dtype, flags, &view.properties) < 0)
+    if (plain_properties(b, tensor, flags, &view.properties) < 0)
         return -1;
     return append(b, name, &view);
 }

@@ -19,6 +19,7 @@ from dcpring import _C
 from dcpring._metadata import Parts, collection_paused, load_metadata, metadata_id, unpickle_metadata
 from dcpring._plan import decode_properties, pickled_fragment
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.torchside.dcp import restore_strides
 
 _LAZY = ("state_dict_metadata", "planner_data", "storage_data")
 
@@ -57,6 +58,7 @@ class Chunks:
     def load(self) -> Metadata:
         with collection_paused():
             metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now
+            restore_strides(metadata)
         return metadata
 
 

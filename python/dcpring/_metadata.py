@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpring._regular import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.torchside.dcp import MEMORY_FORMATS, StorageInfo, attributes_of
+from dcpring.torchside import dcp
+from dcpring.torchside.dcp import MEMORY_FORMATS, StorageInfo, StoredProperties, attributes_of
 from dcpring.torchside.serialization import LAYOUT_GETTER
 
 METADATA_NAME = ".metadata"
@@ -140,7 +141,7 @@ def as_old(load: Callable[[], Any]) -> Any:
 
 def pickle_metadata(metadata: Metadata) -> bytes:
     with collection_paused():
-        return pickle.dumps(metadata)
+        return dcp.pickled(metadata)
 
 
 def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"") -> bytes:
@@ -203,6 +204,7 @@ _ALLOWED_CLASSES: tuple[type, ...] = (
 _ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in _ALLOWED_CLASSES}
 # pathlib's classes moved to pathlib._local in Python 3.13 and back.
 _ALLOWED |= {("pathlib", cls.__name__): cls for cls in (PosixPath, PurePosixPath, Path)}
+_ALLOWED |= {(base.__module__, base.__qualname__): StoredProperties for base in StoredProperties.__bases__}
 
 
 def _layout_getter() -> Callable[[str], torch.layout]:
@@ -250,7 +252,9 @@ _CHANGEABLE = _HEAP_TYPE | _IMMUTABLE_TYPE
 """Flags of a class (CPython's Py_TPFLAGS_HEAPTYPE and _IMMUTABLETYPE): those written in C cannot be changed."""
 
 
-_CHANGEABLE_CLASSES = [cls for cls in _ALLOWED_CLASSES if cls.__flags__ & _CHANGEABLE == _HEAP_TYPE]
+_CHANGEABLE_CLASSES = [
+    cls for cls in (*_ALLOWED_CLASSES, StoredProperties) if cls.__flags__ & _CHANGEABLE == _HEAP_TYPE
+]
 _SHARED = [*_CHANGEABLE_CLASSES, *MEMORY_FORMATS]
 """What a pickle can get hold of that outlives it: classes, and the members of an enumeration."""
 
@@ -282,6 +286,12 @@ def _classes_unchanged(path: Path) -> Iterator[None]:
             raise UntrustedCheckpointError(f"{path} tried to change {changed[0]!r}, which all checkpoints share")
 
 
+class _TrustingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return StoredProperties if found is dcp_metadata.TensorProperties else found
+
+
 def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
     """Whatever was pickled, if it is made of what a checkpoint's metadata may hold."""
     with _classes_unchanged(path):
@@ -303,15 +313,22 @@ def unpickle_metadata(
         UntrustedCheckpointError: it names what is not allowed.
     """
     try:
-        metadata = as_old(lambda: pickle.loads(pickled) if trusted else unpickle_safely(pickled, path, safe_globals))
-    except UntrustedCheckpointError:
+        metadata = as_old(lambda: _unpickled(pickled, path, trusted, safe_globals))
+    except (UntrustedCheckpointError, CorruptCheckpointError):
         raise
     except Exception as error:
         raise CorruptCheckpointError(
             f"the checkpoint's metadata is damaged or incomplete ({type(error).__name__}: {error})", str(path)
         ) from error
+    return metadata
+
+
+def _unpickled(pickled: memoryview, path: Path, trusted: bool, safe_globals: Iterable[Any]) -> Metadata:
+    trusting = _TrustingUnpickler(io.BytesIO(pickled))
+    metadata = trusting.load() if trusted else unpickle_safely(pickled, path, safe_globals)
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"the file holds a {type(metadata).__name__}, not DCP metadata", str(path))
+    dcp.restore_strides(metadata)
     return metadata
 
 

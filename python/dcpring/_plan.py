@@ -7,9 +7,7 @@ storage does, ``RingWriter`` does not.
 from __future__ import annotations
 
 import functools
-import io
 import pathlib
-import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +30,18 @@ from dcpring._key_diff import check_state_dict
 from dcpring._strategy import Choice
 from dcpring.errors import CheckpointError
 from dcpring.report import RankReport
-from dcpring.torchside.dcp import create_chunk_list, create_write_items, flatten_sharded_tensors, plans_for_itself
+from dcpring.torchside.dcp import (
+    HAS_STRIDES,
+    contiguous_strides,
+    create_chunk_list,
+    create_write_items,
+    flatten_sharded_tensors,
+    make_properties,
+    pickled,
+    plans_for_itself,
+    properties_of,
+    strides_of,
+)
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_shape_and_offset, local_tensor
 
 BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
@@ -41,7 +50,7 @@ BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
 HASHED, DIVISIBLE = 1, 2
 """Flags of rows, as the core numbers them."""
 
-_REQUIRES_GRAD, _PINNED, _ROW_FLAGS_SHIFT = 1, 2, 2
+_REQUIRES_GRAD, _PINNED, _ROW_FLAGS_SHIFT, _WITH_STRIDES = 1, 2, 2, 16
 """How ``_C.make_table`` takes the flags of a plain tensor."""
 
 Path = tuple[str | int, ...]
@@ -162,26 +171,72 @@ def open_sharded_tensors(flat: Flat) -> Flat:
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
-def encode_properties(properties: TensorProperties) -> tuple[bytes, int]:
-    """``TensorProperties`` as bytes, and how many of them are the dtype's."""
+_CONTIGUOUS, _STRIDED = 1, 2
+"""What follows the flags in encoded properties where strides are known: those of the row's lengths, or a list."""
+
+
+def encode_properties(properties: TensorProperties, lengths: Sequence[int] | None = None) -> tuple[bytes, int]:
+    """``TensorProperties`` of a row of these lengths as bytes, and how many of them are the dtype's."""
     dtype = str(properties.dtype).encode()
     form = _FORMATS.index(properties.memory_format)
     flags = bytes((properties.requires_grad, form, properties.pin_memory))
-    return dtype + b"\0" + str(properties.layout).encode() + b"\0" + flags, len(dtype)
+    strides = _encode_strides(strides_of(properties), lengths)
+    return dtype + b"\0" + str(properties.layout).encode() + b"\0" + flags + strides, len(dtype)
 
 
-def decode_properties(encoded: bytes) -> TensorProperties:
+def _encode_strides(strides: Sequence[int] | None, lengths: Sequence[int] | None) -> bytes:
+    if strides is None:
+        return b""
+    if lengths is not None and tuple(strides) == contiguous_strides(tuple(lengths)):
+        return bytes((_CONTIGUOUS,))
+    return bytes((_STRIDED,)) + b"".join(map(_varint, strides))
+
+
+def decode_properties(encoded: bytes, lengths: Sequence[int] = ()) -> TensorProperties:
     """The reverse; refuses what is no dtype or layout of torch."""
     try:
         dtype_name, layout_name, flags = encoded.split(b"\0", 2)
         dtype = getattr(torch, dtype_name.decode().removeprefix("torch."))
         layout = getattr(torch, layout_name.decode().removeprefix("torch."))
-        requires_grad, form, pinned = flags
+        requires_grad, form, pinned, *strides = flags
         if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
             raise ValueError(f"{dtype}, {layout}")
-        return TensorProperties(dtype, layout, bool(requires_grad), _FORMATS[form], bool(pinned))
+        decoded = _decode_strides(bytes(strides), lengths)
+        return make_properties(dtype, layout, bool(requires_grad), _FORMATS[form], bool(pinned), decoded)
     except (ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"a compact plan describes a tensor as {encoded!r}, which this torch lacks") from error
+
+
+def _decode_strides(encoded: bytes, lengths: Sequence[int]) -> tuple[int, ...] | None:
+    if not encoded:
+        return None
+    if encoded[0] == _CONTIGUOUS:
+        return contiguous_strides(tuple(lengths))
+    strides, value, shift = list[int](), 0, 0
+    for byte in encoded[1:]:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            strides.append(value)
+            value = shift = 0
+    if encoded[0] != _STRIDED or shift:
+        raise ValueError(f"strides {encoded!r}")
+    return tuple(strides)
+
+
+class RowProperties:
+    """The TensorProperties of the rows of a table. Rows that have the same share them."""
+
+    def __init__(self, encoded: list[bytes]) -> None:
+        self._encoded = encoded
+        self._made: dict[tuple[int, tuple[int, ...]], TensorProperties] = {}
+
+    def of(self, number: int, lengths: tuple[int, ...]) -> TensorProperties:
+        """Those with a number, of a row of these lengths."""
+        key = number, lengths if HAS_STRIDES else ()
+        if key not in self._made:
+            self._made[key] = decode_properties(self._encoded[number], lengths)
+        return self._made[key]
 
 
 def _row_of_item(item: WriteItem) -> Row | None:
@@ -206,7 +261,7 @@ def _row(
     properties: TensorProperties,
     flags: int,
 ) -> Row:
-    encoded, dtype_bytes = encode_properties(properties)
+    encoded, dtype_bytes = encode_properties(properties, lengths)
     item_bytes = properties.dtype.itemsize
     return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
 
@@ -214,7 +269,7 @@ def _row(
 def _row_of_tensor(tensor: Tensor) -> Row:
     """A tensor whose dtype or layout the core does not know."""
     zeros = (0,) * tensor.dim()
-    return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), TensorProperties.create_from_tensor(tensor), 0)
+    return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), properties_of(tensor), 0)
 
 
 class Describer:
@@ -252,7 +307,7 @@ class Describer:
             self._layouts[key] = local_shape_and_offset(value.shape, mesh, value.placements)
         lengths, offsets = self._layouts[key]
         flags = DIVISIBLE if local.layout == torch.strided and tuple(local.shape) == tuple(lengths) else 0
-        properties = TensorProperties.create_from_tensor(value.to_local())
+        properties = properties_of(value.to_local())
         return _row(SHARD_ROW, value.shape, offsets, lengths, properties, flags)
 
 
@@ -317,7 +372,7 @@ def make_table(
 
 
 def _flags(values: list[Any]) -> bytearray:
-    divisible = DIVISIBLE << _ROW_FLAGS_SHIFT
+    divisible = DIVISIBLE << _ROW_FLAGS_SHIFT | (_WITH_STRIDES if HAS_STRIDES else 0)
     flags = bytearray(divisible if type(value) in PLAIN_TYPES else 0 for value in values)
     can_pin = torch.accelerator.is_available()
     for index, value in enumerate(values):
@@ -428,7 +483,7 @@ class Items(Sequence[WriteItem]):
 
     @functools.cached_property
     def made(self) -> list[WriteItem]:
-        properties = [decode_properties(encoded) for encoded in self.table.properties()]
+        properties = RowProperties(self.table.properties())
         return [_make_item(self.table, kept, properties) for kept in self.kept]
 
     def __len__(self) -> int:
@@ -448,7 +503,7 @@ class Items(Sequence[WriteItem]):
         return SentItems, ()
 
 
-def _make_item(table: _C.Table, kept: Kept, properties: list[TensorProperties]) -> WriteItem:
+def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteItem:
     row = kept if isinstance(kept, int) else kept[0]
     name, kind, size, offsets, lengths, number, _ = table.row(row)
     if kind == BYTES_ROW:
@@ -462,7 +517,9 @@ def _make_item(table: _C.Table, kept: Kept, properties: list[TensorProperties]) 
         index=MetadataIndex(name, place),
         type=WriteItemType.TENSOR if kind == TENSOR_ROW else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(place, torch.Size(lengths)), properties=properties[number], size=torch.Size(size)
+            chunk=ChunkStorageMetadata(place, torch.Size(lengths)),
+            properties=properties.of(number, lengths),
+            size=torch.Size(size),
         ),
     )
 
@@ -550,11 +607,7 @@ class RingPlan(SavePlan):
 
 def pickled_fragment(value: Any) -> bytes:
     """A pickle of plain values without header, end and memo, for the core to put into a larger one."""
-    out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=3)
-    pickler.fast = True
-    pickler.dump(value)
-    return out.getvalue()[2:-1]
+    return pickled(value, 3, fast=True)[2:-1]
 
 
 def host_id() -> str:

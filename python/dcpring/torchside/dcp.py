@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcpring.torchside.versions import function, optional, required
@@ -55,6 +65,113 @@ def names_as_2_3(state_dict: Any) -> set[str]:
     if _traverse_as_2_3 is not None:
         _traverse_as_2_3(state_dict, lambda path, _: names.add(".".join(map(str, path))))
     return names
+
+
+# ---- TensorProperties, which has strides since torch 2.15 ----
+
+HAS_STRIDES = "strides" in TensorProperties.__dataclass_fields__
+
+_PARTS = 5
+"""Of the pickled state of TensorProperties, as torch up to 2.14 has it; later ones take it too."""
+
+_RING_STRIDES = "ring_strides"
+"""Where strides lie in a pickle: an attribute of TensorStorageMetadata, which all versions of torch pass over."""
+
+
+def make_properties(
+    dtype: torch.dtype,
+    layout: torch.layout,
+    requires_grad: bool,
+    memory_format: torch.memory_format,
+    pinned: bool,
+    strides: tuple[int, ...] | None = None,
+) -> TensorProperties:
+    """TensorProperties, with strides where this torch has them."""
+    more = {"strides": strides} if HAS_STRIDES else {}
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, **more)
+
+
+def properties_of(tensor: Tensor) -> TensorProperties:
+    """As stock's ``create_from_tensor``, which raises for what has no strides (sparse tensors) since torch 2.15."""
+    try:
+        return TensorProperties.create_from_tensor(tensor)
+    except (RuntimeError, NotImplementedError):
+        pinned = tensor.is_pinned()
+        return make_properties(tensor.dtype, tensor.layout, tensor.requires_grad, torch.contiguous_format, pinned)
+
+
+def strides_of(properties: TensorProperties) -> tuple[int, ...] | None:
+    """None where they are not known: stock takes the tensor for contiguous then."""
+    return getattr(properties, "strides", None)
+
+
+def contiguous_strides(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """As a contiguous tensor of these lengths has them."""
+    strides, step = [], 1
+    for length in reversed(lengths):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class StoredProperties(TensorProperties):
+    """What the name TensorProperties in a pickle stands for: takes the state that any version of torch has written."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(tuple(state) if HAS_STRIDES else tuple(state)[:_PARTS])
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+def _readable_by_all(properties: TensorProperties) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (type(properties),), tuple(properties.__getstate__()[:_PARTS])  # type: ignore[attr-defined]
+
+
+def _with_strides(entry: TensorStorageMetadata) -> tuple[Any, ...]:
+    state, strides = dict(vars(entry)), strides_of(entry.properties)
+    if strides is not None:
+        is_contiguous = bool(entry.chunks) and strides == contiguous_strides(entry.chunks[0].sizes)
+        state[_RING_STRIDES] = is_contiguous or tuple(strides)
+    return copyreg.__newobj__, (type(entry),), state  # type: ignore[attr-defined]
+
+
+_REDUCERS: dict[type, Any] = {TensorProperties: _readable_by_all, TensorStorageMetadata: _with_strides}
+
+
+def pickled(value: Any, protocol: int | None = None, *, fast: bool = False) -> bytes:
+    """A pickle of a Metadata, or of a part of one, that every supported torch reads, whichever it is made by.
+
+    Args:
+        fast: without a memo.
+    """
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol)
+    pickler.fast = fast
+    if HAS_STRIDES:
+        pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}
+    pickler.dump(value)
+    return out.getvalue()
+
+
+def restore_strides(metadata: Metadata) -> None:
+    """Puts strides that ``pickled`` or the core has set aside where this torch has them.
+
+    Raises:
+        ValueError: they are no strides.
+    """
+    if not HAS_STRIDES:
+        return
+    for entry in metadata.state_dict_metadata.values():
+        strides: Any = vars(entry).pop(_RING_STRIDES, None)
+        if strides is None:
+            continue
+        if strides is True:
+            strides = contiguous_strides(entry.chunks[0].sizes)  # type: ignore[union-attr]
+        if type(strides) is not tuple or not all(type(stride) is int for stride in strides):
+            raise ValueError("its strides are no strides")
+        known = entry.properties  # type: ignore[union-attr]
+        entry.properties = make_properties(  # type: ignore[union-attr]
+            known.dtype, known.layout, known.requires_grad, known.memory_format, known.pin_memory, strides
+        )
 
 
 def plans_for_itself(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcpring import _C
 from dcpring.torchside.dcp import flatten_state_dict
+from dcpring.torchside.tensors import global_size
 
 _SUFFIX_PARTS = 8
 """Names are compared by at most so many of their last components."""
@@ -122,7 +123,7 @@ def entries_of_metadata(metadata: Metadata) -> dict[str, Entry]:
 def entry_of_value(value: Any) -> Entry:
     """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
     if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
-        return Entry(tuple(value.size()), value.dtype)
+        return Entry(tuple(global_size(value)), value.dtype)
     return Entry(None, None)
 
 

@@ -23,7 +23,7 @@ from dcpring._key_diff import (
 )
 from dcpring._key_map import KeyMap
 from dcpring.errors import KeyMismatchError
-from dcpring.torchside.tensors import local_tensor
+from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
 
 logger = logging.getLogger("dcpring")
 
@@ -119,7 +119,8 @@ class LoadPolicy:
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
     local = local_tensor(value) if isinstance(value, DTensor) else value
-    if not isinstance(local, Tensor) or local.numel() == 0 or local.device.type == "meta":
+    is_part = type(local) in PLAIN_TYPES and not is_whole(local)
+    if not isinstance(local, Tensor) or is_part or local.numel() == 0 or local.device.type == "meta":
         return None
     try:
         return local.data_ptr(), local.device, local.dtype, local.shape, local.stride()

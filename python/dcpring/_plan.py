@@ -7,6 +7,7 @@ storage does, ``RingWriter`` does not.
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,19 +31,28 @@ from dcpring._key_diff import check_state_dict
 from dcpring._strategy import Choice
 from dcpring.errors import CheckpointError
 from dcpring.report import RankReport
+from dcpring.torchside import versions
 from dcpring.torchside.dcp import (
     HAS_STRIDES,
     contiguous_strides,
     create_chunk_list,
     create_write_items,
     flatten_sharded_tensors,
+    flatten_state_dict,
     make_properties,
     pickled,
-    plans_for_itself,
     properties_of,
     strides_of,
 )
-from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_shape_and_offset, local_tensor
+from dcpring.torchside.tensors import (
+    PLAIN_TYPES,
+    ShardedTensor,
+    are_plain,
+    global_size,
+    is_plain,
+    local_shape_and_offset,
+    local_tensor,
+)
 
 BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
 """Types of rows, as the core numbers them."""
@@ -76,12 +86,19 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
     """As DCP's ``flatten_state_dict``: mappings are opened, and lists that hold tensors or mappings."""
     flat = Flat()
     try:
+        if not versions.knows_torch():
+            return _flattened_by_stock(state_dict)
         for key, value in state_dict.items():
             _flatten_value(flat, str(key), (str(key),), value)
     except RecursionError:
         check_state_dict(state_dict)
         raise
     return flat
+
+
+def _flattened_by_stock(state_dict: Mapping[str, Any]) -> Flat:
+    values, mappings = flatten_state_dict(state_dict)
+    return Flat(values, mappings, [path_code(mappings, name) for name in values])
 
 
 def _flatten_value(flat: Flat, name: str, path: Path, value: Any) -> None:
@@ -167,6 +184,9 @@ def open_sharded_tensors(flat: Flat) -> Flat:
 
 
 # ---- rows ----
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+"""Types of values that are objects to any version of torch."""
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
@@ -276,32 +296,38 @@ class Describer:
     """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one.
 
     Args:
-        rows_of: describes what is neither a plain tensor nor a DTensor of plain tensors: a save's rows are those that
-            it writes, a load's those that it fills.
+        rows_of: describes what is neither a plain tensor nor a DTensor of plain tensors, by what stock says of it: a
+            save's rows are those that it writes, a load's those that it fills; None for an object.
     """
 
-    def __init__(self, rows_of: Callable[[str, Any], list[Row]]) -> None:
+    def __init__(self, rows_of: RowsOf) -> None:
         self._rows_of = rows_of
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def value(self, name: str, value: Any) -> Any:
-        """A value of a state dict as ``_C.make_table`` takes it: a tensor, a row, rows, None or ..."""
-        kind = type(value)
-        if kind in PLAIN_TYPES:
-            return value
+        """A value that is no plain tensor, as ``_C.make_table`` takes it: a row, rows, None or ..."""
+        if type(value) in _ATOMS:
+            return None
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
-        if isinstance(value, Tensor) or plans_for_itself(value):
-            return self._rows_of(name, value) or ...
-        return None
+        return self._by_stock(name, value)
+
+    def _by_stock(self, name: str, value: Any) -> Any:
+        rows = self._rows_of(name, value)
+        if rows is None:
+            return None
+        if isinstance(value, Tensor) and not isinstance(value, (DTensor, ShardedTensor)) and versions.tested:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            versions.say_once(logging.INFO, f"tensors of the kind {kind} are planned by torch's own functions")
+        return rows[0] if len(rows) == 1 else rows or ...
 
     def _dtensor(self, name: str, value: DTensor) -> Any:
         mesh = value.device_mesh
         if mesh.get_coordinate() is None:
             return ...
         local = local_tensor(value)
-        if type(local) not in PLAIN_TYPES or any(p.is_partial() for p in value.placements):
-            return self._rows_of(name, value) or ...
+        if type(value) is not DTensor or not is_plain(local) or any(p.is_partial() for p in value.placements):
+            return self._by_stock(name, value)
         key = (value.shape, value.placements, id(mesh))
         if key not in self._layouts:
             self._layouts[key] = local_shape_and_offset(value.shape, mesh, value.placements)
@@ -311,16 +337,31 @@ class Describer:
         return _row(SHARD_ROW, value.shape, offsets, lengths, properties, flags)
 
 
-def rows_to_write(name: str, value: Any) -> list[Row]:
-    rows = map(_row_of_item, create_write_items(name, value))
-    return [row for row in rows if row is not None]
+RowsOf = Callable[[str, Any], list[Row] | None]
 
 
-def rows_to_fill(_: str, value: Any) -> list[Row]:
+def rows_to_write(name: str, value: Any) -> list[Row] | None:
+    """What stock writes of a value; None for an object."""
+    rows: list[Row] = []
+    for item in create_write_items(name, value):
+        row = _row_of_item(item)
+        if row is None:
+            return None
+        rows.append(row)
+    return rows
+
+
+def rows_to_fill(_: str, value: Any) -> list[Row] | None:
+    """What stock fills of a value; None for an object."""
+    try:
+        chunks = create_chunk_list(value)
+    except ValueError:
+        if isinstance(value, Tensor):
+            raise
+        return None
     properties = TensorProperties(dtype=value.dtype) if hasattr(value, "dtype") else TensorProperties()
-    return [
-        _row(SHARD_ROW, value.size(), chunk.offsets, chunk.sizes, properties, 0) for chunk in create_chunk_list(value)
-    ]
+    size = global_size(value)
+    return [_row(SHARD_ROW, size, chunk.offsets, chunk.sizes, properties, 0) for chunk in chunks]
 
 
 def rows_of_stored(metadata: Metadata) -> _C.Table:
@@ -355,25 +396,27 @@ def _table(names: list[str], codes: list[bytes] | None, values: list[Any], flags
 
 def make_table(
     flat: Flat,
-    rows_of: Callable[[str, Any], list[Row]] = rows_to_write,
+    rows_of: RowsOf = rows_to_write,
     hashed: Callable[[Any], bool] | None = None,
 ) -> _C.Table:
     """The rows of a flat state dict. ``hashed`` says of a value whether its fingerprint will be sent along."""
     describer = Describer(rows_of)
     names, originals = list(flat.values), list(flat.values.values())
+    plain = are_plain(originals)
     values = [
-        value if type(value) in PLAIN_TYPES else describer.value(name, value) for name, value in flat.values.items()
+        value if is_tensor else describer.value(name, value)
+        for (name, value), is_tensor in zip(flat.values.items(), plain, strict=True)
     ]
-    flags = _flags(originals)
+    flags = _flags(originals, plain)
     if hashed is not None:
         _mark_hashed(originals, values, flags, hashed)
     codes = flat.codes if flat.mappings else None
     return _table(names, codes, values, bytes(flags))
 
 
-def _flags(values: list[Any]) -> bytearray:
+def _flags(values: list[Any], plain: list[bool]) -> bytearray:
     divisible = DIVISIBLE << _ROW_FLAGS_SHIFT | (_WITH_STRIDES if HAS_STRIDES else 0)
-    flags = bytearray(divisible if type(value) in PLAIN_TYPES else 0 for value in values)
+    flags = bytearray(divisible if is_tensor else 0 for is_tensor in plain)
     can_pin = torch.accelerator.is_available()
     for index, value in enumerate(values):
         if flags[index]:
@@ -388,7 +431,7 @@ def _mark_hashed(originals: list[Any], values: list[Any], flags: bytearray, hash
         if value is ... or isinstance(value, list) or not hashed(original):
             continue
         if isinstance(value, tuple):
-            values[index] = (*value[:-1], value[-1] | HASHED)
+            values[index] = (*value[:-1], value[-1] | HASHED) if isinstance(original, Tensor) else value
         else:
             flags[index] |= HASHED << _ROW_FLAGS_SHIFT
 
@@ -413,16 +456,17 @@ def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | No
 
 def tied_rows(flat: Flat, table: _C.Table) -> tuple[tuple[int, int], ...]:
     """Pairs of rows of whole tensors that are the same memory, the later first."""
-    names = table.names()
-    tensors = {row: memory_of(flat.values[name]) for row, name in enumerate(names)}
+    values = [flat.values[name] for name in table.names()]
+    whole = zip(values, are_plain(values), strict=True)
+    tensors = {row: value if plain else memory_of(value) for row, (value, plain) in enumerate(whole)}
     known = {row: tensor for row, tensor in tensors.items() if tensor is not None and _has_memory(tensor)}
     return tuple(same_memory(known).items())
 
 
 def memory_of(value: Any) -> Tensor | None:
     """The plain tensor of which a value is made on this rank; None where there is none."""
-    local = local_tensor(value) if isinstance(value, DTensor) else value
-    return local if type(local) in PLAIN_TYPES else None
+    local = local_tensor(value) if type(value) is DTensor else value
+    return local if is_plain(local) else None
 
 
 def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.torchside.dcp import plans_for_itself
-from dcpring.torchside.tensors import PLAIN_TYPES, local_tensor
+from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
 """Larger tensors are not compared: that would cost a pass over the model."""
@@ -28,8 +28,8 @@ def is_hashed(value: Any) -> bool:
             for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
         )
         local = local_tensor(value)
-        return replicated and type(local) in PLAIN_TYPES and local.nbytes <= MAX_BYTES
-    if type(value) in PLAIN_TYPES:
+        return replicated and is_whole(local) and local.nbytes <= MAX_BYTES
+    if is_whole(value):
         return not value.is_meta and value.layout == torch.strided and value.nbytes <= MAX_BYTES
     return not isinstance(value, Tensor) and not plans_for_itself(value)
 

@@ -25,7 +25,7 @@ from dcpring.errors import CheckpointError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
 from dcpring.torchside.dcp import StorageInfo
-from dcpring.torchside.tensors import PLAIN_TYPES
+from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 
 WINDOW_BYTES = 32 << 20
 """How much a planner that makes new tensors in ``resolve_data`` is asked for at a time."""
@@ -131,8 +131,8 @@ class TableSource:
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         names, state_dict = self._names, self._state_dict
         values = [state_dict[names[position]] for position in positions]
-        for index, value in enumerate(values):
-            if type(value) not in PLAIN_TYPES or (self._cut and positions[index] in self._cut):
+        for index, plain in enumerate(are_plain(values)):
+            if not plain or (self._cut and positions[index] in self._cut):
                 values[index] = self._planner.resolve_data(self.item(positions[index]))
         return values
 

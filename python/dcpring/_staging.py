@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcpring.torchside.tensors import Shard, ShardedTensor, with_shards
+from dcpring.torchside.tensors import Shard, ShardedTensor, keep_attributes, with_shards
 
 _ALIGNMENT = 64
 
@@ -66,7 +66,7 @@ class StagingBuffer:
             shards = [Shard(self._take(shard.tensor), copy.copy(shard.metadata)) for shard in value.local_shards()]
             return with_shards(value, shards)
         if isinstance(value, Tensor):
-            return self._take(value)
+            return keep_attributes(value, self._take(value))
         if type(value) is dict:
             return {key: self._copy(part) for key, part in value.items()}
         if type(value) is list:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring.errors import CheckpointError
+from dcpring.torchside.tensors import PLAIN_TYPES, is_whole
 
 MARK = "dcpring.object"
 """First of the pair that stands for something stored as one object."""
@@ -68,8 +69,10 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def refuse_sharded(state: Any) -> None:
     """Raises CheckpointError if a state that is no rank's part of anything holds a part of something."""
     for path, value in leaves(state):
-        if isinstance(value, DTensor):
-            raise CheckpointError(f"{path!r} is a DTensor, of which each rank has a part; wrap the object in Sharded()")
+        if isinstance(value, DTensor) or (type(value) in PLAIN_TYPES and not is_whole(value)):
+            raise CheckpointError(
+                f"{path!r} is a {type(value).__name__} of which each rank has a part; wrap the object in Sharded()"
+            )
 
 
 def refuse_unloadable(state: Any, safe_globals: list[Any]) -> None:

@@ -25,7 +25,7 @@ from dcpring import _dcp, _tree
 from dcpring._stored import PER_RANK, Stored, rank_key, ranks, spans, unpickled
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import flatten_state_dict, set_element
-from dcpring.torchside.tensors import ShardedTensor
+from dcpring.torchside.tensors import ShardedTensor, global_size
 
 __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
 
@@ -242,8 +242,8 @@ def _misfits(key: str, value: Any, stored: Stored) -> list[str]:
         return [f"{key!r} is an object in the checkpoint, a tensor here"] if is_tensor else []
     if not is_tensor:
         return [f"{key!r} is a tensor in the checkpoint, a {type(value).__name__} here"]
-    if entry.size != value.size():
-        return [f"{key!r} has shape {list(entry.size)} in the checkpoint, {list(value.size())} here"]
+    if entry.size != (size := global_size(value)):
+        return [f"{key!r} has shape {list(entry.size)} in the checkpoint, {list(size)} here"]
     if not torch.can_cast(entry.properties.dtype, value.dtype):
         return [f"{key!r} is {entry.properties.dtype} in the checkpoint, {value.dtype} here: the cast loses data"]
     return []

@@ -42,7 +42,7 @@ from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3
-from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
+from dcpring.torchside.tensors import ShardedTensor, are_plain
 
 __all__ = ["RingLoadPlanner"]
 
@@ -298,9 +298,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def targets(self, wanted: _C.Table) -> list[Tensor | None]:
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
         values = [self.state_dict[name] for name in wanted.names()]
-        if set(map(type, values)) <= set(PLAIN_TYPES):
-            return values
-        return [memory_of(value) for value in values]
+        return [value if plain else memory_of(value) for value, plain in zip(values, are_plain(values), strict=True)]
 
     def exchange(self, plan: RingLoadPlan) -> _handon.Exchange | None:
         """Hands on; None where every rank reads for itself."""

@@ -38,6 +38,7 @@ from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.planner import RingSavePlanner
+from dcpring.torchside.tensors import keep_attributes
 
 __all__ = ["RingWriter"]
 
@@ -151,7 +152,7 @@ class RingWriter(FileSystemWriter):
 
     def stage(self, state_dict: Any) -> Any:
         with _trace.Staging.timed() as staging:
-            staged = super().stage(state_dict)
+            staged = keep_attributes(state_dict, super().stage(state_dict))
         self._tracer.staged(staging)
         return staged
 

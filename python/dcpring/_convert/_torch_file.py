@@ -37,7 +37,7 @@ from dcpring.torchside.serialization import (
     rebuild_tensor,
     rebuild_tensor_of_dtype,
 )
-from dcpring.torchside.tensors import PLAIN_TYPES
+from dcpring.torchside.tensors import is_whole
 
 _MOST_LEAVES = 1 << 21
 """A few bytes can stand for any number of them: a dict that holds another twice, which holds another twice."""
@@ -251,7 +251,7 @@ def _ends(part: Part) -> tuple[int, ...]:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a tensor whose elements lie in a record."""
     return (
-        type(value) in PLAIN_TYPES
+        is_whole(value)
         and value.layout == torch.strided
         and value.dtype in PLAIN_DTYPES
         and not value.is_conj()

@@ -1,14 +1,23 @@
-"""Kinds of tensors: which are plain, what DTensors and ShardedTensors are made of."""
+"""Kinds of tensors: which are plain, what DTensors and ShardedTensors are made of.
+
+A tensor is *plain* if stock takes it for what it looks like: all of a tensor, whose values are its memory. Its type
+alone does not tell: since torch 2.14 a ``torch.Tensor`` with certain attributes (``CheckpointableTensor``) stands for
+shards of a larger one. So one that has any attributes is shown to stock, whose word holds for what is not known here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 
+from dcpring.torchside import versions
+from dcpring.torchside.dcp import create_write_items
 from dcpring.torchside.versions import function, optional
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -28,6 +37,70 @@ local_shape_and_offset: Callable[[Any, Any, Any], tuple[tuple[int, ...], tuple[i
     "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
 )
 """Lengths and offsets of this rank's part of a DTensor: its shape, mesh and placements."""
+
+
+def are_plain(values: Sequence[Any]) -> list[bool]:
+    """For each value, whether it is a plain tensor, and this torch is one whose plain tensors are known."""
+    if not versions.tested:
+        return [False] * len(values)
+    return [type(value) in PLAIN_TYPES and (not value.__dict__ or _is_whole(value)) for value in values]
+
+
+def is_plain(value: Any) -> bool:
+    """``are_plain`` of one value."""
+    return are_plain((value,))[0]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a tensor that stock takes for what it looks like; one such is plain if torch is known."""
+    return type(value) in PLAIN_TYPES and (not value.__dict__ or _is_whole(value))
+
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
+"""What stock raises for a tensor that it cannot save."""
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    try:
+        items = create_write_items("", tensor)
+    except _REFUSALS:
+        return False
+    data = items[0].tensor_data if len(items) == 1 else None
+    return (
+        data is not None
+        and items[0].type == WriteItemType.TENSOR
+        and data.size == data.chunk.sizes == tensor.size()
+        and not any(data.chunk.offsets)
+    )
+
+
+def global_size(value: Any) -> torch.Size:
+    """The size of the whole of which a tensor is this rank's part, as stock has it."""
+    if not isinstance(value, DTensor | ShardedTensor) and not is_whole(value):
+        with contextlib.suppress(*_REFUSALS):
+            for item in create_write_items("", value):
+                if item.tensor_data is not None:
+                    return item.tensor_data.size
+    size: torch.Size = value.size()
+    return size
+
+
+def keep_attributes(source: Any, copied: Any) -> Any:
+    """Gives the copy of a tensor, or of a tree of them, the attributes that tell what the tensors stand for.
+
+    A copy that has an attribute of its own keeps it: it is the class's business what a copy is made of.
+    """
+    if isinstance(source, Tensor) and isinstance(copied, Tensor):
+        known = isinstance(source, DTensor | ShardedTensor) or copied is source or not source.__dict__
+        if not known and not is_whole(source):
+            copied.__dict__.update({**source.__dict__, **copied.__dict__})
+    elif isinstance(source, Mapping) and isinstance(copied, Mapping):
+        for key, value in source.items():
+            keep_attributes(value, copied.get(key))
+    elif isinstance(source, list) and isinstance(copied, list):
+        for value, other in zip(source, copied, strict=False):
+            keep_attributes(value, other)
+    return copied
 
 
 def local_tensor(value: DTensor) -> Tensor:

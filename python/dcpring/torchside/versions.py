@@ -6,15 +6,20 @@ whoever does not need it is not stopped by it. What nothing works without is an 
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 OLDEST, NEWEST_TESTED = (2, 9), (2, 15)
 """The versions of torch that dcpring supports: docs/versions.md says what was run."""
+
+
+logger = logging.getLogger("dcpring")
 
 
 class UnsupportedTorchError(ImportError, RuntimeError):
@@ -29,6 +34,27 @@ def release(version: str) -> tuple[int, int]:
     """The first two numbers of a version: "2.15.0+cu132" is (2, 15)."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
+
+
+tested = OLDEST <= release(torch.__version__) <= NEWEST_TESTED
+"""Whether what dcpring knows of tensors holds for this torch; if not, it asks torch about each."""
+
+
+def knows_torch() -> bool:
+    """Whether this torch has been tested; said once in the log if not."""
+    if not tested:
+        say_once(
+            logging.WARNING,
+            f"torch {torch.__version__} is not one that dcpring has been tested with ({_text(OLDEST)} to "
+            f"{_text(NEWEST_TESTED)}): saves and loads are planned by torch's own functions, which takes longer",
+        )
+    return tested
+
+
+@functools.cache
+def say_once(level: int, text: str) -> None:
+    """Logs a text, the first time that it is said."""
+    logger.log(level, text)
 
 
 def _text(numbers: tuple[int, int]) -> str:
@@ -68,10 +94,14 @@ def required(module: str, name: str) -> Any:
 
 
 def function(module: str, name: str) -> Callable[..., Any]:
-    """A private function of torch; where this torch lacks it, one that says so when it is called."""
+    """A private function of torch, as it is when it is called; where this torch lacks it, the call says so."""
+    optional(module, name)
+    home = _module(module)
 
-    def missing(*_: Any, **__: Any) -> NoReturn:
-        raise lacks(f"{module}.{name}")
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = getattr(home, name, None)
+        if found is None:
+            raise lacks(f"{module}.{name}")
+        return found(*args, **kwargs)
 
-    looked_up: Callable[..., Any] = optional(module, name, missing)
-    return looked_up
+    return call

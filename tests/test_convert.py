@@ -192,17 +192,27 @@ def test_tied_tensors_stay_tied(tmp_path: Path, origin: str) -> None:
 
 
 def test_tensors_that_only_torch_save_understands(tmp_path: Path) -> None:
+    flat = torch.arange(3.0 * MIB)
     state = {
         "sparse": torch.eye(5).to_sparse(),
+        "csr": torch.eye(5).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
         "conj": torch.randn(3, dtype=torch.complex64).conj(),
         "w": torch.ones(2),
+        "empty": torch.zeros(0, 3),
+        "large": flat[MIB:],
+        "turned": flat[: 2 * MIB].view(1024, 2048).t(),
+        "half": torch.arange(5).half(),
     }
     torch.save(state, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "ckpt")
     report = convert(tmp_path / "ckpt", tmp_path / "b.pt")
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(5)) and torch.equal(loaded["conj"], state["conj"])
-    assert (report.tensors, report.objects) == (1, 2)
+    for key, value in state.items():
+        same = loaded[key].dequantize() if value.is_quantized else loaded[key].to_dense()
+        assert torch.equal(same, value.dequantize() if value.is_quantized else value.to_dense()), key
+    assert loaded["quantized"].is_quantized and loaded["csr"].layout == torch.sparse_csr
+    assert (report.tensors, report.objects) == (5, 4)
     _kinds.save({"sparse": state["sparse"]}, tmp_path / "ring")
     convert(tmp_path / "ring", tmp_path / "c.pt")
     assert torch.load(tmp_path / "c.pt", weights_only=True)["sparse"].is_sparse

@@ -30,6 +30,8 @@ NAMEDTUPLES = {"_replace", "_asdict", "_fields", "_make"}
 FOREIGN = {"_actions"}
 """Private names of argparse."""
 
+OLDER, NEWER = (0, 0), (99, 0)
+
 PROTOCOLS = re.compile(r"__(create|get)_(write_items|chunk_list|tensor_shard)__")
 
 
@@ -197,12 +199,18 @@ NOT_CALLED = {
     "torch.distributed._shard.sharded_tensor.ShardedTensor": {"local_shards", "metadata"},
     "torch.distributed._shard.sharded_tensor.Shard": set(),
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": set(),
+    "torch._utils._sparse_tensors_to_validate": set(),
+    "torch._utils._get_sparse_tensors_to_validate": set(),
     "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors": set(),
 }
 """The others, and attributes that they must have."""
 
-SINCE = {"torch.distributed.checkpoint.state_dict._get_fsdp_process_group": (2, 13)}
-"""What older versions lack, and dcpring does without."""
+NOT_ALWAYS = {
+    "torch.distributed.checkpoint.state_dict._get_fsdp_process_group": ((2, 13), NEWER),
+    "torch._utils._sparse_tensors_to_validate": (OLDER, (2, 14)),
+    "torch._utils._get_sparse_tensors_to_validate": ((2, 15), NEWER),
+}
+"""The first and last version with what the others lack; dcpring does without it there."""
 
 
 def _look_up_all() -> dict[str, Any]:
@@ -225,10 +233,16 @@ def test_all_that_is_looked_up_is_checked_here() -> None:
     assert _look_up_all().keys() == (CALLS.keys() | NOT_CALLED.keys()) - extra
 
 
+def _should_have(name: str) -> bool:
+    first, last = NOT_ALWAYS.get(name, (OLDER, NEWER))
+    should = first <= versions.release(torch.__version__) <= last
+    assert name not in versions.found or should == (_look_up_all()[name] is not None)
+    return should
+
+
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_it_is_there_and_takes_what_it_is_given(name: str) -> None:
-    if versions.release(torch.__version__) < SINCE.get(name, (0, 0)):
-        assert _look_up_all()[name] is None
+    if not _should_have(name):
         return
     given = CALLS[name]
     by_name = given[-1] if given and isinstance(given[-1], dict) else {}
@@ -238,6 +252,8 @@ def test_it_is_there_and_takes_what_it_is_given(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_CALLED))
 def test_it_is_there(name: str) -> None:
+    if not _should_have(name):
+        return
     found = _find(name)
     fields = set(getattr(found, "__dataclass_fields__", ()))
     assert NOT_CALLED[name] <= {*dir(found), *fields}

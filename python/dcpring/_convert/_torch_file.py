@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import os
 import pickle
 import struct
 import zipfile
@@ -32,6 +33,7 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedChe
 from dcpring.options import IOOptions
 from dcpring.torchside.serialization import (
     described,
+    forget_unfinished_load,
     identity,
     place_in_file,
     rebuild_tensor,
@@ -62,6 +64,18 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
+class _Map(NamedTuple):
+    """Memory from ``start`` to ``end`` shows the file from ``offset`` on."""
+
+    start: int
+    end: int
+    offset: int
+
+
+class _NotWithoutData(CheckpointError):
+    """torch cannot describe a tensor without its data."""
+
+
 class TorchSource:
     """A zip file that ``torch.save`` wrote. Every record that is used is checked against its CRC-32."""
 
@@ -83,9 +97,28 @@ class TorchSource:
         for record in self._records.values():
             if not record.is_data:
                 self._check_record("what describes its values", record)
-        self.items = [self._item(*leaf) for leaf in self._leaves(self._load("meta"))]
+        self._maps: list[_Map] = []
+        self.items = [self._item(*leaf) for leaf in self._leaves(self._structure())]
 
     # ---- structure ----
+
+    def _structure(self) -> Any:
+        """All that the file holds, without data; with mapped data where torch cannot describe it without any.
+
+        So it is with quantized tensors, and with sparse ones since torch 2.15, which looks whether they are well made.
+        """
+        try:
+            return self._load("meta")
+        except _NotWithoutData:
+            forget_unfinished_load()
+        try:
+            loaded = self._load("cpu")
+        except (_NotWithoutData, CorruptCheckpointError):
+            for record in self._records.values():
+                self._check_record("what it holds", record)
+            raise
+        self._maps = _maps_of(self._path)
+        return loaded
 
     def _load(self, location: str) -> Any:
         """All that the file holds: without data ("meta"), or with data that are mapped ("cpu")."""
@@ -98,12 +131,12 @@ class TorchSource:
             ) from error
         except (MemoryError, OSError):
             raise
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{self._path} holds a quantized, nested or other special tensor, which torch cannot describe without "
-                f"reading all of it; load the file and save such tensors as ordinary ones ({error!s:.100})"
-            ) from error
         except Exception as error:  # damaged bytes end in errors of any kind
+            if isinstance(error, NotImplementedError) or (location == "meta" and isinstance(error, RuntimeError)):
+                raise _NotWithoutData(
+                    f"{self._path} holds a special tensor, which torch cannot load here; load the file where it was "
+                    f"saved, and save such tensors as ordinary ones ({error!s:.100})"
+                ) from error
             raise CorruptCheckpointError(f"it cannot be read: {error!s:.200}", str(self._path)) from error
 
     def _leaves(self, loaded: Any) -> list[tuple[Path, Any]]:
@@ -130,8 +163,10 @@ class TorchSource:
 
     def _view(self, name: str, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
-        offset, size = place_in_file(storage), storage.nbytes()
+        offset, size = self._place_of(storage), storage.nbytes()
         record = self._records.get(offset, _NOWHERE.record)
+        if size == 0 and self._maps:  # of which nothing is mapped
+            record = _Record(0, 0, 0)
         view = _View(record, int(tensor.storage_offset()), tensor.stride())
         if record.size != size or record is _NOWHERE.record:
             raise self._damaged(name, "the zip file has no data where its pickle says")
@@ -139,6 +174,13 @@ class TorchSource:
         if tensor.numel() and not (view.offset >= 0 <= min((0, *view.stride)) and reach * tensor.itemsize <= size):
             raise self._damaged(name, "it reaches beyond its data")
         return view
+
+    def _place_of(self, storage: torch.UntypedStorage) -> int:
+        """Where a storage lies in the file; -1: nowhere."""
+        if not self._maps:
+            return place_in_file(storage)
+        at = storage.data_ptr()
+        return next((each.offset + at - each.start for each in self._maps if each.start <= at < each.end), -1)
 
     def _damaged(self, name: str, why: str, offset: int = -1) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{name!r}: {why}", str(self._path), offset)
@@ -246,6 +288,19 @@ _NOWHERE = _View(_Record(-1, -1, 0), 0, ())
 
 def _ends(part: Part) -> tuple[int, ...]:
     return tuple(a + n for a, n in zip(part.offsets, part.tensor.shape, strict=True))
+
+
+def _maps_of(path: FilePath) -> list[_Map]:
+    """Where this process has mapped a file. Layered file systems show other numbers of a file, or another path."""
+    file, real, found = path.stat(), os.fsencode(path.resolve()), []
+    with open("/proc/self/maps", "rb") as lines:
+        for line in lines:
+            addresses, _, offset, device, inode, *shown = line.rstrip(b"\n").split(None, 5)
+            numbers = int(inode), *(int(number, 16) for number in device.split(b":"))
+            if shown == [real] or numbers == (file.st_ino, os.major(file.st_dev), os.minor(file.st_dev)):
+                start, end = (int(address, 16) for address in addresses.split(b"-"))
+                found.append(_Map(start, end, int(offset, 16)))
+    return found
 
 
 def _is_plain(value: Any) -> bool:

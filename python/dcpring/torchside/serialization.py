@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 
-from dcpring.torchside.versions import function
+from dcpring.torchside.versions import optional, required
 
-rebuild_tensor: Callable[..., Any] = function("torch._utils", "_rebuild_tensor_v2")
+rebuild_tensor: Callable[..., Any] = required("torch._utils", "_rebuild_tensor_v2")
 """What a pickle makes a tensor with: storage, offset, sizes, strides, requires_grad, hooks."""
 
-rebuild_tensor_of_dtype: Callable[..., Any] = function("torch._utils", "_rebuild_tensor_v3")
+rebuild_tensor_of_dtype: Callable[..., Any] = required("torch._utils", "_rebuild_tensor_v3")
 """The same for a dtype that has no class of storages: it comes last."""
+
+_sparse_of_all_threads: list[Any] = optional("torch._utils", "_sparse_tensors_to_validate", [])
+_sparse_of_this_thread: Callable[[], list[Any]] = optional("torch._utils", "_get_sparse_tensors_to_validate", list)
 
 LAYOUT_GETTER = ("torch.serialization", "_get_layout")
 """What a pickle makes a ``torch.layout`` with: module and name."""
+
+
+def forget_unfinished_load() -> None:
+    """A ``torch.load`` that fails leaves its sparse tensors behind, for the next to look at, which fails then too."""
+    _sparse_of_this_thread().clear()
+    _sparse_of_all_threads.clear()
 
 
 def place_in_file(storage: torch.UntypedStorage) -> int:

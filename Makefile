@@ -3,6 +3,9 @@
 #   make demo             train, save, resume on fewer processes, compare with stock DCP
 #   make elastic          train on 4 processes, kill -9 in the middle of a save, resume on 2 and on 3
 #   make test             C tests, Python tests, linters
+#   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TESTS=tests/test_kinds.py]
+#                         the Python tests with another torch, in an environment of its own (up to 7 GB below build/torch)
+#   make clean-torch      removes these environments
 #   make bench            benchmarks/save_load.py with everything in it
 #   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
@@ -10,16 +13,17 @@
 
 SHELL := /bin/bash
 PYTHON ?= python3
-TORCH := torch==2.13.0
+VENV_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
-DEV_PACKAGES := setuptools wheel numpy pytest rich shtab safetensors matplotlib ruff mypy torchao==0.18.0 torchdata
+TEST_PACKAGES := setuptools wheel numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
+DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 
-.PHONY: setup demo elastic test test-c test-python lint bench bench-planning example-hsdp asan sdist clean
+.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan sdist clean
 
 setup: build/.installed
 
@@ -39,10 +43,10 @@ build/.system:
 	@touch $@
 
 build/.venv: build/.system Makefile
-	@echo "== Python environment in $(VENV), with $(TORCH) (CPU)"
+	@echo "== Python environment in $(VENV), with $(VENV_TORCH) (CPU)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dcpring needs Python 3.11 or newer; make PYTHON=... names one")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -q --disable-pip-version-check $(TORCH) $(DEV_PACKAGES)
+	@$(PY) -m pip install -q --disable-pip-version-check $(VENV_TORCH) $(DEV_PACKAGES)
 	@touch $@
 
 build/.installed: build/.venv $(SOURCES)
@@ -67,6 +71,28 @@ test-c: setup
 
 test-python: setup build/.test-system
 	@$(PYTEST) tests
+
+# The wheel is built and installed as a user's would be; nothing in .venv or in the tree is touched. pip keeps no copy of
+# what it fetches, as the newer torch bring several gigabytes of CUDA libraries.
+TESTS ?= tests
+TORCH_PYTHON := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+TORCH_ENV = build/torch/$(TORCH)-python$(TORCH_PYTHON)
+TORCH_PY = $(TORCH_ENV)/bin/python
+PIP_QUIET := -m pip install -q --no-cache-dir --disable-pip-version-check
+
+test-torch: build/.test-system
+	@test -n "$(TORCH)" || { echo "Name a version: make test-torch TORCH=2.15.0 [PYTHON=python3.12]"; exit 1; }
+	@test -x $(TORCH_PY) || { echo "== torch $(TORCH) for Python $(TORCH_PYTHON) in $(TORCH_ENV)"; $(PYTHON) -m venv $(TORCH_ENV); }
+	@$(TORCH_PY) $(PIP_QUIET) torch==$(TORCH) $(TEST_PACKAGES)
+	@$(TORCH_PY) setup.py -q build --build-base $(TORCH_ENV)/build \
+	  bdist_wheel --bdist-dir $(TORCH_ENV)/bdist --dist-dir $(TORCH_ENV)/dist 2>$(TORCH_ENV)/build.log || \
+	  { tail -20 $(TORCH_ENV)/build.log; exit 1; }
+	@$(TORCH_PY) $(PIP_QUIET) --no-deps --force-reinstall $(TORCH_ENV)/dist/dcpring-*.whl
+	@$(TORCH_PY) -c 'import platform, torch; print("== torch", torch.__version__, "Python", platform.python_version())'
+	@env -u PYTHONPATH $(TORCH_PY) -m pytest -q $(TESTS)
+
+clean-torch:
+	rm -rf build/torch
 
 lint: setup
 	@$(VENV)/bin/ruff check .

@@ -27,7 +27,6 @@ from dcpring.report import format_bytes
 
 Status = Literal["ok", "slow", "missing", "failed"]
 
-_TORCH_FROM, _TORCH_BELOW = (2, 9), (3, 0)
 _SLOW_SYNC_SECONDS = 0.05
 _SLOW_CRC_BYTES_PER_SECOND = 2e9
 _LITTLE_SPACE = 1 << 30
@@ -444,14 +443,16 @@ def _software() -> Iterator[Check]:
 
 def _torch() -> Check:
     """Its version, and whether the extension has found all that it calls in it."""
-    cure = f"pip install 'torch>={_TORCH_FROM[0]}.{_TORCH_FROM[1]},<{_TORCH_BELOW[0]}'"
+    cure = "pip install 'torch>=2.9,<3'"
     try:
         import torch
+
+        from dcpring.torchside import versions
 
         importlib.import_module("dcpring.torchside.shim")
     except (ImportError, OSError, ValueError) as error:
         return Check("software", "torch", "failed", str(error), "dcpring cannot see tensors", cure)
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if _TORCH_FROM <= version < _TORCH_BELOW:
+    if versions.is_tested(torch.__version__):
         return Check("software", "torch", "ok", f"{torch.__version__}, its C shim is bound")
-    return Check("software", "torch", "missing", torch.__version__, "dcpring has not been tried with it", cure)
+    effect = "dcpring has not been tested with it, and plans by torch's own functions, which is slower"
+    return Check("software", "torch", "missing", torch.__version__, effect, cure)

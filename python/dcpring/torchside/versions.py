@@ -36,7 +36,12 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-tested = OLDEST <= release(torch.__version__) <= NEWEST_TESTED
+def is_tested(version: str) -> bool:
+    """Whether a version of torch is one of those that are supported."""
+    return OLDEST <= release(version) <= NEWEST_TESTED
+
+
+tested = is_tested(torch.__version__)
 """Whether what dcpring knows of tensors holds for this torch; if not, it asks torch about each."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +25,27 @@ maybe_full_or_cpu: Callable[[dict[str, Any], Any], dict[str, Any]] = function(
     _STATE_DICT, "_maybe_full_or_cpu_state_dict"
 )
 init_optim_state: Callable[[Any], None] = function(_STATE_DICT, "_init_optim_state")
-flatten_optim: Callable[[dict[str, Any]], dict[str, Any]] = function(_STATE_DICT, "_flatten_optim_state_dict")
+_flatten_optim: Callable[[dict[str, Any]], dict[str, Any]] = function(_STATE_DICT, "_flatten_optim_state_dict")
 
 broadcast: Callable[..., None] = function(_UTILS, "_broadcast_state_dict")
 distribute: Callable[..., None] = function(_UTILS, "_distribute_state_dict")
 flatten: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]] = function(_UTILS, "_flatten_state_dict")
 unflatten: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = function(_UTILS, "_unflatten_state_dict")
+
+
+def flatten_optim(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as one level. Nested state (Shampoo's) is opened first: stock does so since torch 2.10."""
+    opened = {name: dict(_leaves(parts)) for name, parts in state["state"].items()}
+    return _flatten_optim({**state, "state": opened})
+
+
+def _leaves(parts: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in parts.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
 
 _stocks_fsdp_group = optional(_STATE_DICT, "_get_fsdp_process_group")
 _HYBRID = {kind for kind in ShardingStrategy if "HYBRID" in kind.name}

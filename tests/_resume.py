@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _versions import clear_sharding_cache
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 def spread(layout: str, seed: int) -> nn.Module:
     """A Net with the weights that ``seed`` makes, over all ranks."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    _clear_sharding_prop_cache()  # it holds meshes of process groups that this process has left
+    clear_sharding_cache()
     torch.manual_seed(seed)
     model = Net()
     if layout == "single":

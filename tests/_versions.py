@@ -7,6 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.tensor import DTensor, debug
+
+
+def clear_sharding_cache() -> None:
+    """DTensor remembers meshes of process groups that this process has left."""
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+    dispatcher: Any = DTensor._op_dispatcher
+    (clear or dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear)()
 
 
 def stock_plans(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import logging
 import pathlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, overload
 
 import torch
@@ -629,6 +629,16 @@ class Answer:
     rank: RankReport
 
 
+def fields_of(plan: Any, base: type) -> dict[str, Any]:
+    """The fields of a plan that are stock's, whichever this torch has."""
+    return {each.name: getattr(plan, each.name) for each in fields(base)}
+
+
+def rebuilt(cls: type, values: dict[str, Any]) -> Any:
+    """A plan that another process has sent."""
+    return cls(**values)
+
+
 @dataclass(frozen=True)
 class RingPlan(SavePlan):
     """A SavePlan whose items stay in C. ``seal`` makes the message that is sent instead of them."""
@@ -646,7 +656,7 @@ class RingPlan(SavePlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         message = self.sealed() if self.seal is not None else self.message
-        return RingPlan, (SentItems(), self.storage_data, self.planner_data, self.usable, message)
+        return rebuilt, (RingPlan, {**fields_of(self, SavePlan), "items": SentItems(), "message": message})
 
 
 def pickled_fragment(value: Any) -> bytes:

@@ -30,10 +30,12 @@ from dcpring._plan import (
     BYTES_ROW,
     Flat,
     decode_properties,
+    fields_of,
     flatten,
     host_id,
     make_table,
     memory_of,
+    rebuilt,
     rows_of_stored,
     rows_to_fill,
 )
@@ -119,7 +121,8 @@ class RingLoadPlan(LoadPlan):
     positions: list[int] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RingLoadPlan, ([], self.storage_data, self.planner_data, None, self.reads, self.needs, self.sharing)
+        sent: dict[str, Any] = {"items": [], "reads": self.reads, "needs": self.needs, "sharing": self.sharing}
+        return rebuilt, (RingLoadPlan, {**fields_of(self, LoadPlan), **sent})
 
 
 class RingLoadPlanner(DefaultLoadPlanner):

@@ -72,7 +72,9 @@ def names_as_2_3(state_dict: Any) -> set[str]:
 HAS_STRIDES = "strides" in TensorProperties.__dataclass_fields__
 
 _PARTS = 5
-"""Of the pickled state of TensorProperties, as torch up to 2.14 has it; later ones take it too."""
+"""Of the pickled state of TensorProperties, as torch up to 2.14 has it; torch 2.15, with six, takes it too."""
+
+_KNOWN_STATE = len(TensorProperties.__dataclass_fields__) <= _PARTS + 1
 
 _RING_STRIDES = "ring_strides"
 """Where strides lie in a pickle: an attribute of TensorStorageMetadata, which all versions of torch pass over."""
@@ -146,7 +148,7 @@ def pickled(value: Any, protocol: int | None = None, *, fast: bool = False) -> b
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol)
     pickler.fast = fast
-    if HAS_STRIDES:
+    if HAS_STRIDES and _KNOWN_STATE:
         pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCERS}
     pickler.dump(value)
     return out.getvalue()

@@ -16,6 +16,9 @@ import dcpring
 from dcpring.state_dict import StateDictOptions
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "keys.md"
+PAGE_TORCH = "2.13."
+"""The version of torch that the page's tables are of."""
+
 TENSOR = "block.up.weight"
 """The tensor whose names are shown."""
 
@@ -85,6 +88,12 @@ def table() -> str:
     """The table in Markdown; needs a process group of one rank."""
     quiet()
     return "\n".join(_rows())
+
+
+def names_of_ours(text: str) -> dict[tuple[str, str], str]:
+    """What dcpring calls the tensor, by outer and inner wrapper; without those that torch cannot nest."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 8]
+    return {(row[0], row[1]): row[-1] for row in cells if row[-1].startswith("`")}
 
 
 def in_page(text: str, made: str) -> str:

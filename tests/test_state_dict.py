@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _wrapper_table import PAGE, in_page, table
+from _wrapper_table import PAGE, PAGE_TORCH, in_page, names_of_ours, table
 from _wrappers import OWN, WIDTH, WRAPPERS, Case, Lora, Net, build, cases, full_tensor, plain_values, quiet, raw_keys
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -172,8 +172,14 @@ def test_what_stock_saved_under_a_wrappers_name_loads(pair: tuple[str, str]) -> 
 
 
 def test_the_tables_of_the_page_are_those_of_a_run() -> None:
-    text = PAGE.read_text()
-    assert text == in_page(text, table()), "python tests/_wrapper_table.py makes them anew"
+    text, made = PAGE.read_text(), table()
+    if text == in_page(text, made):
+        return
+    # What torch can nest, and what stock calls it, is the business of its version, and of torchao's.
+    assert not torch.__version__.startswith(PAGE_TORCH), "python tests/_wrapper_table.py makes them anew"
+    told, found = names_of_ours(text), names_of_ours(made)
+    both = told.keys() & found.keys()
+    assert len(both) > 50 and {case: told[case] for case in both} == {case: found[case] for case in both}
 
 
 # ---- what stock gets wrong ----

@@ -48,17 +48,24 @@ static int constant(void *library, const char *name, const char *version, int32_
     return 0;
 }
 
-/* A dtype that this torch has no function for is left to torch.save. */
-static void bind_dtypes(struct torch_shim *shim, void *library) {
+/* Returns the names of those that this torch has no function for: bind_dtype may still come to know their codes. */
+static PyObject *bind_dtypes(struct torch_shim *shim, void *library) {
     char name[64];
-    for (const struct dr_dtype *d = dr_dtypes; d->name && shim->dtype_count < TORCH_DTYPES; d++) {
+    PyObject *unknown = PyList_New(0);
+    for (const struct dr_dtype *d = dr_dtypes; unknown && d->name && shim->dtype_count < TORCH_DTYPES; d++) {
         snprintf(name, sizeof name, "dtype_%s", d->name);
         int n = shim->dtype_count;
         if (constant(library, name, NULL, &shim->dtypes[n].code) == 0) {
             shim->dtypes[n].dtype = d;
             shim->dtype_count++;
+            continue;
         }
+        PyObject *text = PyUnicode_FromString(d->name);
+        if (!text || PyList_Append(unknown, text) < 0)
+            Py_CLEAR(unknown);
+        Py_XDECREF(text);
     }
+    return unknown;
 }
 
 static PyObject *bind_torch(PyObject *module, PyObject *args) {
@@ -75,12 +82,14 @@ static PyObject *bind_torch(PyObject *module, PyObject *args) {
         constant(library, "device_type_cpu", version, &shim.device_cpu) < 0 ||
         constant(library, "layout_strided", version, &shim.layout_strided) < 0)
         return NULL;
-    bind_dtypes(&shim, library);
+    PyObject *unknown = bind_dtypes(&shim, library);
+    if (!unknown)
+        return NULL;
     state->torch = shim;
     Py_XDECREF(state->alloc_handles);
     Py_INCREF(alloc);
     state->alloc_handles = alloc;
-    Py_RETURN_NONE;
+    return unknown;
 }
 
 static const struct dr_dtype *dtype_of(const struct torch_shim *shim, int32_t code) {
@@ -175,7 +184,32 @@ int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *
     return 0;
 }
 
+/* The code of a dtype that torch has no function for, from a tensor that has it. */
+static PyObject *bind_dtype(PyObject *module, PyObject *args) {
+    const char *name;
+    PyObject *list;
+    if (!PyArg_ParseTuple(args, "sO!", &name, &PyList_Type, &list))
+        return NULL;
+    struct module_state *state = module_state(module);
+    struct torch_shim *shim = &state->torch;
+    struct tensors tensors;
+    if (tensors_init(&tensors, state, list) < 0)
+        return NULL;
+    for (const struct dr_dtype *d = dr_dtypes; d->name && shim->dtype_count < TORCH_DTYPES; d++) {
+        int32_t code;
+        if (strcmp(d->name, name) == 0 && tensors.count == 1 && !shim->get_dtype(tensors.handles[0], &code) &&
+            !dtype_of(shim, code)) {
+            shim->dtypes[shim->dtype_count].code = code;
+            shim->dtypes[shim->dtype_count++].dtype = d;
+        }
+    }
+    tensors_free(&tensors);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef torch_methods[] = {
-    {"bind_torch", bind_torch, METH_VARARGS, "bind_torch(libtorch_path, torch_version, alloc_handles)"},
+    {"bind_torch", bind_torch, METH_VARARGS,
+     "bind_torch(libtorch_path, torch_version, alloc_handles) -> [dtypes that it has no function for]"},
+    {"bind_dtype", bind_dtype, METH_VARARGS, "bind_dtype(name, [a tensor of this dtype])"},
     {NULL, NULL, 0, NULL},
 };

@@ -106,9 +106,14 @@ class TorchSource:
         """All that the file holds, without data; with mapped data where torch cannot describe it without any.
 
         So it is with quantized tensors, and with sparse ones since torch 2.15, which looks whether they are well made.
+        The oldest versions do not say where data lie that they have not loaded.
         """
         try:
-            return self._load("meta")
+            loaded = self._load("meta")
+            if all(
+                place_in_file(value.untyped_storage()) >= 0 for _, value in self._leaves(loaded) if _is_plain(value)
+            ):
+                return loaded
         except _NotWithoutData:
             forget_unfinished_load()
         try:

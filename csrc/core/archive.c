@@ -1,10 +1,10 @@
 /* Reading the zip around a record. See archive.h. */
 #include "archive.h"
 
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
-#include <stdlib.h>
 
 enum { CENTRAL = 0x02014b50, CENTRAL_SIZE = 46, LARGE = 0xffff };
 
@@ -13,7 +13,7 @@ enum { CENTRAL = 0x02014b50, CENTRAL_SIZE = 46, LARGE = 0xffff };
 /* ---- windows ---- */
 
 int dr_window_init(struct dr_window *window, int fd, const char *path, struct dr_error *error) {
-    *window = (struct dr_window){.fd = fd, .path = path, .data = malloc(DR_WINDOW_BYTES)};
+    *window = (struct dr_window){.fd = fd, .path = path, .data = dr_malloc(DR_WINDOW_BYTES)};
     return window->data ? 0 : dr_error_system(error, ENOMEM, "malloc", path);
 }
 

@@ -9,9 +9,7 @@
 #ifndef DCPRING_ARCHIVE_H
 #define DCPRING_ARCHIVE_H
 
-#include "error.h"
-
-#include <stdbool.h>
+#include "bytes.h"
 
 enum { DR_WINDOW_BYTES = 256 * 1024 };
 
@@ -44,13 +42,6 @@ struct dr_archive {
 
 /* Bytes of the record, from its start; NULL when it has none there. `ahead` as for a window, but a length. */
 const uint8_t *dr_archive_look(const struct dr_archive *archive, uint64_t offset, size_t size, uint64_t ahead);
-
-static inline uint64_t dr_get_le(const uint8_t *data, unsigned bytes) {
-    uint64_t value = 0;
-    for (unsigned i = 0; i < bytes; i++)
-        value |= (uint64_t)data[i] << (8 * i);
-    return value;
-}
 
 enum {
     DR_ZIP_LOCAL = 0x04034b50,

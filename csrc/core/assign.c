@@ -8,9 +8,9 @@
  */
 #include "merge.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
+#include "memory.h"
+
+#include <assert.h>
 
 /* Improving is for the tail of an already good result: it ends after so many looks at a share, some 0.2 s, and skips
  * exchanges among so many shares that there are small ones enough to move. */
@@ -23,6 +23,7 @@ struct work {
     uint64_t *load;
     uint32_t world;
     uint64_t looks;
+    struct dr_ticker ticker;
 };
 
 static bool may(const struct work *work, uint32_t rank) { return !work->allowed || work->allowed[rank]; }
@@ -66,6 +67,7 @@ static uint32_t most_loaded(const struct work *work) {
 }
 
 static void give(const struct work *work, struct dr_share *share, uint32_t rank) {
+    assert(holds(work, share, rank) && work->load[share->owner] >= share->bytes);
     work->load[share->owner] -= share->bytes;
     share->owner = rank;
     work->load[rank] += share->bytes;
@@ -129,7 +131,7 @@ static bool exchange_one(struct work *work, uint32_t top) {
     return true;
 }
 
-static void improve(struct work *work) {
+static int improve(struct work *work, struct dr_error *error) {
     uint64_t total = 0;
     uint32_t ranks = 0;
     for (uint32_t rank = 0; rank < work->world; rank++) {
@@ -139,16 +141,20 @@ static void improve(struct work *work) {
     while (ranks && work->looks < MOST_LOOKS) {
         uint32_t top = most_loaded(work);
         if (work->load[top] <= total / ranks + total / ranks / 100)
-            return; /* within a percent of the mean */
+            return 0; /* within a percent of the mean */
         if (!move_one(work, top) && (work->count > MOST_EXCHANGED || !exchange_one(work, top)))
-            return;
+            return 0;
+        int rc = dr_ticker_ask(&work->ticker, error);
+        if (rc)
+            return rc;
     }
+    return 0;
 }
 
 int dr_assign(struct dr_share *shares, size_t count, const uint8_t *allowed, uint64_t *load, uint32_t world,
-              struct dr_error *error) {
-    struct work work = {shares, count, allowed, load, world, 0};
-    uint32_t *order = malloc((count + 1) * sizeof *order);
+              const struct dr_control *control, struct dr_error *error) {
+    struct work work = {shares, count, allowed, load, world, 0, {.control = control}};
+    uint32_t *order = dr_malloc((count + 1) * sizeof *order);
     if (!order)
         return dr_error_memory(error);
     for (size_t i = 0; i < count; i++)
@@ -162,9 +168,9 @@ int dr_assign(struct dr_share *shares, size_t count, const uint8_t *allowed, uin
             rc = dr_error_invalid(error, order[i], "a share has no holder that is allowed");
         else
             load[share->owner] += share->bytes;
+        if (!rc)
+            rc = dr_ticker_turn(&work.ticker, i, error);
     }
     free(order);
-    if (!rc)
-        improve(&work);
-    return rc;
+    return rc ? rc : improve(&work, error);
 }

@@ -2,12 +2,12 @@
 #include "bar.h"
 
 #include "clock.h"
+#include "memory.h"
 #include "sys.h"
 
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -123,7 +123,7 @@ static int without_waiting(int fd) {
 }
 
 struct dr_bar *dr_bar_open(struct dr_slots *slots, size_t count, const char *label, int fd, unsigned flags) {
-    struct dr_bar *bar = calloc(1, sizeof *bar);
+    struct dr_bar *bar = dr_calloc(1, sizeof *bar);
     fd = without_waiting(fd);
     if (bar) {
         *bar = (struct dr_bar){.onlooker = {slots, count, 0, 0}, .fd = fd, .flags = flags, .owner = getpid()};

@@ -8,19 +8,11 @@
 #ifndef DCPRING_CREW_H
 #define DCPRING_CREW_H
 
-#include "error.h"
+#include "control.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 
 enum { DR_MAX_WORKERS = 64 };
-
-/* poll returns nonzero to cancel; it is called from the thread that called into the core. NULL never cancels. */
-struct dr_control {
-    int (*poll)(void *context);
-    void *context;
-};
 
 struct dr_crew {
     atomic_bool stop; /* set on the first failure: everyone winds up */

@@ -1,10 +1,10 @@
 /* What both methods share: choosing one, request states, short and repeated transfers. See engine.h. */
 #include "engine.h"
 
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -33,8 +33,8 @@ static int choose_method(struct dr_engine *engine, const char *method, struct dr
 
 int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, size_t buffer_size,
                    struct dr_error *error) {
-    struct dr_engine *engine = calloc(1, sizeof *engine);
-    struct dr_request *requests = calloc(depth, sizeof *requests);
+    struct dr_engine *engine = dr_calloc(1, sizeof *engine);
+    struct dr_request *requests = dr_calloc(depth, sizeof *requests);
     if (!engine || !requests) {
         free(engine);
         free(requests);

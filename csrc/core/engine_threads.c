@@ -7,11 +7,11 @@
  */
 #include "clock.h"
 #include "engine.h"
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <stdlib.h>
 
 enum { MAX_THREADS = 8, STACK_BYTES = 1024 * 1024 };
 
@@ -98,15 +98,15 @@ static void start_threads(struct threads *threads, unsigned wanted) {
 
 static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     unsigned depth = engine->pool.count;
-    struct threads *threads = calloc(1, sizeof *threads);
+    struct threads *threads = dr_calloc(1, sizeof *threads);
     if (!threads)
         return dr_error_memory(error);
     pthread_mutex_init(&threads->lock, NULL);
     pthread_cond_init(&threads->todo_changed, NULL);
     dr_clock_cond_init(&threads->done_changed);
-    threads->todo = (struct queue){.slots = calloc(depth, sizeof(void *)), .size = depth};
-    threads->done = (struct queue){.slots = calloc(depth, sizeof(void *)), .size = depth};
-    threads->results = calloc(depth, sizeof *threads->results);
+    threads->todo = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
+    threads->done = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
+    threads->results = dr_calloc(depth, sizeof *threads->results);
     engine->method = threads;
     if (threads->todo.slots && threads->done.slots && threads->results)
         start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);

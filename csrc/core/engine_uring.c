@@ -6,10 +6,10 @@
  * the ring is as deep as the pool, and each buffer has one request.
  */
 #include "engine.h"
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 enum { MAX_SUBMITS = 1000, PAUSE_US = 1000 };
@@ -19,7 +19,7 @@ struct uring {
 };
 
 static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *pool) {
-    struct iovec *buffers = calloc(pool->count, sizeof *buffers);
+    struct iovec *buffers = dr_calloc(pool->count, sizeof *buffers);
     if (!buffers)
         return 0;
     for (unsigned i = 0; i < pool->count; i++)
@@ -32,7 +32,7 @@ static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *po
 }
 
 static int uring_open(struct dr_engine *engine, struct dr_error *error) {
-    struct uring *uring = calloc(1, sizeof *uring);
+    struct uring *uring = dr_calloc(1, sizeof *uring);
     if (!uring)
         return dr_error_memory(error);
     int rc = dr_sys.uring_init(engine->pool.count, &uring->ring);

@@ -6,11 +6,16 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Called for every block and record: the texts, which are long, are only ended. */
 void dr_error_clear(struct dr_error *error) {
-    memset(error, 0, sizeof *error);
+    error->kind = DR_ERROR_NONE;
+    error->err = 0;
+    error->op = NULL;
+    error->path[0] = '\0';
     error->offset = -1;
     error->length = -1;
     error->item = DR_NO_ITEM;
+    error->detail[0] = '\0';
 }
 
 static int begin(struct dr_error *error, enum dr_error_kind kind, int err, const char *op, const char *path) {

@@ -21,11 +21,14 @@ enum dr_error_kind {
 
 #define DR_NO_ITEM ((int64_t)-1)
 
+/* Room for the longest path of a directory, a slash, and the longest name below it: paths are never cut. */
+enum { DR_ERROR_PATH = 2 * 4096 };
+
 struct dr_error {
     enum dr_error_kind kind;
     int err;
     const char *op; /* static string: the system call, or the check that failed */
-    char path[512];
+    char path[DR_ERROR_PATH];
     int64_t offset;
     int64_t length;
     int64_t item; /* index of the caller's item concerned, or DR_NO_ITEM */

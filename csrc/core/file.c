@@ -2,18 +2,18 @@
 #include "file.h"
 
 #include "clock.h"
+#include "memory.h"
 #include "pool.h"
 #include "sys.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 char *dr_path_join(const char *dir, const char *name) {
     size_t length = strlen(dir);
-    char *path = malloc(length + strlen(name) + 2);
+    char *path = dr_malloc(length + strlen(name) + 2);
     if (!path)
         return NULL;
     memcpy(path, dir, length);
@@ -67,7 +67,7 @@ static void *run_sync(void *argument) {
 }
 
 static struct sync *start_sync(int fd) {
-    struct sync *sync = calloc(1, sizeof *sync);
+    struct sync *sync = dr_calloc(1, sizeof *sync);
     if (!sync)
         return NULL;
     pthread_mutex_init(&sync->lock, NULL);
@@ -136,7 +136,7 @@ static int sync_directory(int fd, const char *path, struct dr_error *error) {
 
 static int sync_parent(const char *path, struct dr_error *error) {
     const char *slash = strrchr(path, '/');
-    char *parent = slash == path ? strdup("/") : slash ? strndup(path, (size_t)(slash - path)) : strdup(".");
+    char *parent = slash == path ? dr_strdup("/") : slash ? dr_strndup(path, (size_t)(slash - path)) : dr_strdup(".");
     if (!parent)
         return dr_error_system(error, ENOMEM, "malloc", path);
     int fd = dr_sys.open_dir(parent);
@@ -169,7 +169,7 @@ int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
     }
     if (fd != -ENOENT || *path == '\0')
         return dr_error_system(error, -fd, "open", path);
-    char *partial = strdup(path);
+    char *partial = dr_strdup(path);
     if (!partial)
         return dr_error_system(error, ENOMEM, "malloc", path);
     int rc = 0;
@@ -244,7 +244,7 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
 
 /* What exchange does, in three steps. */
 static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
-    char *aside = malloc(strlen(tmp) + sizeof ".old");
+    char *aside = dr_malloc(strlen(tmp) + sizeof ".old");
     if (!aside)
         return -ENOMEM;
     strcat(strcpy(aside, tmp), ".old");
@@ -278,7 +278,7 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
 }
 
 int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
-    char *at = strdup(path);
+    char *at = dr_strdup(path);
     if (!at)
         return dr_error_memory(error);
     struct statfs about = {0};

@@ -2,11 +2,11 @@
 #include "input.h"
 
 #include "file.h"
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 
 int dr_input_init(struct dr_input *input, const char *dir, const char *const *names, size_t count,
@@ -15,7 +15,7 @@ int dr_input_init(struct dr_input *input, const char *dir, const char *const *na
     input->opened = input->dirfd >= 0;
     if (!input->opened)
         return dr_error_system(error, -input->dirfd, "open", dir);
-    input->files = calloc(count ? count : 1, sizeof *input->files);
+    input->files = dr_calloc(count ? count : 1, sizeof *input->files);
     if (!input->files)
         return dr_error_system(error, ENOMEM, "malloc", dir);
     for (size_t i = 0; i < count; i++) {

@@ -44,9 +44,7 @@ struct dr_key_node {
 /* The nodes, ready to be searched. Refers to the caller's array and texts. */
 struct dr_key_tree;
 
-/* The seed is a number that whoever chose the names does not know: it keeps them from being made to collide. */
-int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count, uint64_t seed,
-                     struct dr_error *error);
+int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count, struct dr_error *error);
 void dr_key_tree_free(struct dr_key_tree *tree);
 
 /* Results: `count` names, of which those that did not change are the caller's own texts. */
@@ -77,7 +75,6 @@ int dr_key_guess(const struct dr_key *names, size_t count, struct dr_key_batch *
                  struct dr_error *error);
 
 /* DR_ERROR_INVALID, with both names, when two names became one; error->item is the later one. */
-int dr_key_distinct(const struct dr_key *names, const struct dr_key_batch *batch, uint64_t seed,
-                    struct dr_error *error);
+int dr_key_distinct(const struct dr_key *names, const struct dr_key_batch *batch, struct dr_error *error);
 
 #endif

@@ -1,12 +1,10 @@
 /* Batches of names, the text that a name is made in, and names that became one. See key.h and key_batch.h. */
 #include "key_batch.h"
 
-#include "key_table.h"
+#include "array.h"
+#include "hash.h"
 
-#include <errno.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 enum { CHUNK_BYTES = 1 << 16, SHOWN_BYTES = 80 };
 
@@ -27,15 +25,7 @@ void dr_key_text_free(struct dr_key_text *text) {
 static int reserve(struct dr_key_text *text, size_t more, struct dr_error *error) {
     if (more > SIZE_MAX / 2 - text->size)
         return dr_error_invalid(error, DR_NO_ITEM, "a name is too long");
-    if (text->size + more <= text->room)
-        return 0;
-    size_t room = 2 * (text->size + more) + 64;
-    char *grown = realloc(text->text, room);
-    if (!grown)
-        return dr_error_system(error, ENOMEM, "realloc", NULL);
-    text->text = grown;
-    text->room = room;
-    return 0;
+    return DR_ARRAY_RESERVE(text->text, text->size, text->room, more, error);
 }
 
 char *dr_key_text_extend(struct dr_key_text *text, size_t size, struct dr_error *error) {
@@ -66,10 +56,10 @@ struct dr_key dr_key_component(struct dr_key name, size_t offset) {
 
 int dr_key_batch_init(struct dr_key_batch *batch, size_t count, struct dr_error *error) {
     *batch = (struct dr_key_batch){.count = count};
-    if (count >= DR_KEY_ABSENT)
+    if (count >= DR_NO_ENTRY)
         return dr_error_invalid(error, DR_NO_ITEM, "%zu names are too many", count);
-    batch->keys = calloc(count ? count : 1, sizeof *batch->keys);
-    return batch->keys ? 0 : dr_error_system(error, ENOMEM, "calloc", NULL);
+    batch->keys = dr_calloc(count ? count : 1, sizeof *batch->keys);
+    return batch->keys ? 0 : dr_error_memory(error);
 }
 
 void dr_key_batch_destroy(struct dr_key_batch *batch) {
@@ -86,7 +76,7 @@ static char *chunk_room(struct dr_key_batch *batch, size_t size, struct dr_error
     struct dr_key_chunk *chunk = batch->chunks;
     if (!chunk || chunk->room - chunk->used < size) {
         size_t room = size > CHUNK_BYTES ? size : CHUNK_BYTES;
-        chunk = malloc(sizeof *chunk + room);
+        chunk = dr_malloc(sizeof *chunk + room);
         if (!chunk) {
             dr_error_memory(error);
             return NULL;
@@ -140,15 +130,29 @@ static int raise_clash(const struct dr_key *names, const struct dr_key_batch *ba
     return dr_error_invalid(error, (int64_t)second, "'%s' and '%s' would both be called '%s'", a, b, both);
 }
 
-int dr_key_distinct(const struct dr_key *names, const struct dr_key_batch *batch, uint64_t seed,
-                    struct dr_error *error) {
-    struct dr_key_table table;
-    int rc = dr_key_table_init(&table, batch->count, seed, error);
+/* The name before number `index` that is equal to it, or DR_NO_ENTRY; then that one is in the table too. */
+static int add_distinct(struct dr_hash *table, const struct dr_key_batch *batch, uint32_t index, uint32_t *first,
+                        struct dr_error *error) {
+    struct dr_key key = batch->keys[index];
+    uint32_t hash = dr_hash_of(0, key.text, key.size);
+    for (size_t at = 0; (*first = dr_hash_next(table, hash, &at)) != DR_NO_ENTRY;)
+        if (dr_key_equal(batch->keys[*first], key))
+            return 0;
+    int rc = dr_hash_reserve(table, error);
+    if (rc == 0)
+        dr_hash_add(table, hash, index);
+    return rc;
+}
+
+int dr_key_distinct(const struct dr_key *names, const struct dr_key_batch *batch, struct dr_error *error) {
+    struct dr_hash table = {0};
+    int rc = 0;
     for (size_t i = 0; i < batch->count && rc == 0; i++) {
-        uint32_t first = dr_key_table_add(&table, 0, batch->keys[i], (uint32_t)i);
-        if (first != DR_KEY_ABSENT)
+        uint32_t first;
+        rc = add_distinct(&table, batch, (uint32_t)i, &first, error);
+        if (rc == 0 && first != DR_NO_ENTRY)
             rc = raise_clash(names, batch, first, i, error);
     }
-    dr_key_table_destroy(&table);
+    dr_hash_destroy(&table);
     return rc;
 }

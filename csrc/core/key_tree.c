@@ -1,22 +1,52 @@
 /* Names through a tree of modules, both ways. See key.h. */
 #include "key_batch.h"
-#include "key_table.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
+#include "hash.h"
+#include "memory.h"
+
+#define ABSENT DR_NO_ENTRY
 
 /*
- * A node's host is the nearest node above that has a canonical name: what is
- * below the host's wrapped modules is canonically a child of the host.
+ * A node's host is itself, or for a wrapped module the nearest node above that
+ * has a canonical name: what is below the host's wrapped modules is canonically
+ * a child of the host.
  */
 struct dr_key_tree {
     const struct dr_key_node *nodes;
     size_t count;
-    struct dr_key_table by_parent; /* raw children */
-    struct dr_key_table by_host;   /* canonical children */
-    uint32_t *inner;               /* by node: the innermost of the modules that it wraps, or itself */
+    struct dr_hash by_parent; /* nodes by parent and name: raw children */
+    struct dr_hash by_host;   /* by canonical parent and canonical name, of which the first counts */
+    uint32_t *host;           /* by node */
+    uint32_t *inner;          /* by node: the innermost of the modules that it wraps, or itself */
 };
+
+/* ---- looking things up ---- */
+
+static uint32_t child_of(const struct dr_key_tree *tree, uint32_t parent, struct dr_key name) {
+    uint32_t hash = dr_hash_of(parent, name.text, name.size), node;
+    for (size_t at = 0; (node = dr_hash_next(&tree->by_parent, hash, &at)) != ABSENT;)
+        if (tree->nodes[node].parent == parent && dr_key_equal(tree->nodes[node].name, name))
+            break;
+    return node;
+}
+
+/* The node whose name and place in the tree are canonically those of `node`: a.parametrizations.weight.original's are a.weight's. */
+static uint32_t named_as(const struct dr_key_tree *tree, uint32_t node) {
+    return tree->nodes[node].kind == DR_KEY_ORIGINAL ? tree->nodes[node].parent : node;
+}
+
+static uint32_t canonical_parent(const struct dr_key_tree *tree, uint32_t node) {
+    uint32_t parent = tree->nodes[named_as(tree, node)].parent;
+    return tree->host[tree->nodes[node].kind == DR_KEY_ORIGINAL ? tree->nodes[parent].parent : parent];
+}
+
+static uint32_t canonical_child_of(const struct dr_key_tree *tree, uint32_t host, struct dr_key name) {
+    uint32_t hash = dr_hash_of(host, name.text, name.size), node;
+    for (size_t at = 0; (node = dr_hash_next(&tree->by_host, hash, &at)) != ABSENT;)
+        if (canonical_parent(tree, node) == host && dr_key_equal(tree->nodes[named_as(tree, node)].name, name))
+            break;
+    return node;
+}
 
 /* ---- making it ---- */
 
@@ -33,10 +63,8 @@ static int check_node(const struct dr_key_node *nodes, size_t index, struct dr_e
     return good ? 0 : dr_error_invalid(error, (int64_t)index, "node %zu of the tree of names is out of place", index);
 }
 
-static uint32_t host_of(const struct dr_key_node *nodes, uint32_t node) {
-    while (node != 0 && nodes[node].kind == DR_KEY_WRAPPED)
-        node = nodes[node].parent;
-    return node;
+static void add(struct dr_hash *table, uint32_t scope, struct dr_key name, uint32_t node) {
+    dr_hash_add(table, dr_hash_of(scope, name.text, name.size), node);
 }
 
 static int add_node(struct dr_key_tree *tree, uint32_t index, struct dr_error *error) {
@@ -44,13 +72,21 @@ static int add_node(struct dr_key_tree *tree, uint32_t index, struct dr_error *e
     int rc = check_node(nodes, index, error);
     if (rc < 0)
         return rc;
-    if (dr_key_table_add(&tree->by_parent, node->parent, node->name, index) != DR_KEY_ABSENT)
+    if (child_of(tree, node->parent, node->name) != ABSENT)
         return dr_error_invalid(error, (int64_t)index, "node %u of the tree of names is there twice", index);
-    uint32_t list = node->parent;
-    if (node->kind == DR_KEY_PLAIN)
-        dr_key_table_add(&tree->by_host, host_of(nodes, node->parent), node->name, index);
-    if (node->kind == DR_KEY_ORIGINAL)
-        dr_key_table_add(&tree->by_host, host_of(nodes, nodes[nodes[list].parent].parent), nodes[list].name, index);
+    rc = dr_hash_reserve(&tree->by_parent, error);
+    if (rc == 0)
+        rc = dr_hash_reserve(&tree->by_host, error);
+    if (rc < 0)
+        return rc;
+    add(&tree->by_parent, node->parent, node->name, index);
+    tree->host[index] = node->kind == DR_KEY_WRAPPED ? tree->host[node->parent] : index;
+    if (node->kind == DR_KEY_WRAPPED)
+        return 0;
+    uint32_t host = canonical_parent(tree, index);
+    struct dr_key name = nodes[named_as(tree, index)].name;
+    if (canonical_child_of(tree, host, name) == ABSENT)
+        add(&tree->by_host, host, name, index);
     return 0;
 }
 
@@ -63,13 +99,10 @@ static void find_inner(struct dr_key_tree *tree) {
             tree->inner[tree->nodes[i].parent] = tree->inner[i];
 }
 
-static int fill(struct dr_key_tree *tree, uint64_t seed, struct dr_error *error) {
-    tree->inner = calloc(tree->count, sizeof *tree->inner);
-    if (!tree->inner)
-        return dr_error_system(error, ENOMEM, "calloc", NULL);
-    int rc = dr_key_table_init(&tree->by_parent, tree->count, seed, error);
-    if (rc == 0)
-        rc = dr_key_table_init(&tree->by_host, tree->count, seed, error);
+static int fill(struct dr_key_tree *tree, struct dr_error *error) {
+    tree->inner = dr_calloc(tree->count, sizeof *tree->inner);
+    tree->host = dr_calloc(tree->count, sizeof *tree->host);
+    int rc = tree->inner && tree->host ? 0 : dr_error_memory(error);
     for (uint32_t i = 1; i < tree->count && rc == 0; i++)
         rc = add_node(tree, i, error);
     if (rc == 0)
@@ -77,17 +110,17 @@ static int fill(struct dr_key_tree *tree, uint64_t seed, struct dr_error *error)
     return rc;
 }
 
-int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count, uint64_t seed,
+int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count,
                      struct dr_error *error) {
     *out = NULL;
-    if (count < 1 || count >= DR_KEY_ABSENT)
+    if (count < 1 || count >= ABSENT)
         return dr_error_invalid(error, DR_NO_ITEM, "a tree of names has %zu nodes", count);
-    struct dr_key_tree *tree = calloc(1, sizeof *tree);
+    struct dr_key_tree *tree = dr_calloc(1, sizeof *tree);
     if (!tree)
-        return dr_error_system(error, ENOMEM, "calloc", NULL);
+        return dr_error_memory(error);
     tree->nodes = nodes;
     tree->count = count;
-    int rc = fill(tree, seed, error);
+    int rc = fill(tree, error);
     if (rc < 0)
         dr_key_tree_free(tree);
     else
@@ -98,8 +131,9 @@ int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, 
 void dr_key_tree_free(struct dr_key_tree *tree) {
     if (!tree)
         return;
-    dr_key_table_destroy(&tree->by_parent);
-    dr_key_table_destroy(&tree->by_host);
+    dr_hash_destroy(&tree->by_parent);
+    dr_hash_destroy(&tree->by_host);
+    free(tree->host);
     free(tree->inner);
     free(tree);
 }
@@ -152,8 +186,8 @@ static int make_canonical(const struct dr_key_tree *tree, struct dr_key name, st
     for (;;) {
         struct dr_key part = dr_key_component(name, step.offset);
         bool last = step.offset + part.size == name.size;
-        step.node = dr_key_table_get(&tree->by_parent, step.node, part);
-        if (step.node == DR_KEY_ABSENT)
+        step.node = child_of(tree, step.node, part);
+        if (step.node == ABSENT)
             return dr_key_text_join(text, dr_key_rest(name, step.offset), error);
         enum dr_key_kind kind = tree->nodes[step.node].kind;
         if (last && kind == DR_KEY_ORIGINAL) {
@@ -200,8 +234,8 @@ static int make_raw(const struct dr_key_tree *tree, struct dr_key name, struct d
     for (size_t offset = 0;;) {
         struct dr_key part = dr_key_component(name, offset);
         bool last = offset + part.size == name.size;
-        uint32_t found = dr_key_table_get(&tree->by_host, host, part);
-        if (found == DR_KEY_ABSENT || (tree->nodes[found].kind == DR_KEY_ORIGINAL && !last)) {
+        uint32_t found = canonical_child_of(tree, host, part);
+        if (found == ABSENT || (tree->nodes[found].kind == DR_KEY_ORIGINAL && !last)) {
             int rc = join_path(tree, host, tree->inner[host], text, error);
             return rc < 0 ? rc : dr_key_text_join(text, dr_key_rest(name, offset), error);
         }

@@ -13,8 +13,7 @@ struct load {
 };
 
 static uint32_t stored_crc(const struct dr_read *read, size_t index) {
-    const uint8_t *p = read->crcs + 4 * index;
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+    return (uint32_t)dr_get_le(read->crcs + 4 * index, 4);
 }
 
 /* The last CRC block that was checked: slices of one payload often share it. */

@@ -2,6 +2,7 @@
 #include "load_plan.h"
 
 #include "crc.h"
+#include "memory.h"
 #include "pool.h"
 #include "region.h"
 
@@ -51,7 +52,7 @@ static void *grow(void *array, size_t count, size_t *room, size_t size) {
     if (count < *room)
         return array;
     size_t wanted = *room ? 2 * *room : 256;
-    void *grown = realloc(array, wanted * size);
+    void *grown = dr_realloc(array, wanted * size);
     if (grown)
         *room = wanted;
     return grown;
@@ -98,10 +99,10 @@ static int add_read(struct dr_load_plan *plan, size_t index, bool checksum, stru
     rc = dr_region_stretches(&region, SLICE_GAP, add_extent, &adding);
     if (rc < 0 || !checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
-    if (!plan->sums && !(plan->sums = calloc(plan->read_count, sizeof *plan->sums)))
+    if (!plan->sums && !(plan->sums = dr_calloc(plan->read_count, sizeof *plan->sums)))
         return dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
     size_t count = dr_crc_count(r->payload_offset, r->payload_size);
-    plan->sums[index] = calloc(count ? count : 1, sizeof **plan->sums);
+    plan->sums[index] = dr_calloc(count ? count : 1, sizeof **plan->sums);
     return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
 }
 

@@ -1,10 +1,8 @@
 /* Matching wanted with stored chunks. See match.h. */
 #include "match.h"
 
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "array.h"
+#include "box.h"
 
 void dr_match_destroy(struct dr_match *match) {
     free(match->overlaps);
@@ -20,8 +18,8 @@ struct by_name {
 };
 
 static int sort_by_name(struct by_name *by, const struct dr_table *table, struct dr_error *error) {
-    by->start = calloc(table->name_count + 3, sizeof *by->start);
-    by->rows = malloc((table->count + 1) * sizeof *by->rows);
+    by->start = dr_calloc(table->name_count + 3, sizeof *by->start);
+    by->rows = dr_malloc((table->count + 1) * sizeof *by->rows);
     if (!by->start || !by->rows)
         return dr_error_memory(error);
     uint64_t *cursor = by->start + 1;
@@ -56,35 +54,13 @@ static bool overlap(const struct dr_table *w, const struct dr_row *a, const stru
 }
 
 static int make_room(struct dr_match *match, size_t ints, struct dr_error *error) {
-    if (match->count == match->room) {
-        size_t room = 2 * match->room + 256;
-        struct dr_overlap *grown = realloc(match->overlaps, room * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        match->overlaps = grown;
-        match->room = room;
-    }
-    if (match->dims_room - match->dims_count < ints + 1) {
-        size_t room = 2 * match->dims_room + ints + 1024;
-        int64_t *grown = realloc(match->dims, room * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        match->dims = grown;
-        match->dims_room = room;
-    }
-    return 0;
+    int rc = DR_ARRAY_RESERVE(match->overlaps, match->count, match->room, 1, error);
+    return rc ? rc : DR_ARRAY_RESERVE(match->dims, match->dims_count, match->dims_room, ints + 1, error);
 }
 
 static void add(struct dr_match *match, uint32_t wanted, uint32_t stored, size_t ints) {
     match->overlaps[match->count++] = (struct dr_overlap){wanted, stored, match->dims_count};
     match->dims_count += ints;
-}
-
-static double volume(const int64_t *lengths, int ndim) {
-    double v = 1;
-    for (int d = 0; d < ndim; d++)
-        v *= (double)lengths[d];
-    return v;
 }
 
 /* ---- one wanted row ---- */
@@ -93,42 +69,92 @@ struct context {
     struct dr_match *match;
     const struct dr_table *wanted, *stored;
     struct by_name by;
+    struct dr_ticker ticker;
 };
 
-static void write_size(char *out, size_t room, const int64_t *size, int ndim) {
-    size_t n = (size_t)snprintf(out, room, "[");
-    for (int d = 0; d < ndim && n < room; d++)
-        n += (size_t)snprintf(out + n, room - n, "%s%lld", d ? ", " : "", (long long)size[d]);
-    if (n < room)
-        snprintf(out + n, room - n, "]");
+static const char *name_of(const struct context *c, uint32_t row) {
+    return dr_table_text(c->wanted, c->wanted->rows[row].name);
+}
+
+static int width_of(const struct context *c, uint32_t row) {
+    return dr_name_width(&c->wanted->names[c->wanted->rows[row].name]);
 }
 
 static int wrong_size(const struct context *c, uint32_t row, const struct dr_row *stored, struct dr_error *error) {
     const struct dr_row *wanted = &c->wanted->rows[row];
     char was[96], is[96];
-    write_size(was, sizeof was, dr_row_size(c->stored, stored), stored->ndim);
-    write_size(is, sizeof is, dr_row_size(c->wanted, wanted), wanted->ndim);
-    const struct dr_name *name = &c->wanted->names[wanted->name];
+    dr_box_write_sizes(was, sizeof was, dr_row_size(c->stored, stored), stored->ndim);
+    dr_box_write_sizes(is, sizeof is, dr_row_size(c->wanted, wanted), wanted->ndim);
     return dr_error_invalid(error, row, "Size mismatch between saved %s and current: %s for %.*s", was, is,
-                            (int)(name->size < 120 ? name->size : 120), dr_table_text(c->wanted, wanted->name));
+                            width_of(c, row), name_of(c, row));
 }
 
 static int wrong_kind(const struct context *c, uint32_t row, struct dr_error *error) {
-    const struct dr_name *name = &c->wanted->names[c->wanted->rows[row].name];
     return dr_error_invalid(error, row, "'%.*s' is a tensor in the checkpoint, and an object in the state dict",
-                            (int)(name->size < 120 ? name->size : 120),
-                            dr_table_text(c->wanted, c->wanted->rows[row].name));
+                            width_of(c, row), name_of(c, row));
 }
 
-static int not_covered(const struct context *c, uint32_t row, double found, struct dr_error *error) {
+/* Where overlaps do not tile what is wanted: less of it is stored, or some of it twice. */
+static int not_covered(const struct context *c, uint32_t row, size_t first, struct dr_error *error) {
     const struct dr_row *wanted = &c->wanted->rows[row];
-    const struct dr_name *name = &c->wanted->names[wanted->name];
-    return dr_error_invalid(error, row, "the checkpoint holds only %.0f of the %.0f elements wanted of '%.*s'", found,
-                            volume(dr_row_lengths(c->wanted, wanted), wanted->ndim),
-                            (int)(name->size < 120 ? name->size : 120), dr_table_text(c->wanted, wanted->name));
+    int ndim = wanted->ndim;
+    double found = 0, needed = dr_box_volume(dr_row_lengths(c->wanted, wanted), ndim);
+    for (size_t i = first; i < c->match->count; i++)
+        found += dr_box_volume(c->match->dims + c->match->overlaps[i].dims + 2 * ndim, ndim);
+    if (found < needed)
+        return dr_error_invalid(error, row, "the checkpoint holds only %.0f of the %.0f elements wanted of '%.*s'",
+                                found, needed, width_of(c, row), name_of(c, row));
+    return dr_error_invalid(error, row,
+                            "the checkpoint's chunks of '%.*s' overlap, so that it is not known whether they hold all "
+                            "of it; no save writes that: its metadata is damaged",
+                            width_of(c, row), name_of(c, row));
 }
 
-static int match_tensor(const struct context *c, uint32_t row, const uint32_t *stored, size_t count,
+/* ---- whether the overlaps of a wanted row, those from match->overlaps[first] on, tile it ---- */
+
+static bool is_tiled(const struct context *c, uint32_t row, size_t first) {
+    const struct dr_row *wanted = &c->wanted->rows[row];
+    const int64_t *lengths = dr_row_lengths(c->wanted, wanted);
+    int ndim = wanted->ndim;
+    const struct dr_match *match = c->match;
+    if (match->count == first + 1 && (ndim == 0 || memcmp(match->dims + match->overlaps[first].dims + 2 * ndim, lengths,
+                                                          (size_t)ndim * sizeof *lengths) == 0))
+        return true;
+    uint64_t sum = 0;
+    for (size_t i = first; i < match->count; i++) {
+        const int64_t *dims = match->dims + match->overlaps[i].dims;
+        sum = dr_box_add_measures(sum, dr_box_measure(dims, dims + 2 * ndim, ndim));
+    }
+    return sum == dr_box_measure(NULL, lengths, ndim);
+}
+
+/* Drops overlaps that are one before them once more: chunks that are listed twice are read once, and count once. */
+static int drop_repeated(const struct context *c, size_t first, int ndim, struct dr_error *error) {
+    struct dr_match *match = c->match;
+    struct dr_hash seen = {0};
+    size_t kept = first, bytes = (size_t)ndim * sizeof *match->dims;
+    int rc = 0;
+    for (size_t i = first; i < match->count && rc == 0; i++) {
+        const int64_t *dims = match->dims + match->overlaps[i].dims;
+        uint32_t hash = dr_hash_of(dr_hash_wide(0, dims, bytes), dims + 2 * ndim, bytes), other;
+        for (size_t at = 0; (other = dr_hash_next(&seen, hash, &at)) != DR_NO_ENTRY;) {
+            const int64_t *same = match->dims + match->overlaps[other].dims;
+            if (memcmp(same, dims, bytes) == 0 && memcmp(same + 2 * ndim, dims + 2 * ndim, bytes) == 0)
+                break;
+        }
+        if (other != DR_NO_ENTRY)
+            continue;
+        rc = dr_hash_reserve(&seen, error);
+        if (rc == 0)
+            dr_hash_add(&seen, hash, (uint32_t)kept);
+        match->overlaps[kept++] = match->overlaps[i];
+    }
+    match->count = kept;
+    dr_hash_destroy(&seen);
+    return rc;
+}
+
+static int match_tensor(struct context *c, uint32_t row, const uint32_t *stored, size_t count,
                         struct dr_error *error) {
     const struct dr_row *wanted = &c->wanted->rows[row];
     const struct dr_row *first = &c->stored->rows[stored[0]];
@@ -136,24 +162,27 @@ static int match_tensor(const struct context *c, uint32_t row, const uint32_t *s
     if (first->ndim != wanted->ndim ||
         (ints && memcmp(dr_row_size(c->stored, first), dr_row_size(c->wanted, wanted), ints / 3 * sizeof(int64_t)) != 0))
         return wrong_size(c, row, first, error);
-    double found = 0;
+    size_t before = c->match->count;
     for (size_t i = 0; i < count; i++) {
         const struct dr_row *candidate = &c->stored->rows[stored[i]];
         int rc = make_room(c->match, ints, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(&c->ticker, i, error);
         if (rc)
             return rc;
         int64_t *dims = c->match->dims + c->match->dims_count;
         if (candidate->ndim != wanted->ndim || !dr_row_is_tensor(candidate))
             return wrong_size(c, row, candidate, error);
-        if (!overlap(c->wanted, wanted, c->stored, candidate, dims))
-            continue;
-        found += volume(dims + 2 * wanted->ndim, wanted->ndim);
-        add(c->match, row, stored[i], ints);
+        if (overlap(c->wanted, wanted, c->stored, candidate, dims))
+            add(c->match, row, stored[i], ints);
     }
-    return found < volume(dr_row_lengths(c->wanted, wanted), wanted->ndim) ? not_covered(c, row, found, error) : 0;
+    if (is_tiled(c, row, before))
+        return 0;
+    int rc = drop_repeated(c, before, wanted->ndim, error);
+    return rc || is_tiled(c, row, before) ? rc : not_covered(c, row, before, error);
 }
 
-static int match_row(const struct context *c, uint32_t row, uint32_t *guess, struct dr_error *error) {
+static int match_row(struct context *c, uint32_t row, uint32_t *guess, struct dr_error *error) {
     const struct dr_row *wanted = &c->wanted->rows[row];
     const struct dr_name *text = &c->wanted->names[wanted->name];
     uint32_t name = dr_table_find(c->stored, dr_table_text(c->wanted, wanted->name), text->size, *guess);
@@ -175,14 +204,17 @@ static int match_row(const struct context *c, uint32_t row, uint32_t *guess, str
 }
 
 int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct dr_table *stored,
-             struct dr_error *error) {
-    *match = (struct dr_match){.missing = calloc(wanted->count + 1, sizeof(uint32_t))};
-    struct context context = {match, wanted, stored, {0}};
+             const struct dr_control *control, struct dr_error *error) {
+    *match = (struct dr_match){.missing = dr_calloc(wanted->count + 1, sizeof(uint32_t))};
+    struct context context = {match, wanted, stored, {0}, {.control = control}};
     int rc = match->missing ? sort_by_name(&context.by, stored, error) : dr_error_memory(error);
     uint32_t guess = 0;
-    for (size_t i = 0; rc == 0 && i < wanted->count; i++)
+    for (size_t i = 0; rc == 0 && i < wanted->count; i++) {
         if (wanted->rows[i].type != DR_ROW_NAME)
             rc = match_row(&context, (uint32_t)i, &guess, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(&context.ticker, i, error);
+    }
     free(context.by.start);
     free(context.by.rows);
     return rc;

@@ -25,10 +25,11 @@ struct dr_match {
 /*
  * Matches every wanted row that is a tensor or an object. An object that is stored as a tensor, a tensor with another
  * shape, or chunks that do not cover what is wanted are errors, whose item is the wanted row. A tensor that is
- * stored as an object is that object.
+ * stored as an object is that object. Chunks that are listed twice count once; others that share elements are an error,
+ * for then it is not known whether all of what is wanted is read. control: NULL where nobody asks to stop.
  */
 int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct dr_table *stored,
-             struct dr_error *error);
+             const struct dr_control *control, struct dr_error *error);
 void dr_match_destroy(struct dr_match *match);
 
 #endif

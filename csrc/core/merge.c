@@ -1,22 +1,23 @@
 /* Plans into groups, and the groups' holders. See merge.h; merge_check.c and merge_assign.c do the rest. */
 #include "merge.h"
 
-#include <errno.h>
+#include "array.h"
+#include "box.h"
+
+#include <assert.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 int dr_merge_init(struct dr_merge *merge, uint32_t world, struct dr_error *error) {
     *merge = (struct dr_merge){.world = world};
     dr_table_init(&merge->groups);
-    merge->rank_rows = calloc((size_t)world + 1, sizeof *merge->rank_rows);
-    merge->sums = calloc((size_t)world + 1, sizeof *merge->sums);
+    merge->rank_rows = dr_calloc((size_t)world + 1, sizeof *merge->rank_rows);
+    merge->sums = dr_calloc((size_t)world + 1, sizeof *merge->sums);
     return merge->rank_rows && merge->sums ? 0 : dr_error_memory(error);
 }
 
 void dr_merge_destroy(struct dr_merge *merge) {
     dr_table_destroy(&merge->groups);
-    free(merge->group_slots);
+    dr_hash_destroy(&merge->by_chunk);
     free(merge->name_first);
     free(merge->row_group);
     free(merge->row_print);
@@ -32,15 +33,30 @@ void dr_merge_destroy(struct dr_merge *merge) {
     *merge = (struct dr_merge){0};
 }
 
-/* ---- the hash table of groups: a name and offsets ---- */
-
-static uint64_t hash_chunk(uint32_t name, const int64_t *offsets, int ndim) {
-    uint64_t hash = (name + 1) * 0x9e3779b97f4a7c15u;
-    for (int d = 0; d < ndim; d++) {
-        hash = (hash ^ (uint64_t)offsets[d]) * 0xff51afd7ed558ccdu;
-        hash ^= hash >> 32;
+void dr_merge_enter(struct dr_merge *merge, enum dr_merge_phase phase) {
+    switch (phase) {
+    case DR_MERGE_ADDING:
+        assert(!"a merge never goes back to adding");
+        break;
+    case DR_MERGE_BROKEN:
+        assert(merge->phase == DR_MERGE_ADDING);
+        break;
+    case DR_MERGE_CHECKED:
+        assert(merge->phase != DR_MERGE_BROKEN && merge->added == merge->world);
+        assert(merge->holders && merge->holder_start && merge->order);
+        break;
+    case DR_MERGE_ASSIGNED:
+        assert(merge->phase == DR_MERGE_CHECKED);
+        assert(merge->group_pieces && merge->order_of && merge->piece_count >= merge->groups.count);
+        break;
     }
-    return hash ^ hash >> 29;
+    merge->phase = phase;
+}
+
+/* ---- finding groups by name and offsets ---- */
+
+static uint32_t hash_chunk(uint32_t name, const int64_t *offsets, int ndim) {
+    return dr_hash_of(name, offsets, (size_t)ndim * sizeof *offsets);
 }
 
 static bool is_group(const struct dr_merge *merge, uint32_t group, uint32_t name, const int64_t *offsets, int ndim) {
@@ -49,47 +65,25 @@ static bool is_group(const struct dr_merge *merge, uint32_t group, uint32_t name
            (ndim == 0 || memcmp(dr_row_offsets(&merge->groups, row), offsets, (size_t)ndim * sizeof *offsets) == 0);
 }
 
-static size_t slot_of(const struct dr_merge *merge, uint32_t name, const int64_t *offsets, int ndim) {
-    size_t mask = merge->slot_count - 1, slot = hash_chunk(name, offsets, ndim) & mask;
-    while (merge->group_slots[slot] && !is_group(merge, merge->group_slots[slot] - 1, name, offsets, ndim))
-        slot = (slot + 1) & mask;
-    return slot;
-}
-
-static int grow_slots(struct dr_merge *merge, struct dr_error *error) {
-    if (merge->slot_count >= 2 * (merge->groups.count + 1))
-        return 0;
-    size_t count = merge->slot_count ? 2 * merge->slot_count : 1024;
-    uint32_t *slots = calloc(count, sizeof *slots);
-    if (!slots)
-        return dr_error_memory(error);
-    free(merge->group_slots);
-    merge->group_slots = slots;
-    merge->slot_count = count;
-    for (size_t i = 0; i < merge->groups.count; i++) {
-        const struct dr_row *row = &merge->groups.rows[i];
-        slots[slot_of(merge, row->name, dr_row_offsets(&merge->groups, row), row->ndim)] = (uint32_t)i + 1;
-    }
-    return 0;
+static uint32_t find_group(const struct dr_merge *merge, uint32_t name, const int64_t *offsets, int ndim) {
+    uint32_t hash = hash_chunk(name, offsets, ndim), group;
+    for (size_t at = 0; (group = dr_hash_next(&merge->by_chunk, hash, &at)) != DR_NO_ENTRY;)
+        if (is_group(merge, group, name, offsets, ndim))
+            return group;
+    return DR_NO_GROUP;
 }
 
 /* ---- one row ---- */
 
-static int name_width(uint32_t size) { return (int)(size < 120 ? size : 120); }
-
 static void describe(const struct dr_table *table, const struct dr_row *row, char *out, size_t room) {
-    size_t n = 0;
-    out[0] = 0;
     if (!dr_row_is_tensor(row)) {
         snprintf(out, room, "an object");
         return;
     }
     const struct dr_properties *p = &table->properties[row->properties];
-    n = (size_t)snprintf(out, room, "%.*s [", (int)p->dtype_size, p->encoding);
-    for (int d = 0; d < row->ndim && n < room; d++)
-        n += (size_t)snprintf(out + n, room - n, "%s%lld", d ? ", " : "", (long long)dr_row_size(table, row)[d]);
+    size_t n = (size_t)snprintf(out, room, "%.*s ", (int)p->dtype_size, p->encoding);
     if (n < room)
-        snprintf(out + n, room - n, "]");
+        dr_box_write_sizes(out + n, room - n, dr_row_size(table, row), row->ndim);
 }
 
 static int disagreement(struct dr_merge *merge, uint32_t group, const struct dr_row *row, struct dr_error *error) {
@@ -99,7 +93,7 @@ static int disagreement(struct dr_merge *merge, uint32_t group, const struct dr_
     describe(&merge->groups, first, was, sizeof was);
     describe(&merge->groups, row, is, sizeof is);
     return dr_error_invalid(error, group, "'%.*s' is %s on rank %u, but %s on an earlier rank; ranks must agree on it",
-                            name_width(name->size), dr_table_text(&merge->groups, row->name), is, merge->added, was);
+                            dr_name_width(name), dr_table_text(&merge->groups, row->name), is, merge->added, was);
 }
 
 /* What all rows of a name must have in common. */
@@ -118,15 +112,13 @@ static bool agrees(const struct dr_merge *merge, const struct dr_row *a, const s
 }
 
 static int note_first(struct dr_merge *merge, uint32_t name, uint32_t group, struct dr_error *error) {
-    if (name >= merge->name_first_room) {
-        size_t room = 2 * (size_t)name + 256;
-        uint32_t *grown = realloc(merge->name_first, room * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        for (size_t i = merge->name_first_room; i < room; i++)
-            grown[i] = DR_NO_GROUP;
-        merge->name_first = grown;
-        merge->name_first_room = room;
+    size_t before = merge->name_first_room;
+    if (name >= before) {
+        int rc = DR_ARRAY_RESERVE(merge->name_first, before, merge->name_first_room, name + 1 - before, error);
+        if (rc)
+            return rc;
+        for (size_t i = before; i < merge->name_first_room; i++)
+            merge->name_first[i] = DR_NO_GROUP;
     }
     if (merge->name_first[name] == DR_NO_GROUP)
         merge->name_first[name] = group;
@@ -137,13 +129,13 @@ static int new_group(struct dr_merge *merge, uint32_t name, const struct dr_row_
                      struct dr_error *error) {
     if (merge->groups.count >= DR_NO_GROUP - 1)
         return dr_error_invalid(error, DR_NO_ITEM, "too many chunks");
-    int rc = grow_slots(merge, error);
+    int rc = dr_hash_reserve(&merge->by_chunk, error);
     if (!rc)
         rc = dr_table_append(&merge->groups, name, view, error);
     if (rc)
         return rc;
     *out = (uint32_t)merge->groups.count - 1;
-    merge->group_slots[slot_of(merge, name, view->dims + view->ndim, view->ndim)] = *out + 1;
+    dr_hash_add(&merge->by_chunk, hash_chunk(name, view->dims + view->ndim, view->ndim), *out);
     if ((rc = note_first(merge, name, *out, error)))
         return rc;
     const struct dr_row *first = &merge->groups.rows[merge->name_first[name]], *row = &merge->groups.rows[*out];
@@ -171,7 +163,7 @@ static int join_group(struct dr_merge *merge, uint32_t group, const struct dr_ro
     else if (bytes && memcmp(dr_row_lengths(groups, row), dr_row_lengths(groups, joined), bytes / 3) != 0)
         rc = dr_error_invalid(error, group,
                               "'%.*s': rank %u holds a chunk at the same offset as an earlier rank's, of another size",
-                              name_width(groups->names[row->name].size), dr_table_text(groups, row->name),
+                              dr_name_width(&groups->names[row->name]), dr_table_text(groups, row->name),
                               merge->added);
     groups->dims_count = joined->dims;
     groups->count--;
@@ -185,39 +177,27 @@ static int group_of(struct dr_merge *merge, const struct dr_row_view *view, uint
     if (own.ndim == 0)
         own.dims = none;
     const int64_t *offsets = own.dims + own.ndim;
-    *out = DR_NO_GROUP;
-    if (guess < merge->groups.count && is_group(merge, guess, name, offsets, own.ndim))
-        *out = guess;
-    else if (merge->slot_count)
-        *out = merge->group_slots[slot_of(merge, name, offsets, own.ndim)] - 1; /* 0 - 1 is DR_NO_GROUP */
+    bool guessed = guess < merge->groups.count && is_group(merge, guess, name, offsets, own.ndim);
+    *out = guessed ? guess : find_group(merge, name, offsets, own.ndim);
     return *out == DR_NO_GROUP ? new_group(merge, name, &own, out, error) : join_group(merge, *out, &own, error);
 }
 
 /* ---- one rank ---- */
 
 static int make_room(struct dr_merge *merge, size_t more, bool prints, struct dr_error *error) {
-    if (!merge->row_group || merge->row_room - merge->row_count < more) {
-        size_t room = merge->row_room * 2 > merge->row_count + more ? merge->row_room * 2 : merge->row_count + more;
-        uint32_t *grown = realloc(merge->row_group, (room + 1) * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        merge->row_group = grown;
-        merge->row_room = room;
-    }
-    if ((!prints && !merge->row_print) || merge->print_room >= merge->row_count + more)
-        return 0;
-    uint32_t *grown = realloc(merge->row_print, (merge->row_room + 1) * sizeof *grown);
-    if (!grown)
-        return dr_error_memory(error);
-    memset(grown + merge->print_room, 0, (merge->row_room + 1 - merge->print_room) * sizeof *grown);
-    merge->row_print = grown;
-    merge->print_room = merge->row_room;
-    return 0;
+    int rc = DR_ARRAY_RESERVE(merge->row_group, merge->row_count, merge->row_room, more + 1, error);
+    size_t before = merge->print_room, needed = merge->row_count + more + 1;
+    if (rc || (!prints && !merge->row_print) || before >= needed)
+        return rc;
+    rc = DR_ARRAY_RESERVE(merge->row_print, before, merge->print_room, needed - before, error);
+    if (!rc)
+        memset(merge->row_print + before, 0, (merge->print_room - before) * sizeof *merge->row_print);
+    return rc;
 }
 
 static int global_properties(struct dr_merge *merge, const struct dr_cursor *cursor, uint16_t **out,
                              struct dr_error *error) {
-    *out = malloc((cursor->property_count + 1) * sizeof **out);
+    *out = dr_malloc((cursor->property_count + 1) * sizeof **out);
     if (!*out)
         return dr_error_memory(error);
     int rc = 0;
@@ -231,63 +211,89 @@ struct prints {
     size_t left;
 };
 
-static int add_row(struct dr_merge *merge, const struct dr_row_view *row, const uint16_t *properties, uint32_t *name,
-                   uint32_t *group, struct prints *prints, struct dr_error *error) {
-    struct dr_row_view view = *row; /* the cursor's own stays: the next row may be as it */
-    int rc = dr_table_name(&merge->groups, view.name, view.name_size, view.path, view.path_size, *name + 1, name, error);
-    if (rc)
-        return rc;
-    bool stored = view.type != DR_ROW_NAME;
-    view.properties = view.type == DR_ROW_BYTES || !stored ? 0 : properties[view.properties];
-    uint32_t found = DR_NO_GROUP;
-    if (stored && (rc = group_of(merge, &view, *name, *group + 1, &found, error)))
-        return rc;
-    if (stored)
-        *group = found;
+/* The row, name and group before, and the fingerprints that are left. */
+struct adding {
+    const struct dr_cursor *cursor;
+    const uint16_t *properties;
+    uint32_t name, group;
+    struct prints prints;
+};
+
+static int take_print(struct dr_merge *merge, struct adding *adding, unsigned flags, struct dr_error *error) {
+    struct prints *prints = &adding->prints;
     if (merge->row_print)
         merge->row_print[merge->row_count] = 0;
-    if (view.flags & DR_ROW_HASHED && prints->at) {
-        if (!prints->left)
-            return dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too few fingerprints");
-        merge->row_print[merge->row_count] = *prints->at ? *prints->at : 1;
-        prints->at++;
-        prints->left--;
-    }
-    merge->row_group[merge->row_count++] = found;
+    if (!(flags & DR_ROW_HASHED) || !prints->at)
+        return 0;
+    if (!prints->left)
+        return dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too few fingerprints");
+    merge->row_print[merge->row_count] = *prints->at ? *prints->at : 1;
+    prints->at++;
+    prints->left--;
     return 0;
 }
 
+static int add_row(struct dr_merge *merge, struct adding *adding, struct dr_error *error) {
+    struct dr_row_view view = adding->cursor->row; /* the cursor's own stays: the next row may be as it */
+    int rc = adding->cursor->same_name ? 0
+                                       : dr_table_name(&merge->groups, view.name, view.name_size, view.path,
+                                                       view.path_size, adding->name + 1, &adding->name, error);
+    if (rc)
+        return rc;
+    bool stored = view.type != DR_ROW_NAME;
+    view.properties = view.type == DR_ROW_BYTES || !stored ? 0 : adding->properties[view.properties];
+    if (stored && (rc = group_of(merge, &view, adding->name, adding->group + 1, &adding->group, error)))
+        return rc;
+    rc = take_print(merge, adding, view.flags, error);
+    if (rc == 0)
+        merge->row_group[merge->row_count++] = stored ? adding->group : DR_NO_GROUP;
+    return rc;
+}
+
+static int add_rows(struct dr_merge *merge, struct dr_cursor *cursor, const uint16_t *properties,
+                    const struct prints *prints, const struct dr_control *control, struct dr_error *error) {
+    struct adding adding = {cursor, properties, DR_NO_NAME, DR_NO_GROUP, *prints};
+    struct dr_ticker ticker = {.control = control};
+    int rc = make_room(merge, cursor->rows_left, prints->left > 0, error);
+    while (rc == 0 && (rc = dr_cursor_next(cursor, error)) > 0) {
+        rc = add_row(merge, &adding, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(&ticker, merge->row_count, error);
+    }
+    if (!rc && adding.prints.left)
+        rc = dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too many fingerprints");
+    return rc;
+}
+
 int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
-                 struct dr_error *error) {
-    struct dr_cursor cursor = {0};
-    struct prints left = {print_count ? prints : NULL, print_count};
+                 const struct dr_control *control, struct dr_error *error) {
+    if (merge->phase == DR_MERGE_BROKEN)
+        return dr_error_invalid(error, DR_NO_ITEM, "a plan before was bad");
+    assert(merge->phase == DR_MERGE_ADDING && merge->added < merge->world);
+    struct dr_cursor cursor;
+    const struct prints all = {print_count ? prints : NULL, print_count};
     uint16_t *properties = NULL;
-    uint32_t name = DR_NO_NAME, group = DR_NO_GROUP;
-    int rc = merge->broken ? dr_error_invalid(error, DR_NO_ITEM, "a plan before was bad") : 0;
-    if (!rc)
-        rc = dr_cursor_open(&cursor, plan, size, error);
+    int rc = dr_cursor_open(&cursor, plan, size, error);
     if (!rc)
         rc = global_properties(merge, &cursor, &properties, error);
     if (!rc)
-        rc = make_room(merge, cursor.rows_left, print_count > 0, error);
-    while (rc == 0 && (rc = dr_cursor_next(&cursor, error)) > 0)
-        rc = add_row(merge, &cursor.row, properties, &name, &group, &left, error);
-    if (!rc && left.left)
-        rc = dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too many fingerprints");
+        rc = add_rows(merge, &cursor, properties, &all, control, error);
     free(properties);
     dr_cursor_close(&cursor);
-    if (!rc)
+    if (rc)
+        dr_merge_enter(merge, DR_MERGE_BROKEN);
+    else
         merge->rank_rows[++merge->added] = merge->row_count;
-    merge->broken = rc != 0;
     return rc;
 }
 
 int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first, struct dr_error *error) {
+    assert(merge->phase == DR_MERGE_ADDING && merge->added == merge->world);
     size_t count = rank < merge->added ? merge->rank_rows[rank + 1] - merge->rank_rows[rank] : 0;
     if (row >= count || first >= row)
         return dr_error_invalid(error, DR_NO_ITEM, "rank %u says of rows that it does not have that they are tied", rank);
     if (!merge->tied) {
-        merge->tied = malloc((merge->groups.count + 1) * sizeof *merge->tied);
+        merge->tied = dr_malloc((merge->groups.count + 1) * sizeof *merge->tied);
         if (!merge->tied)
             return dr_error_memory(error);
         for (size_t g = 0; g < merge->groups.count; g++)

@@ -13,6 +13,14 @@
 
 #include "table.h"
 
+/* How far a merge is. dr_merge_enter changes it, and every other function says in which it may be called. */
+enum dr_merge_phase {
+    DR_MERGE_ADDING,   /* ranks' plans are being added */
+    DR_MERGE_BROKEN,   /* a plan was bad, of which something is left: nothing can be added or checked */
+    DR_MERGE_CHECKED,  /* holders and order are set */
+    DR_MERGE_ASSIGNED, /* and so are the pieces, and the sums */
+};
+
 /* What is written as one item: a group, or some of its rows along dimension 0. */
 struct dr_piece {
     uint32_t group;
@@ -27,12 +35,12 @@ struct dr_rank_sum {
 };
 
 struct dr_merge {
+    enum dr_merge_phase phase;
     struct dr_table groups; /* a row for each group, by first appearance */
     uint32_t world;
 
-    uint32_t *group_slots;  /* hash table of group indices + 1 */
-    size_t slot_count;
-    uint32_t *name_first;   /* a name's first group */
+    struct dr_hash by_chunk; /* groups by name and offsets */
+    uint32_t *name_first;    /* a name's first group */
     size_t name_first_room;
 
     uint32_t *row_group;    /* of every row added; DR_NO_GROUP for rows with nothing to store */
@@ -40,13 +48,14 @@ struct dr_merge {
     size_t row_count, row_room, print_room;
     uint64_t *rank_rows;    /* world + 1: where each rank's rows start */
     uint32_t added;         /* ranks so far; they come in order */
-    bool broken;            /* by a bad plan, of which something is left: nothing can be added or checked */
-
     uint32_t *tied;         /* the group that a group is the same memory as, DR_NO_GROUP for none; NULL: none is */
+
+    /* from DR_MERGE_CHECKED on */
     uint32_t *holders;      /* ranks, group by group */
     uint64_t *holder_start; /* groups.count + 1 */
     uint32_t *order;        /* groups by name, then offsets */
 
+    /* in DR_MERGE_ASSIGNED */
     struct dr_piece *pieces; /* in the order of the metadata: by group in `order`, then by first row */
     size_t piece_count, piece_room;
     uint64_t *group_pieces;  /* groups.count + 1, by `order`: where the pieces of each start */
@@ -59,23 +68,29 @@ struct dr_merge {
 int dr_merge_init(struct dr_merge *merge, uint32_t world, struct dr_error *error);
 void dr_merge_destroy(struct dr_merge *merge);
 
-/* Ranks are added in order. prints: one for each row that is DR_ROW_HASHED, or print_count 0. */
-int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
-                 struct dr_error *error);
+/* Goes from one phase to another; from assigned also back to checked, for another assignment. */
+void dr_merge_enter(struct dr_merge *merge, enum dr_merge_phase phase);
 
 /*
- * After all ranks: says that two rows of a rank are the same memory. Their groups get the same writer where they have
+ * While adding: the next rank's plan. prints: one for each row that is DR_ROW_HASHED, or print_count 0. A bad plan breaks
+ * the merge. Here and below, control is NULL where nobody asks to stop.
+ */
+int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
+                 const struct dr_control *control, struct dr_error *error);
+
+/*
+ * While adding, after all ranks: says that two rows of a rank are the same memory. Their groups get the same writer where they have
  * the same holders, so that the bytes can be written once.
  */
 int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first, struct dr_error *error);
 
 /*
- * After all ranks: chunks lie within their tensors and do not overlap, and with `complete` nothing is missing.
- * Where that fails, error->item is the group concerned.
+ * While adding, after all ranks: chunks lie within their tensors and do not overlap, and with `complete` nothing is
+ * missing. Then it is checked; where that fails, error->item is the group concerned, and it is still adding.
  */
-int dr_merge_check(struct dr_merge *merge, bool complete, struct dr_error *error);
+int dr_merge_check(struct dr_merge *merge, bool complete, const struct dr_control *control, struct dr_error *error);
 
-/* A byte for each group: 1 where its holders sent different fingerprints. The caller frees it. */
+/* Checked: a byte for each group, 1 where its holders sent different fingerprints. The caller frees it. */
 int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_error *error);
 /* The fingerprint that a rank sent for a group; 0 for none. Linear in the rank's rows. */
 uint32_t dr_merge_print(const struct dr_merge *merge, uint32_t group, uint32_t rank);
@@ -95,8 +110,11 @@ struct dr_assignment {
     uint64_t piece_bytes;   /* no piece is smaller, for DR_SPLIT */
 };
 
-/* After dr_merge_check; may be called again with another assignment. */
-int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignment, struct dr_error *error);
+/* Checked or assigned. When it fails, it is checked. */
+int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignment, const struct dr_control *control,
+                    struct dr_error *error);
+
+/* ---- assigned ---- */
 
 /*
  * What goes back to a rank: which of its rows it writes, a bitmap, and which of them in pieces. The caller frees out.
@@ -146,6 +164,6 @@ struct dr_share {
  * allowed holder. load (one for each rank) is added to. The same input gives the same result.
  */
 int dr_assign(struct dr_share *shares, size_t count, const uint8_t *allowed, uint64_t *load, uint32_t world,
-              struct dr_error *error);
+              const struct dr_control *control, struct dr_error *error);
 
 #endif

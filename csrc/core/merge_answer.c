@@ -1,9 +1,9 @@
 /* What the coordinator sends back, and the table of the checkpoint's chunks. See merge.h. */
 #include "merge.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
+#include "memory.h"
+
+#include <assert.h>
 
 struct span {
     uint64_t from, to;
@@ -12,6 +12,11 @@ struct span {
 static struct span pieces_of(const struct dr_merge *merge, uint32_t group) {
     uint32_t place = merge->order_of[group];
     return (struct span){merge->group_pieces[place], merge->group_pieces[place + 1]};
+}
+
+/* Whether what is asked for is there, of this rank. */
+static inline bool is_assigned(const struct dr_merge *merge, uint32_t rank) {
+    return merge->phase == DR_MERGE_ASSIGNED && rank < merge->world;
 }
 
 static bool is_whole(const struct dr_merge *merge, struct span span) {
@@ -34,6 +39,7 @@ static void answer_pieces(const struct dr_merge *merge, uint32_t rank, size_t ro
 }
 
 int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error) {
+    assert(is_assigned(merge, rank));
     *out = (struct dr_buffer){0};
     const uint32_t *groups = merge->row_group + merge->rank_rows[rank];
     size_t count = merge->rank_rows[rank + 1] - merge->rank_rows[rank];
@@ -90,8 +96,9 @@ int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kep
 }
 
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error) {
+    assert(is_assigned(merge, rank));
     *count = 0;
-    *out = malloc((merge->sums[rank].items + 1) * sizeof **out);
+    *out = dr_malloc((merge->sums[rank].items + 1) * sizeof **out);
     if (!*out)
         return dr_error_memory(error);
     for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
@@ -101,13 +108,15 @@ int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, 
             if (merge->pieces[p].writer == rank)
                 (*out)[(*count)++] = (uint32_t)p;
     }
+    assert(*count == merge->sums[rank].items);
     return 0;
 }
 
 /* ---- what is shared ---- */
 
 uint64_t *dr_merge_shared_bytes(const struct dr_merge *merge) {
-    uint64_t *before = calloc(merge->groups.count + 1, sizeof *before), sum = 0;
+    assert(merge->phase == DR_MERGE_CHECKED || merge->phase == DR_MERGE_ASSIGNED);
+    uint64_t *before = dr_calloc(merge->groups.count + 1, sizeof *before), sum = 0;
     for (size_t g = 0; before && g < merge->groups.count; g++) {
         before[g] = sum;
         if (merge->holder_start[g + 1] - merge->holder_start[g] > 1)
@@ -118,6 +127,7 @@ uint64_t *dr_merge_shared_bytes(const struct dr_merge *merge) {
 
 int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t *before, dr_shared *shared,
                     void *context) {
+    assert(is_assigned(merge, rank));
     int rc = 0;
     for (uint64_t i = merge->rank_rows[rank]; rc == 0 && i < merge->rank_rows[rank + 1]; i++) {
         uint32_t group = merge->row_group[i];
@@ -173,6 +183,7 @@ static int append_piece(const struct dr_merge *merge, const struct dr_piece *pie
 }
 
 int dr_merge_table(const struct dr_merge *merge, struct dr_table *out, struct dr_error *error) {
+    assert(merge->phase == DR_MERGE_ASSIGNED);
     int rc = copy_names(&merge->groups, out, error);
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++)
         rc = append_piece(merge, &merge->pieces[p], out, error);

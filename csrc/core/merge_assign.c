@@ -6,9 +6,9 @@
  */
 #include "merge.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
+#include "array.h"
+
+#include <assert.h>
 
 /* What an object counts as: its size is not known before it is pickled. */
 enum { OBJECT_BYTES = 512 };
@@ -106,9 +106,9 @@ static int allow_cover(const struct dr_merge *merge, const struct dr_assignment 
         .merge = merge,
         .hosts = assignment->strategy == DR_PER_HOST ? assignment->hosts : NULL,
         .allowed = allowed,
-        .excluded = calloc(merge->world + 1, 1),
-        .covered = calloc(merge->groups.count + 1, 1),
-        .gain = calloc((size_t)merge->world + 1, sizeof(uint64_t)),
+        .excluded = dr_calloc(merge->world + 1, 1),
+        .covered = dr_calloc(merge->groups.count + 1, 1),
+        .gain = dr_calloc((size_t)merge->world + 1, sizeof(uint64_t)),
         .limit = assignment->strategy == DR_PER_HOST ? merge->world : assignment->limit,
     };
     int rc = cover.excluded && cover.covered && cover.gain ? cover_all(&cover, error) : dr_error_memory(error);
@@ -136,14 +136,9 @@ static int allow(const struct dr_merge *merge, const struct dr_assignment *assig
 /* ---- pieces ---- */
 
 static int add_piece(struct dr_merge *merge, const struct dr_piece *piece, struct dr_error *error) {
-    if (merge->piece_count == merge->piece_room) {
-        size_t room = 2 * merge->piece_room + merge->groups.count + 16;
-        struct dr_piece *grown = realloc(merge->pieces, room * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        merge->pieces = grown;
-        merge->piece_room = room;
-    }
+    int rc = DR_ARRAY_RESERVE(merge->pieces, merge->piece_count, merge->piece_room, 1, error);
+    if (rc)
+        return rc;
     merge->pieces[merge->piece_count++] = *piece;
     return 0;
 }
@@ -186,8 +181,8 @@ static int make_pieces(struct dr_merge *merge, const struct dr_assignment *assig
     }
     free(merge->group_pieces);
     free(merge->order_of);
-    merge->group_pieces = calloc(count + 2, sizeof *merge->group_pieces);
-    merge->order_of = calloc(count + 1, sizeof *merge->order_of);
+    merge->group_pieces = dr_calloc(count + 2, sizeof *merge->group_pieces);
+    merge->order_of = dr_calloc(count + 1, sizeof *merge->order_of);
     if (!merge->group_pieces || !merge->order_of)
         return dr_error_memory(error);
     merge->piece_count = 0;
@@ -256,9 +251,10 @@ static void follow_tied(struct dr_merge *merge) {
     }
 }
 
-static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_error *error) {
-    struct dr_share *shares = calloc(merge->piece_count + 1, sizeof *shares);
-    uint64_t *load = calloc((size_t)merge->world + 1, sizeof *load);
+static int share_out(struct dr_merge *merge, const uint8_t *allowed, const struct dr_control *control,
+                     struct dr_error *error) {
+    struct dr_share *shares = dr_calloc(merge->piece_count + 1, sizeof *shares);
+    uint64_t *load = dr_calloc((size_t)merge->world + 1, sizeof *load);
     int rc = shares && load ? 0 : dr_error_memory(error);
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++) {
         uint32_t group = merge->pieces[p].group;
@@ -269,7 +265,7 @@ static int share_out(struct dr_merge *merge, const uint8_t *allowed, struct dr_e
         };
     }
     if (!rc)
-        rc = dr_assign(shares, merge->piece_count, allowed, load, merge->world, error);
+        rc = dr_assign(shares, merge->piece_count, allowed, load, merge->world, control, error);
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++)
         merge->pieces[p].writer = shares[p].owner;
     if (!rc)
@@ -327,16 +323,20 @@ static void join_pieces(struct dr_merge *merge) {
     merge->piece_count = kept;
 }
 
-int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignment, struct dr_error *error) {
-    uint8_t *allowed = calloc((size_t)merge->world + 1, 1);
+int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignment, const struct dr_control *control,
+                    struct dr_error *error) {
+    assert(merge->phase == DR_MERGE_CHECKED || merge->phase == DR_MERGE_ASSIGNED);
+    dr_merge_enter(merge, DR_MERGE_CHECKED);
+    uint8_t *allowed = dr_calloc((size_t)merge->world + 1, 1);
     int rc = allowed ? allow(merge, assignment, allowed, error) : dr_error_memory(error);
     if (!rc)
         rc = make_pieces(merge, assignment, error);
     if (!rc)
-        rc = share_out(merge, allowed, error);
+        rc = share_out(merge, allowed, control, error);
     if (!rc) {
         join_pieces(merge);
         sum_up(merge);
+        dr_merge_enter(merge, DR_MERGE_ASSIGNED);
     }
     free(allowed);
     return rc;

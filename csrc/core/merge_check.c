@@ -1,30 +1,22 @@
 /*
  * Whether the chunks of every tensor make it up, and who holds each. See merge.h.
  *
- * Chunks that tile a tensor exactly are recognised in one pass, without
- * comparing any two of them. Give every coordinate of every dimension a random
- * weight: a box then has a measure, the product over its dimensions of the sum
- * of the weights it spans. Chunks that tile the tensor have measures that add
- * up to the tensor's. If they do not tile it, the difference is a polynomial in
- * the weights that is not zero, and by the Schwartz-Zippel lemma vanishes with
- * a probability of at most dimensions / 2^61. Only then are chunks
- * compared with each other, to say which are wrong.
+ * Chunks that tile a tensor exactly are recognised by their measures (box.h);
+ * only where they do not are they compared, to say which are wrong.
  */
 #include "merge.h"
 
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "box.h"
+#include "memory.h"
 
-static int name_width(const struct dr_name *name) { return (int)(name->size < 120 ? name->size : 120); }
+#include <assert.h>
 
 /* ---- holders ---- */
 
 static int twice(const struct dr_merge *merge, uint32_t group, uint32_t rank, struct dr_error *error) {
     const struct dr_row *row = &merge->groups.rows[group];
     return dr_error_invalid(error, group, "'%.*s': rank %u plans %s twice",
-                            name_width(&merge->groups.names[row->name]), dr_table_text(&merge->groups, row->name),
+                            dr_name_width(&merge->groups.names[row->name]), dr_table_text(&merge->groups, row->name),
                             rank, row->ndim ? "the same chunk" : "it");
 }
 
@@ -52,19 +44,13 @@ static int sort_holders(struct dr_merge *merge, uint32_t *last, struct dr_error 
 
 static int find_holders(struct dr_merge *merge, struct dr_error *error) {
     size_t count = merge->groups.count;
-    uint32_t *last = calloc(count + 1, sizeof *last);
+    uint32_t *last = dr_calloc(count + 1, sizeof *last);
     free(merge->holder_start);
     free(merge->holders);
-    merge->holder_start = calloc(count + 3, sizeof *merge->holder_start);
-    merge->holders = malloc((merge->row_count + 1) * sizeof *merge->holders);
+    merge->holder_start = dr_calloc(count + 3, sizeof *merge->holder_start);
+    merge->holders = dr_malloc((merge->row_count + 1) * sizeof *merge->holders);
     int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : dr_error_memory(error);
     free(last);
-    if (rc) { /* half sorted */
-        free(merge->holder_start);
-        merge->holder_start = NULL;
-        free(merge->order);
-        merge->order = NULL;
-    }
     return rc;
 }
 
@@ -94,8 +80,8 @@ static void sort_run(const struct dr_merge *merge, uint32_t *run, size_t count) 
 static int sort_groups(struct dr_merge *merge, struct dr_error *error) {
     size_t count = merge->groups.count, names = merge->groups.name_count;
     free(merge->order);
-    merge->order = malloc((count + 1) * sizeof *merge->order);
-    uint64_t *start = calloc(names + 2, sizeof *start);
+    merge->order = dr_malloc((count + 1) * sizeof *merge->order);
+    uint64_t *start = dr_calloc(names + 2, sizeof *start);
     if (!merge->order || !start) {
         free(start);
         return dr_error_memory(error);
@@ -114,52 +100,17 @@ static int sort_groups(struct dr_merge *merge, struct dr_error *error) {
     return 0;
 }
 
-/* ---- measures ---- */
-
-#define PRIME (((uint64_t)1 << 61) - 1)
-
-static uint64_t multiply(uint64_t a, uint64_t b) {
-    unsigned __int128 product = (unsigned __int128)a * b;
-    uint64_t sum = (uint64_t)(product & PRIME) + (uint64_t)(product >> 61);
-    return sum >= PRIME ? sum - PRIME : sum;
-}
-
-/* The sum of the weights of coordinates below x: any function that looks random will do. */
-static uint64_t weight_below(int dimension, int64_t x) {
-    uint64_t z = (uint64_t)x * 64 + (uint64_t)dimension + 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (z ^ z >> 31) % PRIME;
-}
-
-static uint64_t measure(const int64_t *offsets, const int64_t *lengths, int ndim) {
-    uint64_t product = 1;
-    for (int d = 0; d < ndim; d++) {
-        uint64_t lo = weight_below(d, offsets ? offsets[d] : 0);
-        uint64_t hi = weight_below(d, (offsets ? offsets[d] : 0) + lengths[d]);
-        product = multiply(product, hi >= lo ? hi - lo : hi + PRIME - lo);
-    }
-    return product;
-}
-
 /* ---- what is wrong ---- */
 
 struct run { /* the groups of one name */
     const struct dr_merge *merge;
     const uint32_t *groups;
     size_t count;
+    struct dr_ticker *ticker;
 };
 
 static void write_box(char *out, size_t room, const struct dr_table *t, const struct dr_row *row) {
-    size_t n = 0;
-    out[0] = 0;
-    for (int d = 0; d < row->ndim && n < room; d++) {
-        int64_t from = dr_row_offsets(t, row)[d];
-        n += (size_t)snprintf(out + n, room - n, "%s%lld:%lld", d ? ", " : "[", (long long)from,
-                              (long long)(from + dr_row_lengths(t, row)[d]));
-    }
-    if (n < room)
-        snprintf(out + n, room - n, "]");
+    dr_box_write(out, room, dr_row_offsets(t, row), dr_row_lengths(t, row), row->ndim);
 }
 
 static bool overlap(const struct dr_table *t, const struct dr_row *a, const struct dr_row *b) {
@@ -178,7 +129,7 @@ static int overlapping(const struct run *run, uint32_t a, uint32_t b, struct dr_
     char first[80], second[80];
     write_box(first, sizeof first, t, &t->rows[a]);
     write_box(second, sizeof second, t, &t->rows[b]);
-    return dr_error_invalid(error, a, "'%.*s': chunks overlap, %s of rank %u and %s of rank %u", name_width(name),
+    return dr_error_invalid(error, a, "'%.*s': chunks overlap, %s of rank %u and %s of rank %u", dr_name_width(name),
                             dr_table_text(t, t->rows[a].name), first, merge->holders[merge->holder_start[a]], second,
                             merge->holders[merge->holder_start[b]]);
 }
@@ -222,10 +173,7 @@ static int compare_starts(const void *a, const void *b, void *context) {
 }
 
 static bool is_empty(const struct dr_table *t, const struct dr_row *row) {
-    for (int d = 0; d < row->ndim; d++)
-        if (dr_row_lengths(t, row)[d] == 0)
-            return true;
-    return false;
+    return dr_box_is_empty(dr_row_lengths(t, row), row->ndim);
 }
 
 static int sweep(const struct run *run, int dimension, struct dr_error *error) {
@@ -239,6 +187,9 @@ static int sweep(const struct run *run, int dimension, struct dr_error *error) {
                 break;
             if (!is_empty(t, b) && overlap(t, a, b))
                 return overlapping(run, run->groups[i], run->groups[j], error);
+            int rc = dr_ticker_turn(run->ticker, j, error);
+            if (rc)
+                return rc;
         }
     }
     return 0;
@@ -248,8 +199,8 @@ static int find_overlap(const struct run *run, struct dr_error *error) {
     const struct dr_table *t = &run->merge->groups;
     if (t->rows[run->groups[0]].ndim == 0)
         return 0;
-    int64_t *scratch = malloc(run->count * sizeof *scratch);
-    uint32_t *sorted = malloc(run->count * sizeof *sorted);
+    int64_t *scratch = dr_malloc(run->count * sizeof *scratch);
+    uint32_t *sorted = dr_malloc(run->count * sizeof *sorted);
     int rc = 0;
     if (!scratch || !sorted) {
         rc = dr_error_memory(error);
@@ -257,18 +208,11 @@ static int find_overlap(const struct run *run, struct dr_error *error) {
         struct sweep along = {t, sweep_dimension(run, scratch)};
         memcpy(sorted, run->groups, run->count * sizeof *sorted);
         qsort_r(sorted, run->count, sizeof *sorted, compare_starts, &along);
-        rc = sweep(&(struct run){run->merge, sorted, run->count}, along.dimension, error);
+        rc = sweep(&(struct run){run->merge, sorted, run->count, run->ticker}, along.dimension, error);
     }
     free(scratch);
     free(sorted);
     return rc;
-}
-
-static double volume(const int64_t *lengths, int ndim) {
-    double v = 1;
-    for (int d = 0; d < ndim; d++)
-        v *= (double)lengths[d];
-    return v;
 }
 
 static int missing(const struct run *run, struct dr_error *error) {
@@ -276,13 +220,13 @@ static int missing(const struct run *run, struct dr_error *error) {
     const struct dr_row *first = &t->rows[run->groups[0]];
     double held = 0;
     for (size_t i = 0; i < run->count; i++)
-        held += volume(dr_row_lengths(t, &t->rows[run->groups[i]]), first->ndim);
+        held += dr_box_volume(dr_row_lengths(t, &t->rows[run->groups[i]]), first->ndim);
     const struct dr_name *name = &t->names[first->name];
     return dr_error_invalid(error, run->groups[0],
                             "'%.*s': its chunks hold %.0f of %.0f elements; some rank's part is missing from the plans "
                             "(is every rank that holds a part in the process group of this save?)",
-                            name_width(name), dr_table_text(t, first->name), held,
-                            volume(dr_row_size(t, first), first->ndim));
+                            dr_name_width(name), dr_table_text(t, first->name), held,
+                            dr_box_volume(dr_row_size(t, first), first->ndim));
 }
 
 static int check_bounds(const struct run *run, uint32_t group, struct dr_error *error) {
@@ -293,7 +237,7 @@ static int check_bounds(const struct run *run, uint32_t group, struct dr_error *
             char box[120];
             write_box(box, sizeof box, t, row);
             return dr_error_invalid(error, group, "'%.*s': chunk %s of rank %u lies outside of the tensor",
-                                    name_width(&t->names[row->name]), dr_table_text(t, row->name), box,
+                                    dr_name_width(&t->names[row->name]), dr_table_text(t, row->name), box,
                                     run->merge->holders[run->merge->holder_start[group]]);
         }
     return 0;
@@ -304,13 +248,14 @@ static int check_run(const struct run *run, bool complete, struct dr_error *erro
     const struct dr_row *first = &t->rows[run->groups[0]];
     if (!dr_row_is_tensor(first))
         return 0;
-    uint64_t sum = 0, whole = measure(NULL, dr_row_size(t, first), first->ndim);
+    uint64_t sum = 0, whole = dr_box_measure(NULL, dr_row_size(t, first), first->ndim);
     for (size_t i = 0; i < run->count; i++) {
         int rc = check_bounds(run, run->groups[i], error);
         if (rc)
             return rc;
         const struct dr_row *row = &t->rows[run->groups[i]];
-        sum = (sum + measure(dr_row_offsets(t, row), dr_row_lengths(t, row), row->ndim)) % PRIME;
+        uint64_t measure = dr_box_measure(dr_row_offsets(t, row), dr_row_lengths(t, row), row->ndim);
+        sum = dr_box_add_measures(sum, measure);
     }
     if (sum == whole || (run->count == 1 && !complete))
         return 0;
@@ -318,18 +263,31 @@ static int check_run(const struct run *run, bool complete, struct dr_error *erro
     return rc || !complete ? rc : missing(run, error);
 }
 
-int dr_merge_check(struct dr_merge *merge, bool complete, struct dr_error *error) {
-    if (merge->broken)
-        return dr_error_invalid(error, DR_NO_ITEM, "a plan was bad");
-    int rc = find_holders(merge, error);
-    if (!rc)
-        rc = sort_groups(merge, error);
-    for (size_t i = 0, end; rc == 0 && i < merge->groups.count; i = end) {
+static int check_runs(const struct dr_merge *merge, bool complete, struct dr_ticker *ticker, struct dr_error *error) {
+    int rc = 0;
+    for (size_t i = 0, end, turn = 0; rc == 0 && i < merge->groups.count; i = end) {
         uint32_t name = merge->groups.rows[merge->order[i]].name;
         for (end = i + 1; end < merge->groups.count && merge->groups.rows[merge->order[end]].name == name; end++)
             ;
-        rc = check_run(&(struct run){merge, merge->order + i, end - i}, complete, error);
+        rc = check_run(&(struct run){merge, merge->order + i, end - i, ticker}, complete, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(ticker, turn++, error);
     }
+    return rc;
+}
+
+int dr_merge_check(struct dr_merge *merge, bool complete, const struct dr_control *control, struct dr_error *error) {
+    if (merge->phase == DR_MERGE_BROKEN)
+        return dr_error_invalid(error, DR_NO_ITEM, "a plan was bad");
+    assert(merge->phase == DR_MERGE_ADDING && merge->added == merge->world);
+    struct dr_ticker ticker = {.control = control};
+    int rc = find_holders(merge, error);
+    if (!rc)
+        rc = sort_groups(merge, error);
+    if (!rc)
+        rc = check_runs(merge, complete, &ticker, error);
+    if (!rc)
+        dr_merge_enter(merge, DR_MERGE_CHECKED);
     return rc;
 }
 
@@ -343,10 +301,13 @@ uint32_t dr_merge_print(const struct dr_merge *merge, uint32_t group, uint32_t r
 }
 
 int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_error *error) {
-    uint32_t *prints = calloc(merge->groups.count + 1, sizeof *prints);
-    *out = calloc(merge->groups.count + 1, 1);
+    assert(merge->phase == DR_MERGE_CHECKED || merge->phase == DR_MERGE_ASSIGNED);
+    uint32_t *prints = dr_calloc(merge->groups.count + 1, sizeof *prints);
+    *out = dr_calloc(merge->groups.count + 1, 1);
     if (!prints || !*out) {
         free(prints);
+        free(*out);
+        *out = NULL;
         return dr_error_memory(error);
     }
     for (size_t i = 0; merge->row_print && i < merge->row_count; i++) {

@@ -2,10 +2,10 @@
 #include "metadata_pickle.h"
 
 #include "crc.h"
+#include "memory.h"
 #include "strides.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum opcode {
@@ -91,10 +91,7 @@ struct pickler {
 
 static void op(struct pickler *p, int opcode) { dr_buffer_byte(p->out, (uint8_t)opcode); }
 
-static void little_endian(struct pickler *p, uint64_t value, int bytes) {
-    for (int i = 0; i < bytes; i++)
-        dr_buffer_byte(p->out, (uint8_t)(value >> 8 * i));
-}
+static void little_endian(struct pickler *p, uint64_t value, unsigned bytes) { dr_buffer_le(p->out, value, bytes); }
 
 static void memo(struct pickler *p, int short_op, int long_op, uint64_t index) {
     op(p, index < 256 ? short_op : long_op);
@@ -438,7 +435,7 @@ static int metadata(struct pickler *p, struct dr_error *error) {
 
 /* Rows of a name that do not follow each other would overwrite one another. */
 static int check_runs(const struct dr_table *table, struct dr_error *error) {
-    uint8_t *seen = calloc(table->name_count + 1, 1);
+    uint8_t *seen = dr_calloc(table->name_count + 1, 1);
     if (!seen)
         return dr_error_memory(error);
     int rc = 0;
@@ -455,8 +452,8 @@ static int check_runs(const struct dr_table *table, struct dr_error *error) {
 int dr_metadata_pickle(const struct dr_table *table, const struct dr_places *places,
                        const struct dr_metadata_parts *parts, struct dr_buffer *out, struct dr_error *error) {
     *out = (struct dr_buffer){0};
-    struct pickler p = {out, table, places, parts, calloc(table->name_count + 1, 1),
-                        calloc((places ? places->files.name_count : 0) + 1, 1)};
+    struct pickler p = {out, table, places, parts, dr_calloc(table->name_count + 1, 1),
+                        dr_calloc((places ? places->files.name_count : 0) + 1, 1)};
     int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_memory(error);
     if (!rc)
         rc = metadata(&p, error);

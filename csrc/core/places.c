@@ -2,9 +2,9 @@
 #include "places.h"
 
 #include "crc.h"
+#include "memory.h"
 
-#include <errno.h>
-#include <stdlib.h>
+#include <assert.h>
 #include <string.h>
 
 static const char magic[4] = {'D', 'R', 'P', 1};
@@ -13,7 +13,7 @@ enum { KIND_BITS = 2 };
 int dr_places_init(struct dr_places *places, size_t count, struct dr_error *error) {
     *places = (struct dr_places){.count = count};
     dr_table_init(&places->files);
-    places->places = calloc(count + 1, sizeof *places->places);
+    places->places = dr_calloc(count + 1, sizeof *places->places);
     if (!places->places)
         return dr_error_memory(error);
     for (size_t i = 0; i < count; i++)
@@ -34,6 +34,7 @@ int dr_places_file(struct dr_places *places, const char *name, uint32_t size, ui
 
 int dr_places_set(struct dr_places *places, size_t index, const struct dr_place *place, const void *crcs,
                   struct dr_error *error) {
+    assert(index < places->count && place->kind <= DR_PLACE_NONE && place->file < places->files.name_count);
     struct dr_place *at = &places->places[index];
     *at = *place;
     at->has_crcs = crcs != NULL;
@@ -83,7 +84,7 @@ static int garbled(struct dr_error *error, const char *what) {
 }
 
 static int decode_files(struct dr_places *places, struct dr_bytes *bytes, struct dr_error *error) {
-    uint64_t count = dr_bytes_limited(bytes, (uint64_t)(bytes->end - bytes->at));
+    uint64_t count = dr_bytes_limited(bytes, dr_bytes_left(bytes));
     for (uint64_t i = 0; i < count; i++) {
         uint32_t index, size = (uint32_t)dr_bytes_limited(bytes, UINT32_MAX / 2);
         const uint8_t *name = dr_bytes_take(bytes, size);
@@ -121,9 +122,11 @@ static int decode_place(struct dr_places *places, size_t index, struct dr_bytes 
     return dr_places_set(places, index, &place, crcs, error);
 }
 
-int dr_places_decode(struct dr_places *places, const void *data, size_t size, struct dr_error *error) {
+int dr_places_decode(struct dr_places *places, const void *data, size_t size, const struct dr_control *control,
+                     struct dr_error *error) {
     *places = (struct dr_places){0};
     struct dr_bytes bytes;
+    struct dr_ticker ticker = {.control = control};
     const char *problem = dr_bytes_open(&bytes, data, size, magic);
     if (problem)
         return garbled(error, problem);
@@ -131,11 +134,14 @@ int dr_places_decode(struct dr_places *places, const void *data, size_t size, st
     if (rc)
         return rc;
     struct dr_table files = places->files;
-    uint64_t count = dr_bytes_limited(&bytes, (uint64_t)(bytes.end - bytes.at));
+    uint64_t count = dr_bytes_limited(&bytes, dr_bytes_left(&bytes));
     rc = dr_places_init(places, count, error);
     places->files = files;
-    for (size_t i = 0; rc == 0 && i < count; i++)
+    for (size_t i = 0; rc == 0 && i < count; i++) {
         rc = decode_place(places, i, &bytes, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(&ticker, i, error);
+    }
     if (!rc && (bytes.bad || bytes.at != bytes.end))
         rc = garbled(error, "its length");
     return rc;

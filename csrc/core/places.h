@@ -43,8 +43,11 @@ int dr_places_set(struct dr_places *places, size_t index, const struct dr_place 
 const uint8_t *dr_place_crcs(const struct dr_places *places, const struct dr_place *place);
 
 int dr_places_encode(const struct dr_places *places, struct dr_buffer *out, struct dr_error *error);
-/* Ranges are checked: none overflows, and payloads lie within their records. */
-int dr_places_decode(struct dr_places *places, const void *data, size_t size, struct dr_error *error);
+/*
+ * Ranges are checked: none overflows, and payloads lie within their records. control: NULL where nobody asks to stop.
+ */
+int dr_places_decode(struct dr_places *places, const void *data, size_t size, const struct dr_control *control,
+                     struct dr_error *error);
 
 /* Copies all places of `from` to the given indices. */
 int dr_places_merge(struct dr_places *places, const struct dr_places *from, const uint32_t *indices, size_t count,

@@ -1,14 +1,14 @@
 /* The I/O buffer pool. See pool.h. */
 #include "pool.h"
 
+#include "memory.h"
 #include "sys.h"
 
 #include <errno.h>
-#include <stdlib.h>
 
 int dr_pool_init(struct dr_pool *pool, unsigned count, size_t buffer_size, struct dr_error *error) {
     *pool = (struct dr_pool){.buffer_size = buffer_size, .count = count};
-    pool->free = malloc(count * sizeof *pool->free);
+    pool->free = dr_malloc(count * sizeof *pool->free);
     pool->memory = dr_sys.map(count * buffer_size);
     if (!pool->free || !pool->memory) {
         dr_pool_destroy(pool);

@@ -2,12 +2,12 @@
 #include "save.h"
 
 #include "file.h"
+#include "memory.h"
 #include "save_window.h"
 #include "sys.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -204,15 +204,15 @@ static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error 
 
 int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, uint64_t size_hint,
                    const struct dr_options *options, struct dr_error *error) {
-    struct dr_writer *w = calloc(1, sizeof *w);
+    struct dr_writer *w = dr_calloc(1, sizeof *w);
     if (!w)
         return dr_error_system(error, ENOMEM, "malloc", dir);
     w->options = *options;
     w->dirfd = w->fd = -1;
     w->owner = getpid();
     w->expected = size_hint;
-    w->dir = strdup(dir);
-    w->name = strdup(name);
+    w->dir = dr_strdup(dir);
+    w->name = dr_strdup(name);
     w->path = dr_path_join(dir, name);
     int rc = w->dir && w->name && w->path ? create_file(w, size_hint, error)
                                           : dr_error_system(error, ENOMEM, "malloc", dir);

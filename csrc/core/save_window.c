@@ -2,10 +2,10 @@
 #include "save_window.h"
 
 #include "crc.h"
+#include "memory.h"
 #include "region.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* Bytes gathered before they are summed: small enough to stay in the nearest caches. */
@@ -64,7 +64,7 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
         if (is_first(window->pieces[i].source) && is_last(window->pieces[i].source))
             total += crcs_of_piece(&window->pieces[i]);
     free(w->crcs);
-    w->crcs = calloc(total ? total : 1, sizeof *w->crcs);
+    w->crcs = dr_calloc(total ? total : 1, sizeof *w->crcs);
     if (!w->crcs)
         return dr_error_system(error, ENOMEM, "malloc", w->path);
     uint32_t *next = w->crcs;
@@ -77,7 +77,7 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
         }
         if (is_first(p->source)) {
             free(w->open_crcs);
-            w->open_crcs = calloc(crcs_of_piece(p), sizeof *w->open_crcs);
+            w->open_crcs = dr_calloc(crcs_of_piece(p), sizeof *w->open_crcs);
         }
         p->crcs = w->open_crcs;
         if (!p->crcs)
@@ -88,7 +88,7 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
 
 int dr_save_window_init(struct window *window, const struct dr_source *sources, size_t count, struct dr_error *error) {
     struct dr_writer *w = window->writer;
-    window->pieces = calloc(count ? count : 1, sizeof *window->pieces);
+    window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
     if (!window->pieces)
         return dr_error_system(error, ENOMEM, "malloc", w->path);
     window->count = count;

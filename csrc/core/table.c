@@ -1,9 +1,9 @@
-/* Tables of rows: growing arrays, and a hash table of the names. See table.h. */
+/* Tables of rows: growing arrays, and hash tables of names and of properties. See table.h. */
 #include "table.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
+#include "array.h"
+
+#include <assert.h>
 
 void dr_table_init(struct dr_table *table) { *table = (struct dr_table){0}; }
 
@@ -15,139 +15,127 @@ void dr_table_destroy(struct dr_table *table) {
     free(table->dims);
     free(table->names);
     free(table->text);
-    free(table->name_slots);
+    dr_hash_destroy(&table->by_name);
+    dr_hash_destroy(&table->by_encoding);
     dr_table_init(table);
 }
 
-/* Makes room for `more` elements behind `count`. */
-static int grow(void *array_pointer, size_t count, size_t *room, size_t more, size_t element, struct dr_error *error) {
-    if (*room - count >= more)
-        return 0;
-    void *old;
-    memcpy(&old, array_pointer, sizeof old);
-    size_t wanted = *room * 2 > count + more ? *room * 2 : count + more + 16;
-    void *grown = wanted <= SIZE_MAX / element ? realloc(old, wanted * element) : NULL;
-    if (!grown)
-        return dr_error_memory(error);
-    memcpy(array_pointer, &grown, sizeof grown);
-    *room = wanted;
-    return 0;
-}
-
 /* ---- names ---- */
-
-static uint64_t hash_text(const char *text, uint32_t size) {
-    uint64_t hash = 0x9e3779b97f4a7c15u ^ size;
-    for (; size >= 8; text += 8, size -= 8) {
-        uint64_t word;
-        memcpy(&word, text, 8);
-        hash = (hash ^ word) * 0xff51afd7ed558ccdu;
-        hash ^= hash >> 32;
-    }
-    uint64_t rest = 0;
-    memcpy(&rest, text, size);
-    hash = (hash ^ rest) * 0xc4ceb9fe1a85ec53u;
-    return hash ^ hash >> 29;
-}
 
 static bool is_name(const struct dr_table *table, uint32_t index, const char *name, uint32_t size) {
     const struct dr_name *n = &table->names[index];
     return n->size == size && memcmp(table->text + n->text, name, size) == 0;
 }
 
-static size_t slot_of(const struct dr_table *table, const char *name, uint32_t size) {
-    size_t mask = table->slot_count - 1, slot = hash_text(name, size) & mask;
-    while (table->name_slots[slot] && !is_name(table, table->name_slots[slot] - 1, name, size))
-        slot = (slot + 1) & mask;
-    return slot;
+static uint32_t find_hashed(const struct dr_table *table, const char *name, uint32_t size, uint32_t hash) {
+    uint32_t index;
+    for (size_t at = 0; (index = dr_hash_next(&table->by_name, hash, &at)) != DR_NO_ENTRY;)
+        if (is_name(table, index, name, size))
+            return index;
+    return DR_NO_NAME;
 }
 
 uint32_t dr_table_find(const struct dr_table *table, const char *name, uint32_t size, uint32_t guess) {
     if (guess < table->name_count && is_name(table, guess, name, size))
         return guess;
-    if (!table->slot_count)
-        return DR_NO_NAME;
-    uint32_t found = table->name_slots[slot_of(table, name, size)];
-    return found ? found - 1 : DR_NO_NAME;
+    return find_hashed(table, name, size, dr_hash_of(0, name, size));
 }
 
-static int grow_slots(struct dr_table *table, struct dr_error *error) {
-    if (table->slot_count >= 2 * (table->name_count + 1))
-        return 0;
-    size_t count = table->slot_count ? 2 * table->slot_count : 64;
-    uint32_t *slots = calloc(count, sizeof *slots);
-    if (!slots)
-        return dr_error_memory(error);
-    free(table->name_slots);
-    table->name_slots = slots;
-    table->slot_count = count;
-    for (size_t i = 0; i < table->name_count; i++) {
-        const struct dr_name *n = &table->names[i];
-        slots[slot_of(table, table->text + n->text, n->size)] = (uint32_t)i + 1;
-    }
+static int add_name(struct dr_table *table, const struct dr_name *added, const char *name, const char *path,
+                    uint32_t hash, struct dr_error *error) {
+    size_t more = (size_t)added->size + added->path_size;
+    if (table->name_count >= DR_NO_NAME - 1)
+        return dr_error_invalid(error, DR_NO_ITEM, "too many names");
+    int rc = dr_hash_reserve(&table->by_name, error);
+    if (!rc)
+        rc = DR_ARRAY_RESERVE(table->names, table->name_count, table->name_room, 1, error);
+    if (!rc)
+        rc = DR_ARRAY_RESERVE(table->text, table->text_size, table->text_room, more + 1, error);
+    if (rc)
+        return rc;
+    char *text = table->text + table->text_size;
+    memcpy(text, name, added->size);
+    if (added->path_size)
+        memcpy(text + added->size, path, added->path_size);
+    table->text_size += more;
+    dr_hash_add(&table->by_name, hash, (uint32_t)table->name_count);
+    table->names[table->name_count++] = *added;
     return 0;
 }
 
 int dr_table_name(struct dr_table *table, const char *name, uint32_t size, const char *path, uint32_t path_size,
                   uint32_t guess, uint32_t *out, struct dr_error *error) {
-    *out = dr_table_find(table, name, size, guess);
+    *out = guess;
+    if (guess < table->name_count && is_name(table, guess, name, size))
+        return 0;
+    uint32_t hash = dr_hash_of(0, name, size);
+    *out = find_hashed(table, name, size, hash);
     if (*out != DR_NO_NAME)
         return 0;
-    if (table->name_count >= DR_NO_NAME - 1)
-        return dr_error_invalid(error, DR_NO_ITEM, "too many names");
-    int rc = grow_slots(table, error);
-    if (!rc)
-        rc = grow(&table->names, table->name_count, &table->name_room, 1, sizeof *table->names, error);
-    if (!rc)
-        rc = grow(&table->text, table->text_size, &table->text_room, (size_t)size + path_size + 1, 1, error);
-    if (rc)
-        return rc;
-    *out = (uint32_t)table->name_count;
-    table->names[table->name_count++] = (struct dr_name){table->text_size, size, path_size};
-    memcpy(table->text + table->text_size, name, size);
-    if (path_size)
-        memcpy(table->text + table->text_size + size, path, path_size);
-    table->text_size += (size_t)size + path_size;
-    table->name_slots[slot_of(table, name, size)] = *out + 1;
-    return 0;
+    struct dr_name added = {table->text_size, size, path_size};
+    int rc = add_name(table, &added, name, path, hash, error);
+    *out = rc ? DR_NO_NAME : (uint32_t)table->name_count - 1;
+    return rc;
 }
 
 /* ---- properties ---- */
 
-int dr_table_properties(struct dr_table *table, const struct dr_properties *properties, uint16_t *out,
-                        struct dr_error *error) {
-    for (size_t i = 0; i < table->property_count; i++) {
-        const struct dr_properties *p = &table->properties[i];
-        if (p->size == properties->size && p->item_bytes == properties->item_bytes &&
-            memcmp(p->encoding, properties->encoding, p->size) == 0) {
-            *out = (uint16_t)i;
-            return 0;
-        }
-    }
+/* Nearly all tables have so few that comparing them is quicker than hashing. */
+enum { FEW_PROPERTIES = 4 };
+
+static bool is_equal(const struct dr_properties *p, const struct dr_properties *q) {
+    return p->size == q->size && p->item_bytes == q->item_bytes && memcmp(p->encoding, q->encoding, p->size) == 0;
+}
+
+static uint32_t find_properties(const struct dr_table *table, const struct dr_properties *wanted, uint32_t hash) {
+    uint32_t index;
+    for (size_t at = 0; (index = dr_hash_next(&table->by_encoding, hash, &at)) != DR_NO_ENTRY;)
+        if (is_equal(&table->properties[index], wanted))
+            break;
+    return index;
+}
+
+static int add_properties(struct dr_table *table, const struct dr_properties *properties, uint32_t hash,
+                          struct dr_error *error) {
     if (table->property_count >= DR_MAX_PROPERTIES)
         return dr_error_invalid(error, DR_NO_ITEM, "too many kinds of tensors");
-    struct dr_properties *grown =
-        realloc(table->properties, (table->property_count + 1) * sizeof *table->properties);
-    if (!grown)
-        return dr_error_memory(error);
-    table->properties = grown;
-    struct dr_properties *added = &grown[table->property_count];
+    int rc = dr_hash_reserve(&table->by_encoding, error);
+    if (!rc)
+        rc = DR_ARRAY_RESERVE(table->properties, table->property_count, table->property_room, 1, error);
+    char *encoding = rc ? NULL : dr_malloc((size_t)properties->size + 1);
+    if (!encoding)
+        return rc ? rc : dr_error_memory(error);
+    memcpy(encoding, properties->encoding, properties->size);
+    dr_hash_add(&table->by_encoding, hash, (uint32_t)table->property_count);
+    struct dr_properties *added = &table->properties[table->property_count++];
     *added = *properties;
-    added->encoding = malloc((size_t)properties->size + 1);
-    if (!added->encoding)
-        return dr_error_memory(error);
-    memcpy(added->encoding, properties->encoding, properties->size);
-    *out = (uint16_t)table->property_count++;
+    added->encoding = encoding;
     return 0;
+}
+
+int dr_table_properties(struct dr_table *table, const struct dr_properties *properties, uint16_t *out,
+                        struct dr_error *error) {
+    for (uint16_t i = 0; i < FEW_PROPERTIES && i < table->property_count; i++)
+        if (is_equal(&table->properties[i], properties)) {
+            *out = i;
+            return 0;
+        }
+    uint32_t hash = dr_hash_of(properties->item_bytes, properties->encoding, properties->size);
+    uint32_t found = find_properties(table, properties, hash);
+    int rc = found == DR_NO_ENTRY ? add_properties(table, properties, hash, error) : 0;
+    *out = (uint16_t)(found == DR_NO_ENTRY ? table->property_count - 1 : found);
+    return rc;
 }
 
 /* ---- rows ---- */
 
 int dr_table_append(struct dr_table *table, uint32_t name, const struct dr_row_view *view, struct dr_error *error) {
+    assert(name < table->name_count && view->ndim >= 0 && view->ndim <= DR_TABLE_MAX_DIMS);
+    assert(view->type <= DR_ROW_NAME);
     size_t ints = 3 * (size_t)view->ndim;
-    int rc = grow(&table->rows, table->count, &table->room, 1, sizeof *table->rows, error);
+    int rc = DR_ARRAY_RESERVE(table->rows, table->count, table->room, 1, error);
     if (!rc)
-        rc = grow(&table->dims, table->dims_count, &table->dims_room, ints + 1, sizeof *table->dims, error);
+        rc = DR_ARRAY_RESERVE(table->dims, table->dims_count, table->dims_room, ints + 1, error);
     if (rc)
         return rc;
     table->rows[table->count++] = (struct dr_row){
@@ -165,6 +153,8 @@ int dr_table_append(struct dr_table *table, uint32_t name, const struct dr_row_v
 }
 
 const char *dr_table_text(const struct dr_table *table, uint32_t name) { return table->text + table->names[name].text; }
+
+int dr_name_width(const struct dr_name *name) { return (int)(name->size < 120 ? name->size : 120); }
 
 const int64_t *dr_row_size(const struct dr_table *table, const struct dr_row *row) { return table->dims + row->dims; }
 

@@ -11,9 +11,9 @@
 #ifndef DCPRING_TABLE_H
 #define DCPRING_TABLE_H
 
-#include "error.h"
-
-#include <stdbool.h>
+#include "bytes.h"
+#include "control.h"
+#include "hash.h"
 
 enum { DR_TABLE_MAX_DIMS = 64, DR_MAX_PROPERTIES = 65535 };
 
@@ -59,10 +59,10 @@ struct dr_table {
     size_t name_count, name_room;
     char *text;
     size_t text_size, text_room;
-    uint32_t *name_slots; /* hash table of name indices + 1 */
-    size_t slot_count;
+    struct dr_hash by_name;
     struct dr_properties *properties;
-    size_t property_count;
+    size_t property_count, property_room;
+    struct dr_hash by_encoding; /* properties */
 };
 
 /* One row with its surroundings, in whatever memory: what is appended, and what a cursor shows. */
@@ -96,6 +96,8 @@ int dr_table_properties(struct dr_table *table, const struct dr_properties *prop
 int dr_table_append(struct dr_table *table, uint32_t name, const struct dr_row_view *view, struct dr_error *error);
 
 const char *dr_table_text(const struct dr_table *table, uint32_t name);
+/* How much of a name a message shows. */
+int dr_name_width(const struct dr_name *name);
 const int64_t *dr_row_size(const struct dr_table *table, const struct dr_row *row);
 const int64_t *dr_row_offsets(const struct dr_table *table, const struct dr_row *row);
 const int64_t *dr_row_lengths(const struct dr_table *table, const struct dr_row *row);
@@ -109,41 +111,11 @@ bool dr_dims_good(const int64_t *dims, int ndim, uint32_t item_bytes);
 
 /* ---- the encoded form ---- */
 
-/* Bytes appended to one another. On failure data is NULL and stays so. */
-struct dr_buffer {
-    uint8_t *data;
-    size_t size, room;
-    bool failed;
-};
-
-void dr_buffer_put(struct dr_buffer *buffer, const void *data, size_t size);
-void dr_buffer_byte(struct dr_buffer *buffer, uint8_t byte);
-void dr_buffer_varint(struct dr_buffer *buffer, uint64_t value);
-void dr_buffer_destroy(struct dr_buffer *buffer);
-
-/*
- * What is encoded begins with four bytes that tell its kind and version, and a CRC-32 of what follows.
- * dr_buffer_begin makes room for that, dr_buffer_seal fills it in; dr_bytes_open checks it, and says what is wrong,
- * or NULL.
- */
-void dr_buffer_begin(struct dr_buffer *buffer, const char magic[4]);
-int dr_buffer_seal(struct dr_buffer *buffer, struct dr_error *error);
-
-/* Bytes being taken apart. `bad` once something did not fit; every later read gives 0. */
-struct dr_bytes {
-    const uint8_t *at, *end;
-    bool bad;
-};
-
-const char *dr_bytes_open(struct dr_bytes *bytes, const void *data, size_t size, const char magic[4]);
-uint64_t dr_bytes_varint(struct dr_bytes *bytes);
-/* A varint that must be at most `most`. */
-uint64_t dr_bytes_limited(struct dr_bytes *bytes, uint64_t most);
-const uint8_t *dr_bytes_take(struct dr_bytes *bytes, uint64_t size);
-
 /* The caller frees out with dr_buffer_destroy. */
 int dr_table_encode(const struct dr_table *table, struct dr_buffer *out, struct dr_error *error);
-int dr_table_decode(struct dr_table *table, const void *data, size_t size, struct dr_error *error);
+/* control: NULL where nobody asks to stop. */
+int dr_table_decode(struct dr_table *table, const void *data, size_t size, const struct dr_control *control,
+                    struct dr_error *error);
 
 struct dr_cursor {
     struct dr_bytes bytes;
@@ -155,6 +127,7 @@ struct dr_cursor {
     size_t name_room;
     int64_t dims[3 * DR_TABLE_MAX_DIMS];
     struct dr_row_view row; /* the current one; its properties index cursor->properties */
+    bool same_name;         /* it has the name of the row before: there is no need to look it up again */
 };
 
 /* Checks the header and the CRC. dr_cursor_close is due whatever is returned. */

@@ -11,6 +11,7 @@
 #include "verify_record.h"
 
 #include "crc.h"
+#include "array.h"
 #include "pool.h"
 #include "sys.h"
 
@@ -109,9 +110,9 @@ static void choose(struct run *run, const size_t *records, size_t count) {
 
 static int plan_records(struct run *run, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
-    size_t *sorted = malloc((v->count + 1) * sizeof *sorted);
-    run->order = malloc((v->count + 1) * sizeof *run->order);
-    run->large = malloc((v->count + 1) * sizeof *run->large);
+    size_t *sorted = dr_malloc((v->count + 1) * sizeof *sorted);
+    run->order = dr_malloc((v->count + 1) * sizeof *run->order);
+    run->large = dr_malloc((v->count + 1) * sizeof *run->large);
     if (!sorted || !run->order || !run->large) {
         free(sorted);
         return dr_error_memory(error);
@@ -191,14 +192,9 @@ static int read_some_headers(void *context, unsigned worker, struct dr_error *er
 /* ---- 3: blocks ---- */
 
 static int add_block(struct run *run, struct dr_block block, struct dr_error *error) {
-    if (run->block_count == run->block_room) {
-        size_t room = run->block_room ? 2 * run->block_room : 256;
-        struct dr_block *grown = realloc(run->blocks, room * sizeof *grown);
-        if (!grown)
-            return dr_error_memory(error);
-        run->blocks = grown;
-        run->block_room = room;
-    }
+    int rc = DR_ARRAY_RESERVE(run->blocks, run->block_count, run->block_room, 1, error);
+    if (rc)
+        return rc;
     run->blocks[run->block_count++] = block;
     return 0;
 }
@@ -453,7 +449,7 @@ int dr_verify(const char *dir, const char *const *names, size_t name_count, stru
     *stats = (struct dr_stream_stats){0};
     pthread_mutex_init(&run.verify.lock, NULL);
     int rc = dr_input_init(&run.verify.input, dir, names, name_count, error);
-    if (rc == 0 && !(run.verify.noted = calloc(count + 1, sizeof *run.verify.noted)))
+    if (rc == 0 && !(run.verify.noted = dr_calloc(count + 1, sizeof *run.verify.noted)))
         rc = dr_error_memory(error);
     if (rc == 0)
         rc = check_all(&run, control, stats, error);

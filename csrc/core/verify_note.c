@@ -1,6 +1,8 @@
 /* The problems that were found: kept in bounded room, merged where they touch. See verify_record.h. */
 #include "verify_record.h"
 
+#include "array.h"
+
 #include <stdlib.h>
 
 /* Of one record; at least one is kept of each. */
@@ -30,15 +32,11 @@ static void keep(struct dr_verify *v, const struct dr_problem *problem) {
         f->unkept++;
         return;
     }
-    if (f->count == f->room) {
-        size_t room = f->room ? 2 * f->room : 64;
-        struct dr_problem *grown = realloc(f->problems, room * sizeof *grown);
-        if (!grown) {
-            v->no_memory = true;
-            return;
-        }
-        f->problems = grown;
-        f->room = room;
+    struct dr_error ignored;
+    dr_error_clear(&ignored);
+    if (DR_ARRAY_RESERVE(f->problems, f->count, f->room, 1, &ignored) < 0) {
+        v->no_memory = true;
+        return;
     }
     noted->last = (uint32_t)f->count;
     noted->count++;

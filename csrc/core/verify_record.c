@@ -8,8 +8,8 @@
 #include "verify_record.h"
 
 #include "crc.h"
+#include "array.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 /* One record being checked, by one thread. */
@@ -76,24 +76,14 @@ void dr_verify_blocks(struct dr_verify *v, struct dr_verify_part *part, const ui
     }
 }
 
-static bool make_room(struct dr_verify *v) {
-    if (v->part_count < v->part_room)
-        return true;
-    size_t room = v->part_room ? 2 * v->part_room : 64;
-    struct dr_verify_part *grown = realloc(v->parts, room * sizeof *grown);
-    if (!grown)
-        return false;
-    v->parts = grown;
-    v->part_room = room;
-    return true;
-}
-
 /* Data to be streamed later. */
 static void add_part(const struct record *r, const struct dr_verify_part *part) {
     struct dr_verify *v = r->verify;
-    uint32_t *sums = part->crcs ? NULL : calloc(dr_crc_count(part->offset, part->size), sizeof *sums);
+    uint32_t *sums = part->crcs ? NULL : dr_calloc(dr_crc_count(part->offset, part->size), sizeof *sums);
+    struct dr_error ignored;
+    dr_error_clear(&ignored);
     pthread_mutex_lock(&v->lock);
-    if ((part->crcs || sums) && make_room(v)) {
+    if ((part->crcs || sums) && DR_ARRAY_RESERVE(v->parts, v->part_count, v->part_room, 1, &ignored) == 0) {
         v->parts[v->part_count] = *part;
         v->parts[v->part_count++].sums = sums;
     } else {

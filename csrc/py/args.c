@@ -76,4 +76,17 @@ void gil_release(struct gil *gil) {
     gil->thread = PyEval_SaveThread();
 }
 
-void gil_take(struct gil *gil) { PyEval_RestoreThread(gil->thread); }
+/* What the core decodes, or merges, in about a millisecond. */
+enum { SHORT_WORK_BYTES = 64 * 1024 };
+
+void gil_release_for(struct gil *gil, size_t bytes) {
+    if (bytes > SHORT_WORK_BYTES)
+        gil_release(gil);
+    else
+        *gil = (struct gil){0};
+}
+
+void gil_take(struct gil *gil) {
+    if (gil->thread)
+        PyEval_RestoreThread(gil->thread);
+}

@@ -9,22 +9,12 @@ struct names {
     struct dr_key_node *nodes;
     struct dr_key_tree *tree;
     size_t count, node_count;
-    uint64_t seed;
 };
 
 static void names_free(struct names *names) {
     dr_key_tree_free(names->tree);
     PyMem_Free(names->nodes);
     PyMem_Free(names->keys);
-}
-
-/* Python's own secret: the hash of a string differs from process to process. */
-static int parse_seed(struct names *names) {
-    PyObject *text = PyUnicode_FromString("dcpring");
-    Py_hash_t hash = text ? PyObject_Hash(text) : -1;
-    Py_XDECREF(text);
-    names->seed = (uint64_t)hash;
-    return hash == -1 ? -1 : 0;
 }
 
 static int parse_key(PyObject *object, struct dr_key *key) {
@@ -104,12 +94,12 @@ static PyObject *translate_keys(PyObject *module, PyObject *args, translate *cal
     struct dr_key_batch batch = {0};
     struct dr_error error;
     dr_error_clear(&error);
-    if (parse_seed(&names) == 0 && parse_keys(&names, keys) == 0 && parse_nodes(&names, nodes) == 0) {
-        int rc = dr_key_tree_make(&names.tree, names.nodes, names.node_count, names.seed, &error);
+    if (parse_keys(&names, keys) == 0 && parse_nodes(&names, nodes) == 0) {
+        int rc = dr_key_tree_make(&names.tree, names.nodes, names.node_count, &error);
         if (rc == 0)
             rc = call(names.tree, names.keys, names.count, &batch, &error);
         if (rc == 0)
-            rc = dr_key_distinct(names.keys, &batch, names.seed, &error);
+            rc = dr_key_distinct(names.keys, &batch, &error);
         result = rc == 0 ? batch_list(&names, &batch, keys) : raise_error(module_state(module), &error);
     }
     dr_key_batch_destroy(&batch);
@@ -130,7 +120,7 @@ static PyObject *guess_list(PyObject *module, struct names *names, PyObject *key
     uint8_t *ambiguous = (uint8_t *)PyBytes_AsString(flags);
     int rc = dr_key_guess(names->keys, names->count, &batch, ambiguous, &error);
     if (rc == 0)
-        rc = dr_key_distinct(names->keys, &batch, names->seed, &error);
+        rc = dr_key_distinct(names->keys, &batch, &error);
     PyObject *list = rc == 0 ? batch_list(names, &batch, keys) : raise_error(module_state(module), &error);
     dr_key_batch_destroy(&batch);
     PyObject *result = list ? PyTuple_Pack(2, list, flags) : NULL;
@@ -144,7 +134,7 @@ static PyObject *guess_keys(PyObject *module, PyObject *args) {
         return NULL;
     struct names names = {0};
     PyObject *flags = PyBytes_FromStringAndSize(NULL, PyList_Size(keys));
-    if (flags && parse_seed(&names) == 0 && parse_keys(&names, keys) == 0)
+    if (flags && parse_keys(&names, keys) == 0)
         result = guess_list(module, &names, keys, flags);
     Py_XDECREF(flags);
     names_free(&names);

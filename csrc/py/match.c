@@ -17,6 +17,19 @@ static const struct dr_table *wanted_of(const struct match *self) { return &((st
 
 static const struct dr_table *stored_of(const struct match *self) { return &((struct table *)self->stored)->core; }
 
+static int match_tables(struct module_state *state, struct match *self, const struct dr_table *wanted,
+                        const struct dr_table *stored) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct gil gil;
+    gil_release_for(&gil, (wanted->count + stored->count) * sizeof *stored->rows);
+    int rc = dr_match(&self->core, wanted, stored, &gil.control, &error);
+    gil_take(&gil);
+    if (rc < 0)
+        fail(state, &error);
+    return rc;
+}
+
 static PyObject *match_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *wanted, *stored;
     if (kwargs || !PyArg_ParseTuple(args, "OO", &wanted, &stored))
@@ -26,11 +39,7 @@ static PyObject *match_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     struct module_state *state = state_of((PyObject *)self);
     const struct dr_table *a = table_of(state, wanted), *b = a ? table_of(state, stored) : NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
-    if (!b || dr_match(&self->core, a, b, &error) < 0) {
-        if (b)
-            fail(state, &error);
+    if (!b || match_tables(state, self, a, b) < 0) {
         Py_DECREF(self);
         return NULL;
     }

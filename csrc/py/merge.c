@@ -6,9 +6,36 @@
 struct merge {
     PyObject_HEAD
     struct dr_merge core;
+    bool busy; /* a call is under way, with the GIL released */
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+/* Whether a call may begin: `ready` is whether the merge is far enough, `what` what is amiss where it is not. */
+static bool may_begin(const struct merge *self, bool ready, const char *what) {
+    if (self->busy)
+        PyErr_SetString(PyExc_ValueError, "the merge is in use by another thread");
+    else if (!ready)
+        PyErr_SetString(PyExc_ValueError, what);
+    return !self->busy && ready;
+}
+
+static PyObject *none_or(PyObject *object, int rc, const struct dr_error *error) {
+    return rc < 0 ? fail(state_of(object), error) : Py_NewRef(Py_None);
+}
+
+/* Around a call of the core on so many bytes, or rows of them. */
+static void begin(struct merge *self, struct gil *gil, size_t bytes) {
+    self->busy = true;
+    gil_release_for(gil, bytes);
+}
+
+static void end(struct merge *self, struct gil *gil) {
+    gil_take(gil);
+    self->busy = false;
+}
+
+static size_t bytes_of_rows(const struct merge *self) { return self->core.row_count * sizeof(struct dr_row); }
 
 static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned world;
@@ -32,8 +59,18 @@ static void merge_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static PyObject *none_or(PyObject *object, int rc, const struct dr_error *error) {
-    return rc < 0 ? fail(state_of(object), error) : Py_NewRef(Py_None);
+static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *prints, struct dr_error *error) {
+    uint32_t *aligned = PyMem_Malloc((size_t)prints->len + 4);
+    if (!aligned)
+        return dr_error_memory(error);
+    memcpy(aligned, prints->buf, (size_t)prints->len);
+    struct gil gil;
+    begin(self, &gil, (size_t)plan->len);
+    int rc = dr_merge_add(&self->core, plan->buf, (size_t)plan->len, aligned, (size_t)prints->len / 4, &gil.control,
+                          error);
+    end(self, &gil);
+    PyMem_Free(aligned);
+    return rc;
 }
 
 static PyObject *add(PyObject *object, PyObject *args) {
@@ -43,29 +80,18 @@ static PyObject *add(PyObject *object, PyObject *args) {
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = -1;
-    uint32_t *aligned = PyMem_Malloc((size_t)prints.len + 4);
-    if (self->core.added >= self->core.world) {
-        PyErr_SetString(PyExc_ValueError, "more plans than ranks");
-    } else if (!aligned) {
-        PyErr_NoMemory();
-    } else {
-        memcpy(aligned, prints.buf, (size_t)prints.len);
-        rc = dr_merge_add(&self->core, plan.buf, (size_t)plan.len, aligned, (size_t)prints.len / 4, &error);
-        if (rc < 0)
-            fail(state_of(object), &error);
-    }
-    PyMem_Free(aligned);
+    PyObject *result = NULL;
+    if (may_begin(self, self->core.phase <= DR_MERGE_BROKEN && self->core.added < self->core.world,
+                  "more plans than ranks"))
+        result = none_or(object, add_plan(self, &plan, &prints, &error), &error);
     PyBuffer_Release(&plan);
     PyBuffer_Release(&prints);
-    return rc < 0 ? NULL : Py_NewRef(Py_None);
+    return result;
 }
 
 static bool all_added(const struct merge *self) {
-    if (self->core.added == self->core.world)
-        return true;
-    PyErr_Format(PyExc_ValueError, "only %u plans of %u were added", self->core.added, self->core.world);
-    return false;
+    return may_begin(self, self->core.phase == DR_MERGE_ADDING && self->core.added == self->core.world,
+                     "not all plans were added, or the merge was checked already");
 }
 
 static PyObject *check(PyObject *object, PyObject *complete) {
@@ -75,10 +101,10 @@ static PyObject *check(PyObject *object, PyObject *complete) {
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = dr_merge_check(&self->core, whole, &error);
-    Py_END_ALLOW_THREADS
+    struct gil gil;
+    begin(self, &gil, bytes_of_rows(self));
+    int rc = dr_merge_check(&self->core, whole, &gil.control, &error);
+    end(self, &gil);
     return none_or(object, rc, &error);
 }
 
@@ -92,6 +118,11 @@ static PyObject *tie(PyObject *object, PyObject *args) {
     dr_error_clear(&error);
     int rc = dr_merge_tie(&self->core, rank, (size_t)row, (size_t)first, &error);
     return none_or(object, rc, &error);
+}
+
+static bool is_checked(const struct merge *self) {
+    return may_begin(self, self->core.phase == DR_MERGE_CHECKED || self->core.phase == DR_MERGE_ASSIGNED,
+                     "the merge is not checked yet");
 }
 
 static PyObject *prints_of(const struct dr_merge *merge, uint32_t group) {
@@ -115,8 +146,8 @@ static PyObject *differing(PyObject *object, PyObject *most_object) {
     dr_error_clear(&error);
     uint8_t *different = NULL;
     Py_ssize_t most = PyLong_AsSsize_t(most_object), count = 0;
-    if (PyErr_Occurred() || !merge->holder_start)
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "differing before check");
+    if (PyErr_Occurred() || !is_checked((struct merge *)object))
+        return NULL;
     if (dr_merge_differing(merge, &different, &error) < 0)
         return fail(state_of(object), &error);
     PyObject *list = PyList_New(0);
@@ -132,6 +163,22 @@ static PyObject *differing(PyObject *object, PyObject *most_object) {
     return list ? Py_BuildValue("(nN)", count, list) : NULL;
 }
 
+static int run_assign(struct merge *self, const struct dr_assignment *assignment, const Py_buffer *hosts,
+                      struct dr_error *error) {
+    uint32_t *aligned = PyMem_Malloc((size_t)hosts->len + 4);
+    if (!aligned)
+        return dr_error_memory(error);
+    memcpy(aligned, hosts->buf, (size_t)hosts->len);
+    struct dr_assignment with_hosts = *assignment;
+    with_hosts.hosts = aligned;
+    struct gil gil;
+    begin(self, &gil, bytes_of_rows(self));
+    int rc = dr_merge_assign(&self->core, &with_hosts, &gil.control, error);
+    end(self, &gil);
+    PyMem_Free(aligned);
+    return rc;
+}
+
 static PyObject *assign(PyObject *object, PyObject *args) {
     struct merge *self = (struct merge *)object;
     int strategy;
@@ -142,38 +189,24 @@ static PyObject *assign(PyObject *object, PyObject *args) {
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = 0;
-    uint32_t *aligned = PyMem_Calloc((size_t)self->core.world + 1, sizeof *aligned);
-    if (!aligned)
-        PyErr_NoMemory();
-    else if ((size_t)hosts.len != 4 * (size_t)self->core.world || !self->core.order || strategy < DR_BALANCED ||
-             strategy > DR_PER_HOST)
-        PyErr_SetString(PyExc_ValueError, "assign before check, or with bad arguments");
-    else {
-        memcpy(aligned, hosts.buf, (size_t)hosts.len);
-        struct dr_assignment assignment = {(enum dr_strategy)strategy, limit, aligned, piece_bytes ? piece_bytes : 1};
-        Py_BEGIN_ALLOW_THREADS
-        rc = dr_merge_assign(&self->core, &assignment, &error);
-        Py_END_ALLOW_THREADS
-        if (rc < 0)
-            fail(state_of(object), &error);
-    }
-    PyMem_Free(aligned);
+    PyObject *result = NULL;
+    struct dr_assignment assignment = {(enum dr_strategy)strategy, limit, NULL, piece_bytes ? piece_bytes : 1};
+    if ((size_t)hosts.len != 4 * (size_t)self->core.world || strategy < DR_BALANCED || strategy > DR_PER_HOST)
+        PyErr_SetString(PyExc_ValueError, "assign with bad arguments");
+    else if (is_checked(self))
+        result = none_or(object, run_assign(self, &assignment, &hosts, &error), &error);
     PyBuffer_Release(&hosts);
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    return result;
 }
 
 static const struct dr_merge *assigned(PyObject *object, PyObject *rank_object, uint32_t *rank) {
-    const struct dr_merge *merge = &((struct merge *)object)->core;
+    const struct merge *self = (struct merge *)object;
     unsigned long number = rank_object ? PyLong_AsUnsignedLong(rank_object) : 0;
-    if (PyErr_Occurred())
+    bool ready = self->core.phase == DR_MERGE_ASSIGNED && (!rank_object || number < self->core.world);
+    if (PyErr_Occurred() || !may_begin(self, ready, "not assigned yet, or no such rank"))
         return NULL;
-    if (!merge->group_pieces || (rank_object && number >= merge->world)) {
-        PyErr_SetString(PyExc_ValueError, "not assigned yet, or no such rank");
-        return NULL;
-    }
     *rank = (uint32_t)number;
-    return merge;
+    return &self->core;
 }
 
 static PyObject *answer(PyObject *object, PyObject *rank_object) {

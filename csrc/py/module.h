@@ -48,10 +48,12 @@ const char **parse_names(PyObject *list, Py_ssize_t *count);
 
 /* The GIL while the core works: released by gil_release, taken for a moment to look for signals. */
 struct gil {
-    PyThreadState *thread;
+    PyThreadState *thread; /* NULL: it was kept */
     struct dr_control control;
 };
 void gil_release(struct gil *gil);
+/* The same for work on so many bytes: for what takes no longer than Python itself keeps the GIL, it is kept. */
+void gil_release_for(struct gil *gil, size_t bytes);
 void gil_take(struct gil *gil);
 
 /* ---- watch.c ---- */

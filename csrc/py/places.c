@@ -194,9 +194,15 @@ static PyObject *decode_places(PyObject *module, PyObject *args) {
     struct places *self = (struct places *)PyType_GenericAlloc((PyTypeObject *)state->places_type, 0);
     struct dr_error error;
     dr_error_clear(&error);
-    if (self && dr_places_decode(&self->core, data.buf, (size_t)data.len, &error) < 0) {
-        Py_CLEAR(self);
-        fail(state, &error);
+    if (self) {
+        struct gil gil;
+        gil_release_for(&gil, (size_t)data.len);
+        int rc = dr_places_decode(&self->core, data.buf, (size_t)data.len, &gil.control, &error);
+        gil_take(&gil);
+        if (rc < 0) {
+            Py_CLEAR(self);
+            fail(state, &error);
+        }
     }
     PyBuffer_Release(&data);
     return (PyObject *)self;

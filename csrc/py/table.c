@@ -224,9 +224,15 @@ static PyObject *decode_table(PyObject *module, PyObject *args) {
     struct dr_error error;
     dr_error_clear(&error);
     PyObject *self = table_new(state);
-    if (self && dr_table_decode(&((struct table *)self)->core, data.buf, (size_t)data.len, &error) < 0) {
-        Py_CLEAR(self);
-        fail(state, &error);
+    if (self) {
+        struct gil gil;
+        gil_release_for(&gil, (size_t)data.len);
+        int rc = dr_table_decode(&((struct table *)self)->core, data.buf, (size_t)data.len, &gil.control, &error);
+        gil_take(&gil);
+        if (rc < 0) {
+            Py_CLEAR(self);
+            fail(state, &error);
+        }
     }
     PyBuffer_Release(&data);
     return self;
@@ -249,7 +255,11 @@ static PyObject *encode(PyObject *object, PyObject *unused) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_table_encode(&((struct table *)object)->core, &out, &error);
+    const struct dr_table *table = &((struct table *)object)->core;
+    struct gil gil;
+    gil_release_for(&gil, table->count * sizeof *table->rows + table->text_size);
+    int rc = dr_table_encode(table, &out, &error);
+    gil_take(&gil);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
@@ -347,15 +357,27 @@ static int fragments_of(PyObject *list, struct dr_fragment *out, size_t count) {
     return 0;
 }
 
+static PyObject *write_pickle(struct module_state *state, const struct dr_table *table, const struct dr_places *places,
+                              const struct dr_metadata_parts *parts) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    struct dr_buffer out = {0};
+    struct gil gil;
+    gil_release_for(&gil, table->count * sizeof *table->rows + table->text_size);
+    int rc = dr_metadata_pickle(table, places, parts, &out, &error);
+    gil_take(&gil);
+    return bytes_of(state, rc, &out, &error);
+}
+
 static PyObject *pickle(PyObject *object, PyObject *args) {
     const struct dr_table *table = &((struct table *)object)->core;
-    PyObject *places, *list;
-    const char *storage_meta, *version;
+    PyObject *places, *list, *bytes = NULL;
+    struct dr_metadata_parts parts;
     Py_ssize_t storage_meta_size, version_size;
     int mappings;
     struct module_state *state = state_of(object);
-    if (!PyArg_ParseTuple(args, "OOy#y#p", &places, &list, &storage_meta, &storage_meta_size, &version, &version_size,
-                          &mappings))
+    if (!PyArg_ParseTuple(args, "OOy#y#p", &places, &list, &parts.storage_meta.data, &storage_meta_size,
+                          &parts.version.data, &version_size, &mappings))
         return NULL;
     const struct dr_places *stored = places == Py_None ? NULL : places_of(state, places);
     if (places != Py_None && !stored)
@@ -365,16 +387,12 @@ static PyObject *pickle(PyObject *object, PyObject *args) {
     struct dr_fragment *fragments = PyMem_Calloc(table->property_count + 1, sizeof *fragments);
     if (!fragments)
         return PyErr_NoMemory();
-    struct dr_metadata_parts parts = {fragments,
-                                      {storage_meta, (size_t)storage_meta_size},
-                                      {version, (size_t)version_size},
-                                      mappings};
-    struct dr_error error;
-    dr_error_clear(&error);
-    struct dr_buffer out = {0};
-    PyObject *bytes = NULL;
+    parts.properties = fragments;
+    parts.storage_meta.size = (size_t)storage_meta_size;
+    parts.version.size = (size_t)version_size;
+    parts.mappings = mappings;
     if (fragments_of(list, fragments, table->property_count) == 0)
-        bytes = bytes_of(state, dr_metadata_pickle(table, stored, &parts, &out, &error), &out, &error);
+        bytes = write_pickle(state, table, stored, &parts);
     PyMem_Free(fragments);
     return bytes;
 }

@@ -1,12 +1,9 @@
 /* Names: through trees of wrappers and back, by their text alone, and those that become one. */
 #include "check.h"
 #include "key.h"
-#include "key_table.h"
 
 #define KEY(literal) ((struct dr_key){literal, sizeof literal - 1})
 #define COUNT(array) (sizeof array / sizeof *array)
-
-enum { SEED = 12345 };
 
 static struct dr_key key_of(const char *text) { return (struct dr_key){text, strlen(text)}; }
 
@@ -25,7 +22,7 @@ static void check_pairs(const struct dr_key_node *nodes, size_t count, const str
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
     dr_error_clear(&error);
-    CHECK_OK(dr_key_tree_make(&tree, nodes, count, SEED, &error), &error);
+    CHECK_OK(dr_key_tree_make(&tree, nodes, count, &error), &error);
     for (size_t i = 0; i < pair_count; i++) {
         struct dr_key raw = key_of(pairs[i].raw), canonical = key_of(pairs[i].canonical);
         CHECK_OK(dr_key_canonical(tree, &raw, 1, &batch, &error), &error);
@@ -107,9 +104,9 @@ static void two_become_one(void) {
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
     dr_error_clear(&error);
-    CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), SEED, &error), &error);
+    CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, 3, &batch, &error), &error);
-    CHECK_FAILS(dr_key_distinct(names, &batch, SEED, &error), &error, EINVAL);
+    CHECK_FAILS(dr_key_distinct(names, &batch, &error), &error, EINVAL);
     CHECK_EQ(error.item, 2);
     CHECK(strcmp(error.detail, "'module.a' and 'a' would both be called 'a'") == 0);
     dr_key_batch_destroy(&batch);
@@ -129,11 +126,11 @@ static void long_names(void) {
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
     dr_error_clear(&error);
-    CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), SEED, &error), &error);
+    CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, 2, &batch, &error), &error);
     CHECK_EQ(batch.keys[0].size, SIZE);
     CHECK_BYTES(batch.keys[0].text, text + 7, SIZE);
-    CHECK_FAILS(dr_key_distinct(names, &batch, SEED, &error), &error, EINVAL);
+    CHECK_FAILS(dr_key_distinct(names, &batch, &error), &error, EINVAL);
     size_t odd = 0;
     for (const char *c = error.detail; *c; c++)
         odd += (unsigned char)*c >= 0x80;
@@ -188,40 +185,9 @@ static void bad_trees(void) {
         struct dr_error error;
         struct dr_key_tree *tree;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_key_tree_make(&tree, bad[i].nodes, bad[i].count, SEED, &error), &error, EINVAL);
+        CHECK_FAILS(dr_key_tree_make(&tree, bad[i].nodes, bad[i].count, &error), &error, EINVAL);
         CHECK(tree == NULL);
     }
-}
-
-/* The table against a search through all, with texts that differ little. */
-static void table(void) {
-    enum { MOST = 4000, ROOM = 20 };
-    struct rng rng = {7};
-    struct dr_error error;
-    struct dr_key_table table;
-    static char texts[MOST][ROOM];
-    static struct dr_key keys[MOST];
-    static uint32_t scopes[MOST];
-    size_t count = 0;
-    dr_error_clear(&error);
-    CHECK_OK(dr_key_table_init(&table, MOST, SEED, &error), &error);
-    for (size_t i = 0; i < MOST; i++) {
-        keys[i] = (struct dr_key){texts[i], rng_below(&rng, ROOM)};
-        scopes[i] = (uint32_t)rng_below(&rng, 3);
-        for (size_t j = 0; j < keys[i].size; j++)
-            texts[i][j] = "ab"[rng_below(&rng, 16) == 0];
-        size_t first = 0;
-        while (first < i && (scopes[first] != scopes[i] || keys[first].size != keys[i].size ||
-                             memcmp(texts[first], texts[i], keys[i].size) != 0))
-            first++;
-        uint32_t expected = first < i ? (uint32_t)first : DR_KEY_ABSENT;
-        CHECK_EQ(dr_key_table_get(&table, scopes[i], keys[i]), expected);
-        CHECK_EQ(dr_key_table_add(&table, scopes[i], keys[i], (uint32_t)i), expected);
-        CHECK_EQ(dr_key_table_get(&table, scopes[i], keys[i]), first);
-        count += expected == DR_KEY_ABSENT;
-    }
-    CHECK(count > MOST / 10 && count < MOST);
-    dr_key_table_destroy(&table);
 }
 
 /* Seconds for names that share long beginnings, as those of real models do. */
@@ -246,9 +212,9 @@ static double name_many(size_t count) {
     struct dr_key_batch batch;
     dr_error_clear(&error);
     double start = check_seconds();
-    CHECK_OK(dr_key_tree_make(&tree, nodes, 2 + 2 * BLOCKS, SEED, &error), &error);
+    CHECK_OK(dr_key_tree_make(&tree, nodes, 2 + 2 * BLOCKS, &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, count, &batch, &error), &error);
-    CHECK_OK(dr_key_distinct(names, &batch, SEED, &error), &error);
+    CHECK_OK(dr_key_distinct(names, &batch, &error), &error);
     double seconds = check_seconds() - start;
     check_key(batch.keys[0], "layers.0.feed_forward.w0.weight");
     dr_key_batch_destroy(&batch);
@@ -270,4 +236,4 @@ static void many_names(void) {
 
 CHECK_MAIN({"no_wrappers", no_wrappers}, {"reserved_names", reserved_names}, {"own_names", own_names},
            {"parametrizations", parametrizations}, {"two_become_one", two_become_one}, {"long_names", long_names},
-           {"guesses", guesses}, {"bad_trees", bad_trees}, {"table", table}, {"many_names", many_names})
+           {"guesses", guesses}, {"bad_trees", bad_trees}, {"many_names", many_names})

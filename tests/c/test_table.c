@@ -72,7 +72,7 @@ static void same_table(const struct dr_table *a, const struct dr_table *b) {
 static int decode(struct dr_table *table, const void *data, size_t size, struct dr_error *error) {
     dr_table_init(table);
     dr_error_clear(error);
-    return dr_table_decode(table, data, size, error);
+    return dr_table_decode(table, data, size, NULL, error);
 }
 
 static void tables_round_trip(void) {
@@ -391,7 +391,7 @@ static int decode_places(const uint8_t *data, size_t size, struct dr_places *pla
     CHECK(exact);
     memcpy(exact, data, size);
     dr_error_clear(error);
-    int rc = dr_places_decode(places, exact, size, error);
+    int rc = dr_places_decode(places, exact, size, NULL, error);
     free(exact);
     CHECK_EQ(rc, -error->err);
     return rc;

@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-enum { MAX_NODES = 24, MAX_NAMES = 64, SEED = 99 };
+enum { MAX_NODES = 24, MAX_NAMES = 64 };
 
 static const char *const words[] = {
     "module", "_orig_mod", "_fsdp_wrapped_module", "parametrizations", "weight", "original", "layers", "0", "n_averaged", "",
@@ -68,7 +68,7 @@ static bool any_same(const struct dr_key *keys, size_t count) {
 static void check_distinct(const struct dr_key *names, const struct dr_key_batch *batch) {
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_key_distinct(names, batch, SEED, &error);
+    int rc = dr_key_distinct(names, batch, &error);
     FUZZ_CHECK(rc == -error.err && (rc < 0) == any_same(batch->keys, batch->count));
     FUZZ_CHECK(rc == 0 || (error.item > 0 && (size_t)error.item < batch->count));
 }
@@ -129,7 +129,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct dr_error error;
     dr_error_clear(&error);
     size_t node_count = make_nodes(&in, nodes), name_count = make_names(&in, names);
-    int rc = dr_key_tree_make(&tree, nodes, node_count, SEED, &error);
+    int rc = dr_key_tree_make(&tree, nodes, node_count, &error);
     FUZZ_CHECK(rc == -error.err && (rc == 0) == (tree != NULL));
     if (tree)
         check_there_and_back(tree, names, name_count);

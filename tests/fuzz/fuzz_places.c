@@ -43,7 +43,7 @@ static void encode_again(const struct dr_places *places) {
     struct dr_error error;
     dr_error_clear(&error);
     FUZZ_CHECK(dr_places_encode(places, &out, &error) == 0);
-    FUZZ_CHECK(dr_places_decode(&again, out.data, out.size, &error) == 0);
+    FUZZ_CHECK(dr_places_decode(&again, out.data, out.size, NULL, &error) == 0);
     FUZZ_CHECK(same_places(places, &again));
     dr_buffer_destroy(&out);
     dr_places_destroy(&again);
@@ -95,7 +95,7 @@ static void decode(const uint8_t *data, size_t size) {
     memcpy(encoded + PLAN_HEADER, data, size);
     plan_fix_crc(encoded, size + PLAN_HEADER);
     dr_error_clear(&error);
-    int rc = dr_places_decode(&places, encoded, size + PLAN_HEADER, &error);
+    int rc = dr_places_decode(&places, encoded, size + PLAN_HEADER, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     free(encoded);
     if (rc == 0) {

@@ -30,7 +30,7 @@ static void prepare(struct plan *plan, const uint8_t *data, size_t size) {
     memcpy(plan->data + PLAN_HEADER, data, size);
     plan_fix_crc(plan->data, plan->size);
     dr_table_init(&plan->table);
-    int rc = dr_table_decode(&plan->table, plan->data, plan->size, &error);
+    int rc = dr_table_decode(&plan->table, plan->data, plan->size, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     plan->good = rc == 0;
 }
@@ -43,7 +43,7 @@ static void encode_again(const struct dr_table *table) {
     dr_error_clear(&error);
     dr_table_init(&again);
     FUZZ_CHECK(dr_table_encode(table, &once, &error) == 0);
-    FUZZ_CHECK(dr_table_decode(&again, once.data, once.size, &error) == 0);
+    FUZZ_CHECK(dr_table_decode(&again, once.data, once.size, NULL, &error) == 0);
     FUZZ_CHECK(again.count == table->count);
     for (size_t i = 0; i < table->count; i++)
         FUZZ_CHECK(dr_row_bytes(table, &table->rows[i]) == dr_row_bytes(&again, &again.rows[i]));
@@ -86,7 +86,7 @@ static void match(const struct dr_table *wanted, const struct dr_table *stored) 
     struct dr_match found;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_match(&found, wanted, stored, &error);
+    int rc = dr_match(&found, wanted, stored, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     for (size_t i = 0; i < found.count; i++) {
         const struct dr_overlap *o = &found.overlaps[i];
@@ -165,7 +165,7 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
         struct dr_error error;
         struct dr_table table;
         dr_error_clear(&error);
-        int rc = dr_merge_assign(merge, &assignment, &error);
+        int rc = dr_merge_assign(merge, &assignment, NULL, &error);
         FUZZ_CHECK(rc == -error.err && (rc == 0 || strategy >= DR_LIMITED));
         if (rc)
             continue;
@@ -187,11 +187,11 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
     int rc = 0;
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {
         size_t count = choices[2] >> 4 * rank & 15;
-        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, prints, count % (MAX_PRINTS + 1), &error);
+        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, prints, count % (MAX_PRINTS + 1), NULL, &error);
         FUZZ_CHECK(rc == -error.err);
     }
     if (!rc)
-        rc = dr_merge_check(&merge, choices[0] & 16, &error);
+        rc = dr_merge_check(&merge, choices[0] & 16, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     if (!rc) {
         uint8_t *different;

@@ -108,12 +108,13 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     threads->done = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
     threads->results = dr_calloc(depth, sizeof *threads->results);
     engine->method = threads;
-    if (threads->todo.slots && threads->done.slots && threads->results)
+    bool memory = threads->todo.slots && threads->done.slots && threads->results;
+    if (memory)
         start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);
     if (threads->count > 0)
         return 0;
     threads_close(engine);
-    return dr_error_system(error, EAGAIN, "pthread_create", NULL);
+    return memory ? dr_error_system(error, EAGAIN, "pthread_create", NULL) : dr_error_memory(error);
 }
 
 static int threads_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {

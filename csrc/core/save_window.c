@@ -78,6 +78,8 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
         if (is_first(p->source)) {
             free(w->open_crcs);
             w->open_crcs = dr_calloc(crcs_of_piece(p), sizeof *w->open_crcs);
+            if (!w->open_crcs)
+                return dr_error_system(error, ENOMEM, "malloc", w->path);
         }
         p->crcs = w->open_crcs;
         if (!p->crcs)

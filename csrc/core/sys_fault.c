@@ -1,11 +1,10 @@
 /* Faults on purpose. See sys_fault.h. */
 #include "sys_fault.h"
 
+#include "memory.h"
 #include "sys.h"
 
 #include <stdatomic.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 static struct dr_fault armed;
@@ -147,6 +146,8 @@ static int fault_uring_result(const struct io_uring_cqe *cqe) {
     return (int)shorten("uring_result", (size_t)cqe->res);
 }
 
+static bool memory_fails(void) { return fails("malloc"); }
+
 void dr_fault_arm(const struct dr_fault *fault) {
     armed = *fault;
     if (fault->call) {
@@ -154,6 +155,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         armed.call = armed_call;
     }
     atomic_store(&calls, 0);
+    dr_memory_fails = fault->call && strcmp(fault->call, "malloc") == 0 ? memory_fails : NULL;
     dr_sys = (struct dr_sys){
         .open_dir = fault_open_dir,
         .open_below = fault_open_below,
@@ -192,5 +194,6 @@ void dr_fault_arm(const struct dr_fault *fault) {
 
 uint64_t dr_fault_disarm(void) {
     dr_sys = dr_sys_real;
+    dr_memory_fails = NULL;
     return atomic_load(&calls);
 }

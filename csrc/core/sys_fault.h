@@ -1,5 +1,6 @@
 /*
- * Faults on purpose: fail, shorten, or delay the Nth system call.
+ * Faults on purpose: fail, shorten, or delay the Nth system call, or fail the
+ * Nth allocation.
  *
  * Arming wraps every entry of dr_sys that can fail on a healthy machine only
  * by accident; disarming restores the real calls. For tests: nothing else may
@@ -12,10 +13,11 @@
 #include <stdint.h>
 
 struct dr_fault {
-    const char *call;  /* the entry's name in struct dr_sys, or NULL for any */
+    const char *call;  /* the entry's name in struct dr_sys, NULL for any, or "malloc" for allocations (memory.h) */
     uint64_t nth;      /* the call to hit, from 1; 0 only counts */
     bool sticky;       /* that call and all after it */
-    int err;           /* the errno to fail with; 0 shortens transfers to half instead, if there is no delay */
+    int err;           /* the errno to fail with (allocations just fail); 0 shortens transfers to half instead, if
+                          there is no delay */
     unsigned delay_ms; /* before the call */
 };
 

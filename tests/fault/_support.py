@@ -75,9 +75,9 @@ def equal(a: StateDict, b: StateDict) -> bool:
 # ---- saving and loading in this process ----
 
 
-def save(state: StateDict, path: Path, **options: Any) -> RingWriter:
+def save(state: StateDict, path: Path, planner: Any = None, **options: Any) -> RingWriter:
     writer = RingWriter(path, **options)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     return writer
 
 

@@ -30,7 +30,7 @@ from fault._support import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import _C, CheckpointError, RingReader
+from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner
 
 SHORTEN = 0
 FAULTS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "EAGAIN": errno.EAGAIN, "short": SHORTEN}
@@ -47,12 +47,12 @@ def options_for(engine: str, direct: bool) -> dict[str, Any]:
 
 
 def until_exhausted(
-    attempt: Callable[[], None], err: int, sticky: bool = False
+    attempt: Callable[[], None], err: int, sticky: bool = False, call: str | None = None
 ) -> Iterator[tuple[int, BaseException | None]]:
     """Attempts with the first, second, ... call failing (sticky: and all after it), until there are no more to fail."""
     for nth in itertools.count(1):
         caught: BaseException | None = None
-        _C.arm_fault(None, nth, err, sticky)
+        _C.arm_fault(call, nth, err, sticky)
         try:
             attempt()
         except CheckpointException as error:
@@ -268,4 +268,42 @@ def test_every_call_of_a_load(tmp_path: Path, engine: str, direct: bool, err: in
             about_all = isinstance(error, OSError) and error.filename == str(tmp_path)
             assert about_all or any(f"'{key}" in str(error) for key in state), where
             assert str(tmp_path) in str(error), where
+        assert not leaks_descriptors(before), where
+
+
+# ---- memory ----
+
+
+def is_about_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or "memory" in str(error)
+
+
+def test_every_allocation_of_a_save(tmp_path: Path) -> None:
+    """The core's allocations; the plan is compact, so that tables, merging and the pickle are among them."""
+    overwriting = Overwriting(tmp_path, options_for("threads", direct=False) | {"planner": RingSavePlanner()})
+    before = open_descriptors()
+    for nth, error in until_exhausted(overwriting.attempt, errno.ENOMEM, call="malloc"):
+        where = f"allocation {nth} failed: {error!r}"
+        assert error is None or is_about_memory(error), where
+        overwriting.check(where)
+        overwriting.check_and_clean_up(where)
+        assert not leaks_descriptors(before), where
+
+
+@each_engine
+def test_every_allocation_of_a_load(tmp_path: Path, engine: str) -> None:
+    state = small_state(1)
+    save(state, tmp_path)
+    before = open_descriptors()
+    loaded: StateDict = {}
+
+    def attempt() -> None:
+        loaded.clear()
+        loaded.update(blank(state))
+        reader = RingReader(tmp_path, **options_for(engine, direct=False))
+        dcp.load(loaded, storage_reader=reader, planner=RingLoadPlanner(), no_dist=True)
+
+    for nth, error in until_exhausted(attempt, errno.ENOMEM, call="malloc"):
+        where = f"allocation {nth} failed: {error!r}"
+        assert equal(loaded, state) if error is None else is_about_memory(error), where
         assert not leaks_descriptors(before), where

@@ -410,6 +410,30 @@ def test_no_permission(tmp_path: Path, action: str) -> None:
     assert equal(load(STATE, path), STATE)
 
 
+BELOW = """
+import sys
+from fault._support import Path, equal, load, save, small_state
+
+path, state = Path(sys.argv[1]), small_state(1)
+try:
+    list(path.parent.parent.iterdir())
+except PermissionError:
+    save(state, path)
+    assert equal(load(state, path), state)
+    print("saved")
+"""
+
+
+def test_below_a_directory_that_may_not_be_read(tmp_path: Path) -> None:
+    """It can be entered and written to, as far as mkdir -p is concerned."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o311)
+    said = run_python(BELOW, str(closed / "run" / "step"), without=("dac_override", "dac_read_search"))
+    closed.chmod(0o755)
+    assert said == "saved\n"
+
+
 # ---- arguments ----
 
 

@@ -51,10 +51,7 @@ static void free_sync(struct sync *sync) {
 
 static void *run_sync(void *argument) {
     struct sync *sync = argument;
-    int result;
-    do
-        result = dr_sys.fdatasync(sync->fd);
-    while (result == -EINTR);
+    int result = DR_RETRY(dr_sys.fdatasync(sync->fd));
     pthread_mutex_lock(&sync->lock);
     sync->result = result;
     sync->done = true;
@@ -108,7 +105,7 @@ static bool await_sync(struct sync *sync, const struct dr_control *control, bool
 int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error) {
     struct sync *sync = start_sync(fd);
     if (!sync) {
-        int rc = dr_sys.fdatasync(fd);
+        int rc = DR_RETRY(dr_sys.fdatasync(fd));
         return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
     }
     bool ended;
@@ -124,55 +121,58 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
 /* ---- directories ---- */
 
 static int sync_directory(int fd, const char *path, struct dr_error *error) {
-    int rc;
-    do
-        rc = dr_sys.fsync(fd);
-    while (rc == -EINTR);
+    int rc = DR_RETRY(dr_sys.fsync(fd));
     /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
     if (rc < 0 && rc != -EINVAL && rc != -EROFS)
         return dr_error_system(error, -rc, "fsync", path);
     return 0;
 }
 
+/* A directory that cannot be opened for reading, as one with mode 0711, is left to the kernel's own time. */
 static int sync_parent(const char *path, struct dr_error *error) {
     const char *slash = strrchr(path, '/');
     char *parent = slash == path ? dr_strdup("/") : slash ? dr_strndup(path, (size_t)(slash - path)) : dr_strdup(".");
     if (!parent)
         return dr_error_system(error, ENOMEM, "malloc", path);
-    int fd = dr_sys.open_dir(parent);
-    int rc = fd < 0 ? dr_error_system(error, -fd, "open", parent) : sync_directory(fd, parent, error);
-    if (fd >= 0)
+    int fd = DR_RETRY(dr_sys.open_dir(parent)), rc = 0;
+    if (fd >= 0) {
+        rc = sync_directory(fd, parent, error);
         dr_sys.close(fd);
+    } else if (fd != -EACCES) {
+        rc = dr_error_system(error, -fd, "open", parent);
+    }
     free(parent);
     return rc;
 }
 
-/* One directory of the path. 0 also when it is there already. */
+/* 0: it is a directory, whatever may be done in it. */
+static int look_at_directory(const char *path) {
+    struct stat st;
+    int rc = DR_RETRY(dr_sys.stat(path, &st));
+    return rc == 0 && !S_ISDIR(st.st_mode) ? -ENOTDIR : rc;
+}
+
+/* One directory of the path. Some file systems refuse to make one that is there with other errors than EEXIST. */
 static int make_one(const char *path, bool sync, struct dr_error *error) {
-    int rc = dr_sys.mkdir(path, 0777);
+    int rc = DR_RETRY(dr_sys.mkdir(path, 0777));
     if (rc == 0)
         return sync ? sync_parent(path, error) : 0;
-    if (rc != -EEXIST)
-        return dr_error_system(error, -rc, "mkdir", path);
-    int fd = dr_sys.open_dir(path);
-    if (fd < 0)
-        return dr_error_system(error, -fd, "open", path);
-    dr_sys.close(fd);
-    return 0;
+    int there = look_at_directory(path);
+    if (there == 0)
+        return 0;
+    return dr_error_system(error, rc == -EEXIST ? -there : -rc, "mkdir", path);
 }
 
 int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
-    int fd = dr_sys.open_dir(path);
-    if (fd >= 0) {
-        dr_sys.close(fd);
+    int rc = look_at_directory(path);
+    if (rc == 0)
         return 0;
-    }
-    if (fd != -ENOENT || *path == '\0')
-        return dr_error_system(error, -fd, "open", path);
+    if (rc != -ENOENT || *path == '\0')
+        return dr_error_system(error, -rc, "stat", path);
     char *partial = dr_strdup(path);
     if (!partial)
         return dr_error_system(error, ENOMEM, "malloc", path);
-    int rc = 0;
+    rc = 0;
     for (char *at = partial + 1; *at && rc == 0; at++) {
         if (*at != '/')
             continue;
@@ -188,9 +188,7 @@ int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
 
 static int write_all(int fd, const char *path, const uint8_t *data, size_t size, struct dr_error *error) {
     for (size_t done = 0; done < size;) {
-        ssize_t n = dr_sys.pwrite(fd, data + done, size - done, (off_t)done);
-        if (n == -EINTR)
-            continue;
+        ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data + done, size - done, (off_t)done));
         if (n <= 0)
             return dr_error_io(error, n < 0 ? (int)-n : EIO, "write", path, (int64_t)done, (int64_t)(size - done));
         done += (size_t)n;
@@ -200,25 +198,25 @@ static int write_all(int fd, const char *path, const uint8_t *data, size_t size,
 
 static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size, bool sync,
                       struct dr_error *error) {
-    int fd = dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666));
     if (fd < 0)
         return dr_error_system(error, -fd, "open", path);
     int rc = write_all(fd, path, data, size, error);
-    if (rc == 0 && sync && (rc = dr_sys.fsync(fd)) < 0)
+    if (rc == 0 && sync && (rc = DR_RETRY(dr_sys.fsync(fd))) < 0)
         rc = dr_error_system(error, -rc, "fsync", path);
     int closed = dr_sys.close(fd);
     if (rc == 0 && closed < 0)
         rc = dr_error_system(error, -closed, "close", path);
     if (rc < 0)
-        dr_sys.unlink(dirfd, name);
+        DR_RETRY(dr_sys.unlink(dirfd, name));
     return rc;
 }
 
 static int rename_durably(int dirfd, const char *dir, const char *tmp, const char *name, bool sync,
                           struct dr_error *error) {
-    int rc = dr_sys.rename(dirfd, tmp, name);
+    int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
     if (rc < 0) {
-        dr_sys.unlink(dirfd, tmp);
+        DR_RETRY(dr_sys.unlink(dirfd, tmp));
         return dr_error_system(error, -rc, "rename", dir);
     }
     rc = sync ? sync_directory(dirfd, dir, error) : 0;
@@ -229,7 +227,7 @@ static int rename_durably(int dirfd, const char *dir, const char *tmp, const cha
 
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error) {
-    int dirfd = dr_sys.open_dir(dir);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
     char *path = dr_path_join(dir, tmp);
@@ -248,10 +246,10 @@ static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
     if (!aside)
         return -ENOMEM;
     strcat(strcpy(aside, tmp), ".old");
-    int rc = dr_sys.rename(dirfd, name, aside);
+    int rc = DR_RETRY(dr_sys.rename(dirfd, name, aside));
     if (rc >= 0) {
-        rc = dr_sys.rename(dirfd, tmp, name);
-        int put_back = dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp);
+        rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
+        int put_back = DR_RETRY(dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp));
         rc = rc < 0 ? rc : put_back;
     }
     free(aside);
@@ -259,12 +257,12 @@ static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
 }
 
 int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error) {
-    int dirfd = dr_sys.open_dir(dir);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
     int rc = dr_sys.exchange(dirfd, tmp, name);
     if (rc == -ENOENT)
-        rc = dr_sys.rename(dirfd, tmp, name);
+        rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
     else if (rc == -EINVAL || rc == -ENOSYS)
         rc = exchange_slowly(dirfd, tmp, name);
     char *path = rc < 0 ? dr_path_join(dir, name) : NULL;
@@ -282,15 +280,15 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     if (!at)
         return dr_error_memory(error);
     struct statfs about = {0};
-    int rc = dr_sys.statfs(at, &about);
+    int rc = DR_RETRY(dr_sys.statfs(at, &about));
     while (rc == -ENOENT) {
         char *slash = strrchr(at, '/');
         if (!slash || slash == at) {
-            rc = dr_sys.statfs(slash ? "/" : ".", &about);
+            rc = DR_RETRY(dr_sys.statfs(slash ? "/" : ".", &about));
             break;
         }
         *slash = 0;
-        rc = dr_sys.statfs(at, &about);
+        rc = DR_RETRY(dr_sys.statfs(at, &about));
     }
     free(at);
     *out = (uint64_t)about.f_type & UINT32_MAX;
@@ -298,7 +296,7 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
 }
 
 int dr_directory_sync(const char *dir, struct dr_error *error) {
-    int dirfd = dr_sys.open_dir(dir);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
     int rc = sync_directory(dirfd, dir, error);
@@ -309,7 +307,7 @@ int dr_directory_sync(const char *dir, struct dr_error *error) {
 static int remove_one(int dirfd, const char *dir, const char *name, int64_t item, struct dr_error *error) {
     if (strchr(name, '/'))
         return dr_error_invalid(error, item, "'%s' is not a file of the checkpoint directory", name);
-    int rc = dr_sys.unlink(dirfd, name);
+    int rc = DR_RETRY(dr_sys.unlink(dirfd, name));
     if (rc >= 0 || rc == -ENOENT)
         return 0;
     char *path = dr_path_join(dir, name);
@@ -319,7 +317,7 @@ static int remove_one(int dirfd, const char *dir, const char *name, int64_t item
 }
 
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error) {
-    int dirfd = dr_sys.open_dir(dir);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
     int rc = 0;

@@ -11,7 +11,7 @@
 
 int dr_input_init(struct dr_input *input, const char *dir, const char *const *names, size_t count,
                   struct dr_error *error) {
-    *input = (struct dr_input){.dirfd = dr_sys.open_dir(dir)};
+    *input = (struct dr_input){.dirfd = DR_RETRY(dr_sys.open_dir(dir))};
     input->opened = input->dirfd >= 0;
     if (!input->opened)
         return dr_error_system(error, -input->dirfd, "open", dir);
@@ -49,10 +49,10 @@ int dr_input_look(struct dr_input *input, size_t index, struct dr_error *error) 
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
                                 "the metadata names a file outside of the checkpoint directory");
     /* O_NONBLOCK: a FIFO in the file's place is refused below, not waited for. */
-    int fd = dr_sys.open_below(input->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0);
+    int fd = DR_RETRY(dr_sys.open_below(input->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0));
     if (fd < 0)
         return dr_error_system(error, -fd, "open", file->path);
-    int rc = dr_sys.fstat(fd, &st);
+    int rc = DR_RETRY(dr_sys.fstat(fd, &st));
     dr_sys.close(fd);
     if (rc < 0)
         return dr_error_system(error, -rc, "fstat", file->path);
@@ -63,7 +63,7 @@ int dr_input_look(struct dr_input *input, size_t index, struct dr_error *error) 
 }
 
 int dr_input_open(const struct dr_input *input, const struct dr_input_file *file, int *fd, struct dr_error *error) {
-    int rc = dr_sys.open_below(input->dirfd, file->name, 0, 0);
+    int rc = DR_RETRY(dr_sys.open_below(input->dirfd, file->name, 0, 0));
     if (rc < 0)
         return dr_error_system(error, -rc, "open", file->path);
     *fd = rc;

@@ -51,7 +51,7 @@ void dr_probe_ring(unsigned depth, size_t buffer_size, struct dr_ring_answers *o
 
 struct dr_answer dr_probe_space(const char *dir, struct dr_space *out) {
     struct statfs about = {0};
-    int rc = dr_sys.statfs(dir, &about);
+    int rc = DR_RETRY(dr_sys.statfs(dir, &about));
     uint64_t block = (uint64_t)about.f_bsize;
     *out = (struct dr_space){
         .file_system = (uint64_t)about.f_type & UINT32_MAX,
@@ -77,7 +77,7 @@ static int sync_once(int fd, const char *path, int number, const struct dr_contr
     uint8_t data[SYNCED_BYTES];
     memset(data, number, sizeof data);
     uint64_t begin = dr_clock_ns();
-    ssize_t n = dr_sys.pwrite(fd, data, sizeof data, (off_t)number * SYNCED_BYTES);
+    ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data, sizeof data, (off_t)number * SYNCED_BYTES));
     if (n < 0)
         return dr_error_io(error, (int)-n, "write", path, (int64_t)number * SYNCED_BYTES, SYNCED_BYTES);
     int rc = dr_file_sync(fd, path, control, error);
@@ -110,7 +110,7 @@ static int ask_file(const char *path, const char *dir, int fd, const struct dr_c
                     struct dr_directory_answers *out, struct dr_error *error) {
     struct dr_error sync_error;
     dr_error_clear(&sync_error);
-    out->allocate = answer_of(dr_sys.fallocate(fd, ALLOCATED_BYTES), "fallocate");
+    out->allocate = answer_of(DR_RETRY(dr_sys.fallocate(fd, ALLOCATED_BYTES)), "fallocate");
     ask_direct(fd, out);
     int rc = ask_sync(fd, path, control, out, &sync_error);
     if (sync_error.kind == DR_ERROR_CANCELLED)
@@ -123,8 +123,8 @@ static int ask_file(const char *path, const char *dir, int fd, const struct dr_c
 int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const struct dr_control *control,
                        struct dr_error *error) {
     *out = (struct dr_directory_answers){0};
-    int dirfd = dr_sys.open_dir(dir);
-    int fd = dirfd < 0 ? dirfd : dr_sys.open_below(dirfd, DR_PROBE_FILE, O_RDWR | O_CREAT | O_EXCL, 0666);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    int fd = dirfd < 0 ? dirfd : DR_RETRY(dr_sys.open_below(dirfd, DR_PROBE_FILE, O_RDWR | O_CREAT | O_EXCL, 0666));
     out->create = answer_of(fd, "open");
     int rc = 0;
     if (fd >= 0) {
@@ -144,12 +144,12 @@ int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const 
 
 int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_error *error) {
     *out = 0;
-    int dirfd = dr_sys.open_dir(dir);
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
-    int fd = dr_sys.open_below(dirfd, name, O_RDONLY, 0);
+    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_RDONLY, 0));
     struct stat about;
-    int rc = fd < 0 ? fd : dr_sys.fstat(fd, &about);
+    int rc = fd < 0 ? fd : DR_RETRY(dr_sys.fstat(fd, &about));
     if (rc >= 0) {
         int64_t cached = dr_sys.cached(fd, 0, (size_t)about.st_size);
         *out = cached > 0 ? (uint64_t)cached : 0;

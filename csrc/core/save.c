@@ -183,10 +183,10 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
 /* ---- opening, finishing, closing ---- */
 
 static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error *error) {
-    w->dirfd = dr_sys.open_dir(w->dir);
+    w->dirfd = DR_RETRY(dr_sys.open_dir(w->dir));
     if (w->dirfd < 0)
         return dr_error_system(error, -w->dirfd, "open", w->dir);
-    w->fd = dr_sys.open_below(w->dirfd, w->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    w->fd = DR_RETRY(dr_sys.open_below(w->dirfd, w->name, O_WRONLY | O_CREAT | O_EXCL, 0666));
     if (w->fd < 0)
         return dr_error_system(error, -w->fd, "open", w->path);
     int rc = dr_file_use_direct(w->fd, w->path, w->options.direct, error);
@@ -195,7 +195,7 @@ static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error 
     w->direct = rc;
     /* Where the file system cannot preallocate the file just grows; a full disk is known at once where it can. */
     struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = size_hint, .step = DR_STEP_ALLOCATE};
-    rc = size_hint ? dr_sys.fallocate(w->fd, (off_t)dr_align_up(size_hint, DR_ALIGNMENT)) : 0;
+    rc = size_hint ? DR_RETRY(dr_sys.fallocate(w->fd, (off_t)dr_align_up(size_hint, DR_ALIGNMENT))) : 0;
     dr_watch_note(w->options.watch, span);
     if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
         return dr_error_io(error, -rc, "fallocate", w->path, 0, (int64_t)size_hint);
@@ -244,7 +244,7 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
 
 static int make_durable(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {
     struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = w->position, .step = DR_STEP_SYNC};
-    int rc = dr_sys.ftruncate(w->fd, (off_t)w->position);
+    int rc = DR_RETRY(dr_sys.ftruncate(w->fd, (off_t)w->position));
     if (rc < 0)
         return dr_error_system(error, -rc, "ftruncate", w->path);
     if (!w->options.sync)
@@ -298,7 +298,7 @@ void dr_writer_close(struct dr_writer *w) {
     if (w->fd >= 0)
         dr_sys.close(w->fd);
     if (created && !w->finished)
-        dr_sys.unlink(w->dirfd, w->name);
+        DR_RETRY(dr_sys.unlink(w->dirfd, w->name));
     if (w->dirfd >= 0)
         dr_sys.close(w->dirfd);
     if (w->carry)

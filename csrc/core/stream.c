@@ -89,11 +89,11 @@ static int lose(struct run *run, const struct dr_block *block, uint8_t *buffer, 
 
 static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
     while (lo < hi) {
-        ssize_t n = dr_sys.pread(fd, data, hi - lo, (off_t)lo);
-        if (n <= 0 && n != -EINTR)
+        ssize_t n = DR_RETRY(dr_sys.pread(fd, data, hi - lo, (off_t)lo));
+        if (n <= 0)
             return false;
-        lo += n > 0 ? (uint64_t)n : 0;
-        data += n > 0 ? n : 0;
+        lo += (uint64_t)n;
+        data += n;
     }
     return true;
 }

@@ -121,6 +121,8 @@ static int real_fsync(int fd) { return result(fsync(fd)); }
 
 static int real_mkdir(const char *path, mode_t mode) { return result(mkdir(path, mode)); }
 
+static int real_stat(const char *path, struct stat *out) { return result(stat(path, out)); }
+
 static int real_rename(int dirfd, const char *from, const char *to) { return result(renameat(dirfd, from, dirfd, to)); }
 
 static int real_exchange(int dirfd, const char *a, const char *b) {
@@ -257,6 +259,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .fdatasync = real_fdatasync, \
         .fsync = real_fsync, \
         .mkdir = real_mkdir, \
+        .stat = real_stat, \
         .rename = real_rename, \
         .exchange = real_exchange, \
         .unlink = real_unlink, \

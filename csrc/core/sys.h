@@ -10,6 +10,7 @@
 #ifndef DCPRING_SYS_H
 #define DCPRING_SYS_H
 
+#include <errno.h>
 #include <liburing.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -32,6 +33,7 @@ struct dr_sys {
     int (*fdatasync)(int fd);
     int (*fsync)(int fd);
     int (*mkdir)(const char *path, mode_t mode);
+    int (*stat)(const char *path, struct stat *out);
     int (*rename)(int dirfd, const char *from, const char *to);
     /* Lets two names, which both exist, change places at once. */
     int (*exchange)(int dirfd, const char *a, const char *b);
@@ -68,5 +70,21 @@ extern struct dr_sys dr_sys;
 
 /* The real calls, for wrapping and restoring. */
 extern const struct dr_sys dr_sys_real;
+
+/* So often at most: a call that goes on being interrupted is an error. */
+enum { DR_MOST_INTERRUPTIONS = 1000 };
+
+/*
+ * A call of dr_sys, again for as long as signals interrupt it: workers run with the caller's handlers, and those of
+ * Python are without SA_RESTART. Not for close, which is not to be repeated, nor for exchange, which done twice is
+ * undone.
+ */
+#define DR_RETRY(call) \
+    __extension__({ \
+        __typeof__(call) dr_result = (call); \
+        for (unsigned dr_tries = 1; dr_result == -EINTR && dr_tries < DR_MOST_INTERRUPTIONS; dr_tries++) \
+            dr_result = (call); \
+        dr_result; \
+    })
 
 #endif

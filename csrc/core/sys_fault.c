@@ -83,6 +83,10 @@ static int fault_mkdir(const char *path, mode_t mode) {
     return fails("mkdir") ? -armed.err : dr_sys_real.mkdir(path, mode);
 }
 
+static int fault_stat(const char *path, struct stat *out) {
+    return fails("stat") ? -armed.err : dr_sys_real.stat(path, out);
+}
+
 static int fault_rename(int dirfd, const char *from, const char *to) {
     return fails("rename") ? -armed.err : dr_sys_real.rename(dirfd, from, to);
 }
@@ -169,6 +173,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .fdatasync = fault_fdatasync,
         .fsync = fault_fsync,
         .mkdir = fault_mkdir,
+        .stat = fault_stat,
         .rename = fault_rename,
         .exchange = fault_exchange,
         .unlink = fault_unlink,

@@ -351,9 +351,7 @@ static void add_hole(struct holes *holes, uint64_t lo, uint64_t hi, int err) {
 /* 0, or why [lo, hi) cannot be read: an errno, or -1 where the file ends. */
 static int read_stretch(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
     while (lo < hi) {
-        ssize_t n = dr_sys.pread(fd, data, hi - lo, (off_t)lo);
-        if (n == -EINTR)
-            continue;
+        ssize_t n = DR_RETRY(dr_sys.pread(fd, data, hi - lo, (off_t)lo));
         if (n <= 0)
             return n < 0 ? (int)-n : -1;
         lo += (uint64_t)n;

@@ -2,7 +2,7 @@
 #include "load.h"
 
 static int locate_in_file(struct dr_input *input, size_t file, struct dr_lookup *lookups, size_t count,
-                          const struct dr_control *control, struct dr_error *error) {
+                          struct dr_ticker *ticker, struct dr_error *error) {
     struct dr_window window = {0};
     struct dr_input_file *f = &input->files[file];
     int rc = dr_input_open(input, f, &f->buffered_fd, error);
@@ -18,8 +18,8 @@ static int locate_in_file(struct dr_input *input, size_t file, struct dr_lookup 
             rc = dr_record_locate(&window, lookup->offset, lookup->length, &lookup->located, error);
         if (rc < 0 && error->item == DR_NO_ITEM)
             error->item = (int64_t)i;
-        if (rc == 0 && i % 1024 == 1023 && control->poll && control->poll(control->context))
-            rc = dr_error_cancelled(error);
+        if (rc == 0)
+            rc = dr_ticker_ask(ticker, error);
     }
     dr_window_destroy(&window);
     dr_input_close(f);
@@ -29,6 +29,7 @@ static int locate_in_file(struct dr_input *input, size_t file, struct dr_lookup 
 int dr_locate(const char *dir, const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
               const struct dr_control *control, struct dr_error *error) {
     struct dr_input input;
+    struct dr_ticker ticker = {.control = control};
     int rc = dr_input_init(&input, dir, names, name_count, error);
     for (size_t i = 0; i < count && rc == 0; i++)
         if (i == 0 || lookups[i].file != lookups[i - 1].file) {
@@ -41,7 +42,7 @@ int dr_locate(const char *dir, const char *const *names, size_t name_count, stru
         size_t end = i;
         while (end < count && lookups[end].file == lookups[i].file)
             end++;
-        rc = locate_in_file(&input, lookups[i].file, lookups + i, end - i, control, error);
+        rc = locate_in_file(&input, lookups[i].file, lookups + i, end - i, &ticker, error);
         if (rc < 0 && error->item != DR_NO_ITEM)
             error->item += (int64_t)i;
         i = end;

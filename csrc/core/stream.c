@@ -80,7 +80,7 @@ static int use_piece(struct run *run, unsigned worker, const struct dr_block *pi
 static int lose(struct run *run, const struct dr_block *block, uint8_t *buffer, const struct dr_error *why,
                 struct dr_error *error) {
     if (run->stream->lost)
-        return run->stream->lost(run->stream->context, block, buffer, why, error);
+        return run->stream->lost(run->stream->context, &run->crew, block, buffer, why, error);
     *error = *why;
     return -why->err;
 }

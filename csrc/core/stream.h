@@ -32,10 +32,10 @@ struct dr_stream {
                struct dr_error *error);
     /*
      * Called by any worker for a block that could not be read, for `why`; `buffer` has room for it. 0: go on with the
-     * others. NULL: the first such block ends it all.
+     * others. It may take long, and looks whether the crew was stopped. NULL: the first such block ends it all.
      */
-    int (*lost)(void *context, const struct dr_block *block, uint8_t *buffer, const struct dr_error *why,
-                struct dr_error *error);
+    int (*lost)(void *context, struct dr_crew *crew, const struct dr_block *block, uint8_t *buffer,
+                const struct dr_error *why, struct dr_error *error);
     void *context;
 };
 

@@ -36,7 +36,6 @@ struct run {
     size_t *large;     /* of order: the others */
     size_t large_count;
     atomic_size_t next; /* of large, to be taken */
-    struct dr_crew crew;
     struct dr_block *blocks;
     size_t block_count, block_room;
     atomic_uint failed_rereads;
@@ -159,7 +158,7 @@ static int turn_to_file(struct run *run, struct reader *reader, size_t file, str
 
 static void read_headers(struct run *run, struct reader *reader) {
     struct dr_verify *v = &run->verify;
-    while (!dr_crew_stopped(&run->crew)) {
+    while (!dr_crew_stopped(&run->verify.crew)) {
         size_t index = atomic_fetch_add(&run->next, 1);
         if (index >= run->large_count)
             return;
@@ -360,37 +359,48 @@ static int read_stretch(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
     return 0;
 }
 
+/* Reading a block again. */
+struct reread {
+    struct run *run;
+    struct dr_crew *crew;
+    int fd;
+    struct holes holes;
+};
+
 /* Reads [lo, hi) again, in ever smaller parts around what cannot be read. data is where lo goes. */
-static void reread(struct run *run, int fd, uint8_t *data, uint64_t lo, uint64_t hi, struct holes *holes) {
-    int why = read_stretch(fd, data, lo, hi);
+static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
+    if (dr_crew_stopped(r->crew))
+        return;
+    int why = read_stretch(r->fd, data, lo, hi);
     if (why == 0)
         return;
-    bool tired = atomic_fetch_add(&run->failed_rereads, 1) >= MOST_FAILED_REREADS;
+    bool tired = atomic_fetch_add(&r->run->failed_rereads, 1) >= MOST_FAILED_REREADS;
     if (hi - lo <= DR_ALIGNMENT || tired) {
-        add_hole(holes, lo, hi, why > 0 ? why : 0);
+        add_hole(&r->holes, lo, hi, why > 0 ? why : 0);
         return;
     }
     uint64_t step = dr_align_up((hi - lo) / REREAD_PARTS, DR_ALIGNMENT);
     for (uint64_t at = lo, next; at < hi; at = next) {
         next = at + step < hi ? at + step : hi;
-        reread(run, fd, data + (at - lo), at, next, holes);
+        reread(r, data + (at - lo), at, next);
     }
 }
 
-static int lost(void *context, const struct dr_block *block, uint8_t *buffer, const struct dr_error *why,
-                struct dr_error *error) {
+static int lost(void *context, struct dr_crew *crew, const struct dr_block *block, uint8_t *buffer,
+                const struct dr_error *why, struct dr_error *error) {
     struct run *run = context;
-    struct holes holes = {0};
+    struct reread again = {.run = run, .crew = crew, .fd = run->verify.input.files[block->file].buffered_fd};
     uint64_t crc_ns = 0;
-    int fd = run->verify.input.files[block->file].buffered_fd;
-    if (fd >= 0)
-        reread(run, fd, buffer, block->lo, block->hi, &holes);
+    if (again.fd >= 0)
+        reread(&again, buffer, block->lo, block->hi);
     else
-        add_hole(&holes, block->lo, block->hi, why->err);
-    if (holes.count == 0)
+        add_hole(&again.holes, block->lo, block->hi, why->err);
+    if (dr_crew_stopped(crew))
+        return 0;
+    if (again.holes.count == 0)
         atomic_fetch_add(&run->repeated, 1);
     dr_watch_count(run->verify.options->watch, block->hi - block->lo);
-    use_with_holes(run, block, buffer, &holes, &crc_ns);
+    use_with_holes(run, block, buffer, &again.holes, &crc_ns);
     return run->verify.no_memory ? dr_error_memory(error) : 0;
 }
 
@@ -414,7 +424,7 @@ static int check_all(struct run *run, const struct dr_control *control, struct d
     int rc = plan_records(run, error);
     unsigned readers = run->large_count < HEADER_READERS ? (unsigned)run->large_count : HEADER_READERS;
     if (rc == 0 && readers > 0)
-        rc = dr_crew_run(&run->crew, readers, read_some_headers, run, control, error);
+        rc = dr_crew_run(&run->verify.crew, readers, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
     const struct dr_stream stream = {&v->input, run->blocks, run->block_count, v->options, use, lost, run};

@@ -548,6 +548,46 @@ static void cancelled(void) {
     }
 }
 
+struct clocked {
+    double asked; /* when it was asked to stop; 0 before */
+    unsigned polls;
+};
+
+static int stop_at_third_poll(void *context) {
+    struct clocked *clocked = context;
+    if (++clocked->polls == 3)
+        clocked->asked = check_seconds();
+    return clocked->polls >= 3;
+}
+
+/* A disk on which every read takes 20 ms and fails: all of one block would be tried for 20 s. */
+static void cancelled_while_rereading(void) {
+    struct rng rng = {17};
+    for (unsigned n = 0; n < 4; n += 2) { /* by threads, through the page cache and directly */
+        const struct dr_options options = way(n);
+        struct clocked clocked = {0};
+        const struct dr_control control = {stop_at_third_poll, &clocked};
+        struct dr_findings found;
+        struct dr_stream_stats stats;
+        struct dr_error error;
+        double best = 1e9;
+        make_large(&rng, false);
+        for (int attempt = 0; attempt < CHECK_TRIES && best > 1; attempt++) {
+            clocked = (struct clocked){0};
+            dr_error_clear(&error);
+            dr_fault_arm(&(struct dr_fault){.call = "pread", .nth = 1, .sticky = true, .err = EIO, .delay_ms = 20});
+            CHECK_FAILS(dr_verify(check_dir, names, 1, checks, count, false, &options, &control, &found, &stats, &error),
+                        &error, ECANCELED);
+            double seconds = check_seconds() - clocked.asked;
+            dr_fault_disarm();
+            dr_findings_destroy(&found);
+            best = seconds < best ? seconds : best;
+        }
+        CHECK(best < 1);
+        forget();
+    }
+}
+
 CHECK_MAIN({"sound_files", sound_files}, {"every_byte_is_read_once", every_byte_is_read_once},
            {"every_flip_is_found", every_flip_is_found}, {"flips_in_large_records", flips_in_large_records},
            {"flips_in_archives", flips_in_archives}, {"several_faults", several_faults},
@@ -557,4 +597,5 @@ CHECK_MAIN({"sound_files", sound_files}, {"every_byte_is_read_once", every_byte_
            {"bad_sectors", bad_sectors}, {"bad_sector_among_small_records", bad_sector_among_small_records},
            {"read_at_the_second_attempt", read_at_the_second_attempt},
            {"direct_where_there_is_none", direct_where_there_is_none}, {"every_call_fails", every_call_fails},
-           {"cancelled", cancelled})
+           {"cancelled", cancelled},
+           {"cancelled_while_rereading", cancelled_while_rereading})

@@ -169,8 +169,54 @@ static void an_earlier_error_is_kept(void) {
     CHECK(strcmp(error.path, "before") == 0);
 }
 
+/* ---- a caller whose thread ends ---- */
+
+static atomic_uint at_work, ended_early;
+
+/* Uses what lies on the caller's stack for as long as it is not stopped. */
+static int work_on_the_stack(void *context, unsigned index, struct dr_error *error) {
+    struct job *job = context;
+    (void)error;
+    atomic_fetch_add(&at_work, 1);
+    while (!dr_crew_stopped(&job->crew)) {
+        atomic_fetch_or(&job->ran, 1u << index);
+        sleep_ms(1);
+    }
+    sleep_ms(50); /* a transfer that has to be waited for */
+    atomic_fetch_or(&job->stopped, 1u << index);
+    atomic_fetch_sub(&at_work, 1);
+    return 0;
+}
+
+static int end_the_thread(void *context) {
+    struct job *job = context;
+    if (job->ran == 7)
+        pthread_exit(NULL);
+    return 0;
+}
+
+static void *call_and_end(void *unused) {
+    (void)unused;
+    struct job job = {.failing = UINT32_MAX};
+    const struct dr_control control = {end_the_thread, &job};
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_crew_run(&job.crew, 3, work_on_the_stack, &job, &control, &error);
+    atomic_store(&ended_early, 1); /* never reached */
+    return NULL;
+}
+
+static void the_callers_thread_ends(void) {
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, call_and_end, NULL), 0);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_EQ(atomic_load(&at_work), 0);
+    CHECK_EQ(atomic_load(&ended_early), 0);
+}
+
 CHECK_MAIN({"all_of_them_work", all_of_them_work}, {"a_failure_stops_all", a_failure_stops_all},
            {"cancel_gets_through", cancel_gets_through}, {"polls_often", polls_often},
            {"waits_for_another", waits_for_another}, {"waiting_ends_with_a_failure", waiting_ends_with_a_failure},
            {"waiting_ends_with_a_cancel", waiting_ends_with_a_cancel},
-           {"an_earlier_error_is_kept", an_earlier_error_is_kept})
+           {"an_earlier_error_is_kept", an_earlier_error_is_kept},
+           {"the_callers_thread_ends", the_callers_thread_ends})

@@ -10,6 +10,7 @@
 #   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
 #   make asan             the suite under AddressSanitizer and UBSan
+#   make tsan             the C tests under ThreadSanitizer
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -22,8 +23,9 @@ SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
+comma := ,
 
-.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan sdist clean
+.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan sdist clean
 
 setup: build/.installed
 
@@ -69,8 +71,17 @@ test: lint test-c test-python
 test-c: setup
 	@$(MAKE) -s -C tests/c run
 
+# A copy of the package in build/$(1), with an extension that has the compiler flags $(2).
+define build_copy
+	mkdir -p build/$(1)/dcpring && find build/$(1)/dcpring -type f ! -name '*.so' -delete && \
+	DCPRING_CFLAGS="$(2)" $(PY) setup.py -q build_ext --build-lib build/$(1) --build-temp build/$(1)/tmp && \
+	tar -C python --exclude='*.so' -c dcpring | tar -C build/$(1) -x
+endef
+
+# Assertions are on in tests, and off in what is installed.
 test-python: setup build/.test-system
-	@$(PYTEST) tests
+	@$(call build_copy,asserting,-UNDEBUG)
+	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) tests
 
 # The wheel is built and installed as a user's would be; nothing in .venv or in the tree is touched. pip keeps no copy of
 # what it fetches, as the newer torch bring several gigabytes of CUDA libraries.
@@ -112,12 +123,14 @@ example-hsdp: setup
 # libtorch is not built with sanitizers: preload theirs, and look only at our own memory.
 asan: setup build/.test-system
 	@$(MAKE) -s -C tests/c asan
-	@rm -rf build/asan && mkdir -p build/asan
-	@DCPRING_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \
-	  $(PY) setup.py -q build_ext --build-lib build/asan --build-temp build/asan/tmp
-	@tar -C python --exclude='*.so' -c dcpring | tar -C build/asan -x
+	@$(call build_copy,asan,-UNDEBUG -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined -g -O1)
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/asan DCPRING_SANITIZED=1 $(PYTEST) tests
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/build/asan DCPRING_SANITIZED=1 \
+	  DCPRING_ASSERTING=1 $(PYTEST) tests
+
+# Those C tests that have threads, under ThreadSanitizer.
+tsan:
+	@$(MAKE) -s -C tests/c tsan
 
 sdist: setup
 	@$(PY) setup.py -q sdist bdist_wheel

@@ -3,13 +3,15 @@
 liburing and libdeflate are linked statically where their archives are there (and usable in a shared object),
 else dynamically. None of their symbols are exported.
 
-DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror).
+DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror). Assertions are off (NDEBUG), as a wheel has them;
+DCPRING_CFLAGS=-UNDEBUG turns them on, and that is how the tests are run.
 """
 
 import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -59,6 +61,16 @@ def link_arguments(compiler: list[str]) -> list[str]:
     return arguments
 
 
+def refuse_free_threading() -> None:
+    """The extension needs the stable ABI: setuptools and Python's headers would fail with errors of their own."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        version = "{}.{}".format(*sys.version_info)
+        sys.exit(
+            f"dcpring cannot be built for the free-threaded Python {version}t, which has no stable ABI. Use "
+            f"the ordinary python{version}, with the GIL."
+        )
+
+
 class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         ext.extra_link_args = [*ext.extra_link_args, *link_arguments(self.compiler.compiler[:1])]
@@ -71,6 +83,7 @@ class LimitedApiWheel(bdist_wheel):
         super().finalize_options()
 
 
+refuse_free_threading()
 extra = shlex.split(os.environ.get("DCPRING_CFLAGS", ""))
 setup(
     ext_modules=[
@@ -78,7 +91,7 @@ setup(
             "dcpring._C",
             sources=sorted(str(path) for folder in ("core", "py") for path in Path("csrc", folder).glob("*.c")),
             depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
-            define_macros=[("_GNU_SOURCE", None)],
+            define_macros=[("_GNU_SOURCE", None), ("NDEBUG", None)],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
             extra_link_args=["-pthread", "-lm", "-Wl,--exclude-libs,ALL", *extra],
             py_limited_api=True,

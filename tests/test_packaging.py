@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dcpring import _C
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "Makefile")
 FOLDERS = ("csrc", "python", "docs")
@@ -95,6 +97,34 @@ def test_extension_exports_only_its_init_and_needs_no_dev_library(wheel: Path, t
         assert "liburing" not in needed
         assert "libdeflate" not in needed
     assert "libtorch" not in needed
+
+
+def has_assertions(extension: Path) -> bool:
+    return b"__assert_fail" in extension.read_bytes()
+
+
+def test_assertions_are_off_in_the_wheel_and_on_in_tests(wheel: Path, tmp_path: Path) -> None:
+    assert not has_assertions(Path(zipfile.ZipFile(wheel).extract("dcpring/_C.abi3.so", tmp_path)))
+    assert _C.__file__ is not None and has_assertions(Path(_C.__file__)) == ("DCPRING_ASSERTING" in os.environ)
+
+
+FREE_THREADED = """
+import runpy, sys, sysconfig
+real = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: 1 if name == "Py_GIL_DISABLED" else real(name)
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_a_free_threaded_python_is_told_what_to_use(source: Path, tmp_path: Path) -> None:
+    built = run(
+        sys.executable, "-W", "ignore", "-c", FREE_THREADED, "build_ext", "--build-lib", tmp_path / "lib",
+        "--build-temp", tmp_path / "tmp", cwd=source,
+    )  # fmt: skip
+    assert built.returncode != 0
+    assert built.stderr.rstrip().endswith("with the GIL.") and "free-threaded" in built.stderr
+    assert not list(tmp_path.rglob("*.o"))
 
 
 def test_missing_library_stops_the_build_with_the_package_to_install(source: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 /* Block CRCs and how they combine. See crc.h. */
 #include "crc.h"
 
+#include <assert.h>
 #include <libdeflate.h>
 #include <stdbool.h>
 
@@ -46,6 +47,7 @@ size_t dr_crc_count(uint64_t offset, uint64_t length) {
 }
 
 void dr_crc_range(uint64_t offset, uint64_t length, size_t index, uint64_t *lo, uint64_t *hi) {
+    assert(index < dr_crc_count(offset, length));
     uint64_t start = (offset / DR_CRC_BLOCK + index) * DR_CRC_BLOCK;
     *lo = start > offset ? start : offset;
     *hi = start + DR_CRC_BLOCK < offset + length ? start + DR_CRC_BLOCK : offset + length;

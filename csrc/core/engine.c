@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "sys.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -54,23 +55,59 @@ int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, s
     return 0;
 }
 
+/* Whether a request may go from one state to another: engine.h tells who does that, and when. */
+static inline bool may_move(enum dr_request_state from, enum dr_request_state to) {
+    switch (from) {
+    case DR_FREE:
+        return to == DR_TAKEN;
+    case DR_TAKEN:
+        return to == DR_IN_FLIGHT || to == DR_FREE;
+    case DR_IN_FLIGHT:
+        return to == DR_DONE;
+    case DR_DONE:
+        return to == DR_IN_FLIGHT || to == DR_FREE;
+    }
+    return false;
+}
+
+/* The one place where a request's state changes, and what is in flight is counted. */
+static void move_to(struct dr_engine *engine, struct dr_request *request, enum dr_request_state state) {
+    assert(request == &engine->requests[request->buffer] && may_move(request->state, state));
+    engine->in_flight += state == DR_IN_FLIGHT;
+    engine->in_flight -= state == DR_DONE;
+    assert(engine->in_flight <= engine->pool.count);
+    request->state = state;
+}
+
 struct dr_request *dr_engine_take(struct dr_engine *engine) {
     unsigned index;
     if (!dr_pool_take(&engine->pool, &index))
         return NULL;
     struct dr_request *request = &engine->requests[index];
-    *request = (struct dr_request){.state = DR_TAKEN, .buffer = index, .data = dr_pool_buffer(&engine->pool, index)};
+    assert(request->state == DR_FREE);
+    *request = (struct dr_request){.buffer = index, .data = dr_pool_buffer(&engine->pool, index)};
+    move_to(engine, request, DR_TAKEN);
     return request;
 }
 
+/* A transfer lies in its buffer, and a direct one on the grid that it needs. */
+static inline bool is_sound(const struct dr_engine *engine, const struct dr_request *request) {
+    uint64_t at = (uint64_t)request->offset + request->done;
+    bool aligned = !request->direct || (at % DR_ALIGNMENT == 0 && request->size % DR_ALIGNMENT == 0);
+    return request->fd >= 0 && request->path && request->offset >= 0 && aligned &&
+           request->size <= engine->pool.buffer_size && request->needed <= request->size &&
+           request->done < request->size && request->needed > 0;
+}
+
 int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+    assert(request->state == DR_TAKEN || request->state == DR_DONE);
+    assert(is_sound(engine, request));
     int rc = engine->ops->submit(engine, request, error);
     if (rc < 0)
         return rc;
     if (request->begin == 0)
         request->begin = dr_watch_now(engine->watch);
-    request->state = DR_IN_FLIGHT;
-    engine->in_flight++;
+    move_to(engine, request, DR_IN_FLIGHT);
     return 0;
 }
 
@@ -141,8 +178,7 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     int rc = engine->ops->wait(engine, timeout_ms, &request, &result, error);
     if (rc < 0 || !request)
         return rc;
-    engine->in_flight--;
-    request->state = DR_DONE;
+    move_to(engine, request, DR_DONE);
     rc = advance(request, result, error);
     if (rc == 0)
         return dr_engine_submit(engine, request, error);
@@ -154,7 +190,7 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
 }
 
 void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {
-    request->state = DR_FREE;
+    move_to(engine, request, DR_FREE);
     dr_pool_give(&engine->pool, request->buffer);
 }
 
@@ -175,7 +211,7 @@ bool dr_engine_drain(struct dr_engine *engine) {
         }
         errors = 0;
         if (request) {
-            engine->in_flight--;
+            move_to(engine, request, DR_DONE);
             dr_engine_release(engine, request);
         }
     }

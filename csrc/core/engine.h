@@ -6,13 +6,14 @@
  * `threads` (pread and pwrite in a few threads). Which one is used is found
  * by trying, never by the kernel's version.
  *
- * A request's life, all of it changed in engine.c:
+ * A request's life; one function, move_to in engine.c, changes its state:
  *   FREE -> TAKEN       dr_engine_take: the caller owns the buffer
  *   TAKEN -> IN_FLIGHT  dr_engine_submit: the engine owns the buffer
+ *   TAKEN -> FREE       dr_engine_release of one that is not needed, or could not be submitted
  *   IN_FLIGHT -> DONE   dr_engine_wait returns it: the caller owns the buffer again
- *   DONE -> FREE        dr_engine_release
- * Short transfers, EINTR and EAGAIN are resubmitted inside dr_engine_wait. A
- * direct transfer refused with EINVAL is repeated without O_DIRECT.
+ *   DONE -> IN_FLIGHT   within dr_engine_wait, for what a short or interrupted transfer has left
+ *   DONE -> FREE        dr_engine_release; dr_engine_drain
+ * A direct transfer refused with EINVAL is repeated without O_DIRECT.
  */
 #ifndef DCPRING_ENGINE_H
 #define DCPRING_ENGINE_H
@@ -27,7 +28,7 @@ enum dr_request_state { DR_FREE, DR_TAKEN, DR_IN_FLIGHT, DR_DONE };
 
 struct dr_request {
     enum dr_op op;
-    enum dr_request_state state;
+    enum dr_request_state state; /* see above */
     int fd;
     bool direct;
     unsigned buffer; /* index in the engine's pool; also the request's own index */

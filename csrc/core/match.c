@@ -4,6 +4,8 @@
 #include "array.h"
 #include "box.h"
 
+#include <assert.h>
+
 void dr_match_destroy(struct dr_match *match) {
     free(match->overlaps);
     free(match->dims);
@@ -59,6 +61,7 @@ static int make_room(struct dr_match *match, size_t ints, struct dr_error *error
 }
 
 static void add(struct dr_match *match, uint32_t wanted, uint32_t stored, size_t ints) {
+    assert(match->count < match->room && match->dims_count + ints <= match->dims_room);
     match->overlaps[match->count++] = (struct dr_overlap){wanted, stored, match->dims_count};
     match->dims_count += ints;
 }

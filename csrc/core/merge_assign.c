@@ -219,6 +219,7 @@ static void sum_up(struct dr_merge *merge) {
             }
     for (size_t p = 0; p < merge->piece_count; p++) {
         const struct dr_piece *piece = &merge->pieces[p];
+        assert(piece->group < merge->groups.count && piece->writer < merge->world);
         bool tensor = dr_row_is_tensor(&merge->groups.rows[piece->group]);
         uint64_t bytes = tensor ? piece_weight(merge, piece) : 0;
         merge->sums[piece->writer].items++;
@@ -285,6 +286,7 @@ static int compare_writers(const void *a, const void *b) {
  * gets neighbours, the last piece's writer those before it, and what then has one writer becomes one piece.
  */
 static size_t join(struct dr_merge *merge, struct dr_piece *pieces, size_t count, struct dr_piece *out) {
+    assert(count > 1 && out <= pieces);
     size_t kept = 0;
     int64_t start = 0;
     uint32_t last = pieces[count - 1].writer;

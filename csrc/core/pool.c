@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "sys.h"
 
+#include <assert.h>
 #include <errno.h>
 
 int dr_pool_init(struct dr_pool *pool, unsigned count, size_t buffer_size, struct dr_error *error) {
@@ -27,6 +28,7 @@ void dr_pool_destroy(struct dr_pool *pool) {
 }
 
 uint8_t *dr_pool_buffer(const struct dr_pool *pool, unsigned index) {
+    assert(index < pool->count);
     return pool->memory + (size_t)index * pool->buffer_size;
 }
 
@@ -37,4 +39,7 @@ bool dr_pool_take(struct dr_pool *pool, unsigned *index) {
     return true;
 }
 
-void dr_pool_give(struct dr_pool *pool, unsigned index) { pool->free[pool->free_count++] = index; }
+void dr_pool_give(struct dr_pool *pool, unsigned index) {
+    assert(index < pool->count && pool->free_count < pool->count);
+    pool->free[pool->free_count++] = index;
+}

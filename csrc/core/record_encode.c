@@ -3,6 +3,7 @@
 #include "pool.h"
 #include "record.h"
 
+#include <assert.h>
 #include <string.h>
 
 #define ROOT "archive/"
@@ -196,6 +197,7 @@ static void put_head(struct bytes *out, const struct dr_shape *shape, uint64_t o
     put_small(out, &entries[BYTEORDER], "little", 6);
     put_small(out, &entries[VERSION], "3\n", 2);
     put_payload_header(out, &entries[PAYLOAD], offset);
+    assert(pickled.size <= sizeof pickle && out->size <= DR_RECORD_HEAD_MAX);
 }
 
 size_t dr_record_head(const struct dr_shape *shape, uint64_t offset, uint8_t out[DR_RECORD_HEAD_MAX]) {
@@ -280,6 +282,7 @@ size_t dr_record_tail(const struct dr_shape *shape, uint64_t offset, size_t head
     for (int i = 0; i < ENTRIES; i++)
         put_central(&tail, &entries[i]);
     put_end(&tail, directory, tail.size - start);
+    assert(tail.size <= DR_RECORD_TAIL_MAX && tail.size == dr_record_tail_size(shape, head_size));
     return tail.size;
 }
 

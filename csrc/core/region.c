@@ -1,6 +1,7 @@
 /* Strided copies. See region.h. */
 #include "region.h"
 
+#include <assert.h>
 #include <string.h>
 
 /* Appends an axis, merged into the one before where both sides run on without a gap. */
@@ -19,6 +20,7 @@ static void add_axis(struct dr_region *region, struct dr_axis axis) {
 
 void dr_region_init(struct dr_region *region, const struct dr_shape *chunk, const int64_t *offsets,
                     const int64_t *lengths, void *memory, const int64_t *strides) {
+    assert(chunk->dtype && chunk->ndim >= 0 && chunk->ndim <= DR_MAX_DIMS);
     uint64_t item = chunk->dtype->item_size;
     uint64_t payload_strides[DR_MAX_DIMS];
     uint64_t stride = item;
@@ -28,6 +30,8 @@ void dr_region_init(struct dr_region *region, const struct dr_shape *chunk, cons
     }
     *region = (struct dr_region){.memory = memory, .run = item};
     for (int d = 0; d < chunk->ndim; d++) {
+        assert(lengths[d] >= 0 && (offsets ? offsets[d] : 0) >= 0);
+        assert((offsets ? offsets[d] : 0) <= chunk->sizes[d] - lengths[d]);
         region->first += (offsets ? (uint64_t)offsets[d] : 0) * payload_strides[d];
         if (lengths[d] != 1)
             add_axis(region, (struct dr_axis){(uint64_t)lengths[d], payload_strides[d], strides[d] * (int64_t)item});

@@ -6,6 +6,7 @@
 #include "save_window.h"
 #include "sys.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -135,6 +136,7 @@ static int run_window(struct window *window, const struct dr_control *control, s
     rc = dr_crew_run(&window->crew, workers, pour_and_drain, window, control, error);
     if (rc < 0)
         return rc;
+    assert(window->begin == w->position && window->end >= window->begin);
     uint8_t *old = w->carry;
     w->carry = window->carry_out;
     window->carry_out = old;
@@ -230,6 +232,7 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     size_t size = (size_t)(w->position - start);
     if (size == 0)
         return 0;
+    assert(w->engine_count > 0 && w->carry); /* whoever moved the position has made them */
     struct dr_engine *engine = w->engines[0];
     struct dr_request *request;
     int rc = take(NULL, engine, &request, error);

@@ -5,6 +5,7 @@
 #include "memory.h"
 #include "region.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <string.h>
 
@@ -166,6 +167,7 @@ static bool is_summed(const void *context) {
 }
 
 static bool fill_tail(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
+    assert(p->record <= p->payload && p->payload <= p->data && p->data + p->source->size <= p->end);
     uint64_t tail = p->data + p->source->size, from, to;
     if (!overlap(tail, p->end - tail, lo, hi, &from, &to))
         return true;
@@ -211,6 +213,8 @@ static bool fill(struct window *window, uint64_t start, uint64_t end, uint8_t *b
 }
 
 bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block) {
+    assert(start % window->writer->options.block_size == 0 && start < end && end <= window->end);
+    assert(end - start <= window->writer->options.block_size);
     struct dr_watch *watch = window->writer->options.watch;
     struct dr_span span = {.begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL,
                            .worker = worker};

@@ -131,7 +131,7 @@ int dr_table_properties(struct dr_table *table, const struct dr_properties *prop
 
 int dr_table_append(struct dr_table *table, uint32_t name, const struct dr_row_view *view, struct dr_error *error) {
     assert(name < table->name_count && view->ndim >= 0 && view->ndim <= DR_TABLE_MAX_DIMS);
-    assert(view->type <= DR_ROW_NAME);
+    assert(view->type <= DR_ROW_NAME && (view->properties < table->property_count || view->properties == 0));
     size_t ints = 3 * (size_t)view->ndim;
     int rc = DR_ARRAY_RESERVE(table->rows, table->count, table->room, 1, error);
     if (!rc)

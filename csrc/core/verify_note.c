@@ -3,6 +3,7 @@
 
 #include "array.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 /* Of one record; at least one is kept of each. */
@@ -23,6 +24,7 @@ static void join(struct dr_problem *into, const struct dr_problem *other) {
 /* Holds the lock. */
 static void keep(struct dr_verify *v, const struct dr_problem *problem) {
     struct dr_findings *f = v->findings;
+    assert(problem->check < v->count && problem->what);
     struct dr_verify_noted *noted = &v->noted[problem->check];
     if (noted->count > 0 && joins(&f->problems[noted->last], problem)) {
         join(&f->problems[noted->last], problem);

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -480,6 +481,16 @@ def test_hostile_safetensors(tmp_path: Path, what: str) -> None:
     with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         convert(path, tmp_path / "b.pt")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_shape_of_very_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
+    """Their product alone would take minutes."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors_of({"a": entry(shape=((1 << 61) - 1,) * 400_000)}, bytes(8)))
+    start = time.process_time()
+    with pytest.raises(CorruptCheckpointError, match="400000 dimensions"):
+        convert(path, tmp_path / "b.pt")
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("file", ["../a.safetensors", "/etc/passwd", "..", "", 3])

@@ -5,6 +5,7 @@
 #include "load_plan.h"
 #include "region.h"
 
+#include <assert.h>
 #include <string.h>
 
 struct load {
@@ -49,7 +50,7 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
         if (sums)
             sums[i] = crc;
         else if (crc != stored_crc(read, i))
-            return dr_error_corrupt(error, load->plan.input.files[read->file].path, (int64_t)from, (int64_t)index,
+            return dr_error_corrupt(error, load->plan.input->files[read->file].path, (int64_t)from, (int64_t)index,
                                     "CRC-32 of bytes %llu to %llu is %08x, was %08x when they were written",
                                     (unsigned long long)from, (unsigned long long)to, crc, stored_crc(read, i));
     }
@@ -58,6 +59,8 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
 
 static void scatter(struct dr_read *read, const struct dr_block *block, const uint8_t *data, uint64_t lo,
                     uint64_t hi) {
+    assert(lo >= block->lo && lo < hi && hi <= block->hi);
+    assert(lo >= read->payload_offset && hi <= read->payload_offset + read->payload_size);
     struct dr_region region;
     dr_region_init(&region, &read->chunk, read->offsets, read->lengths, read->memory, read->strides);
     dr_region_scatter(&region, lo - read->payload_offset, hi - read->payload_offset, data + (lo - block->lo));
@@ -86,8 +89,8 @@ static int use_block(void *context, const struct dr_block *block, const uint8_t 
 }
 
 static bool is_about(const struct dr_load_plan *plan, const struct dr_read *read, const struct dr_error *error) {
-    if (read->file >= plan->input.count ||
-        strncmp(plan->input.files[read->file].path, error->path, sizeof error->path - 1) != 0)
+    const char *path = plan->input->files[read->file].path;
+    if (!path || strcmp(path, error->path) != 0)
         return false;
     int64_t length = error->length > 0 ? error->length : 1;
     return error->offset < 0 || (error->offset < (int64_t)(read->payload_offset + read->payload_size) &&
@@ -102,21 +105,19 @@ static void find_item(const struct dr_load_plan *plan, const struct dr_read *rea
             error->item = (int64_t)i;
 }
 
-int dr_load(const char *dir, const char *const *names, size_t name_count, struct dr_read *reads, size_t read_count,
-            const struct dr_options *options, const struct dr_control *control, struct dr_stream_stats *stats,
-            struct dr_error *error) {
+int dr_load(struct dr_input *input, struct dr_read *reads, size_t read_count, const struct dr_options *options,
+            const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error) {
     struct load load = {.options = options};
     *stats = (struct dr_stream_stats){0};
-    int rc = dr_load_plan_init(&load.plan, dir, names, name_count, reads, read_count, options, error);
-    const struct dr_stream stream = {&load.plan.input, load.plan.blocks, load.plan.block_count, options, use_block, NULL,
-                                     &load};
+    int rc = dr_load_plan_init(&load.plan, input, reads, read_count, options, control, error);
+    const struct dr_stream stream = {input, load.plan.blocks, load.plan.block_count, options, use_block, NULL, &load};
     if (rc == 0)
         rc = dr_stream_run(&stream, control, stats, error);
     if (rc == 0)
         rc = dr_load_plan_check_sums(&load.plan, error);
     if (rc < 0) {
         find_item(&load.plan, reads, read_count, error);
-        dr_error_at(error, dir);
+        dr_error_at(error, input->dir);
     }
     dr_load_plan_destroy(&load.plan);
     return rc;

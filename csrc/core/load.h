@@ -7,7 +7,8 @@
  * flight, check the CRC of every CRC block that is wholly there, and scatter.
  *
  * All that can be checked without reading payloads is checked first: that the
- * files are there and long enough, and that slices, shapes and sizes fit.
+ * files that reads refer to are there and long enough, and that slices, shapes
+ * and sizes fit.
  * Blocks that the page cache holds are read through it, others directly.
  */
 #ifndef DCPRING_LOAD_H
@@ -17,7 +18,7 @@
 #include "stream.h"
 
 struct dr_read {
-    size_t file;                         /* index of its name */
+    size_t file;                         /* of the input */
     uint64_t payload_offset, payload_size;
     struct dr_shape chunk;               /* what is stored */
     const int64_t *offsets, *lengths;    /* the slice wanted, chunk.ndim of each */
@@ -29,9 +30,8 @@ struct dr_read {
     bool touched;                        /* out: memory was written to */
 };
 
-int dr_load(const char *dir, const char *const *names, size_t name_count, struct dr_read *reads, size_t read_count,
-            const struct dr_options *options, const struct dr_control *control, struct dr_stream_stats *stats,
-            struct dr_error *error);
+int dr_load(struct dr_input *input, struct dr_read *reads, size_t read_count, const struct dr_options *options,
+            const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error);
 
 /* One record to be understood: dr_record_locate for many, file by file. */
 struct dr_lookup {
@@ -40,7 +40,7 @@ struct dr_lookup {
     struct dr_located located;
 };
 
-int dr_locate(const char *dir, const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
-              const struct dr_control *control, struct dr_error *error);
+int dr_locate(struct dr_input *input, struct dr_lookup *lookups, size_t count, const struct dr_control *control,
+              struct dr_error *error);
 
 #endif

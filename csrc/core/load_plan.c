@@ -1,14 +1,13 @@
 /* Deciding what to read. See load_plan.h. */
 #include "load_plan.h"
 
+#include "array.h"
 #include "crc.h"
-#include "memory.h"
 #include "pool.h"
 #include "region.h"
 
+#include <assert.h>
 #include <errno.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* A gap up to this inside one slice is read over rather than skipped: one large read is cheaper than two. */
 #define SLICE_GAP ((uint64_t)128 * 1024)
@@ -21,9 +20,15 @@
 
 static int check_read(const struct dr_load_plan *plan, size_t index, struct dr_error *error) {
     const struct dr_read *r = &plan->reads[index];
-    const struct dr_input_file *file = &plan->input.files[r->file];
+    assert(r->file < plan->input->count && r->chunk.ndim >= 0 && r->chunk.ndim <= DR_MAX_DIMS);
+    const struct dr_input_file *file = &plan->input->files[r->file];
     uint64_t bytes;
     int64_t item = (int64_t)index;
+    int rc = dr_input_look(plan->input, r->file, error);
+    if (rc < 0) {
+        error->item = item;
+        return rc;
+    }
     if (r->payload_offset > file->size || r->payload_size > file->size - r->payload_offset)
         return dr_error_corrupt(error, file->path, (int64_t)r->payload_offset, item,
                                 "the file has %llu bytes, and needs at least %llu",
@@ -43,20 +48,9 @@ struct adding {
     struct dr_load_plan *plan;
     const struct dr_read *read;
     size_t index;
-    bool checksum;
+    const struct dr_options *options;
     struct dr_error *error;
 };
-
-/* Room for one more element of an array that doubles. */
-static void *grow(void *array, size_t count, size_t *room, size_t size) {
-    if (count < *room)
-        return array;
-    size_t wanted = *room ? 2 * *room : 256;
-    void *grown = dr_realloc(array, wanted * size);
-    if (grown)
-        *room = wanted;
-    return grown;
-}
 
 static void grow_to_crc_blocks(const struct dr_read *r, uint64_t *lo, uint64_t *hi) {
     uint64_t end = r->payload_offset + r->payload_size;
@@ -72,38 +66,43 @@ static void grow_to_crc_blocks(const struct dr_read *r, uint64_t *lo, uint64_t *
         *hi = up;
 }
 
+/* Cut at the grid of blocks, so that each block has its own extents: however many of them share its bytes. */
 static int add_extent(void *context, uint64_t lo, uint64_t hi) {
     struct adding *adding = context;
     struct dr_load_plan *plan = adding->plan;
     const struct dr_read *r = adding->read;
-    void *grown = grow(plan->extents, plan->extent_count, &plan->extent_room, sizeof *plan->extents);
-    if (!grown)
-        return dr_error_system(adding->error, ENOMEM, "malloc", plan->input.files[r->file].path);
-    plan->extents = grown;
+    uint64_t block_size = adding->options->block_size;
     lo += r->payload_offset;
     hi += r->payload_offset;
-    if (r->crcs && adding->checksum)
+    if (r->crcs && adding->options->checksum)
         grow_to_crc_blocks(r, &lo, &hi);
-    plan->extents[plan->extent_count++] = (struct dr_load_extent){r->file, lo, hi, adding->index};
+    for (uint64_t at = lo, next; at < hi; at = next) {
+        next = dr_align_down(at, block_size) + block_size;
+        next = next < hi ? next : hi;
+        int rc = DR_ARRAY_RESERVE(plan->extents, plan->extent_count, plan->extent_room, 1, adding->error);
+        if (rc)
+            return rc;
+        plan->extents[plan->extent_count++] = (struct dr_load_extent){r->file, at, next, adding->index};
+    }
     return 0;
 }
 
-static int add_read(struct dr_load_plan *plan, size_t index, bool checksum, struct dr_error *error) {
+static int add_read(struct dr_load_plan *plan, size_t index, const struct dr_options *options, struct dr_error *error) {
     const struct dr_read *r = &plan->reads[index];
     int rc = check_read(plan, index, error);
     if (rc < 0)
         return rc;
     struct dr_region region;
     dr_region_init(&region, &r->chunk, r->offsets, r->lengths, r->memory, r->strides);
-    struct adding adding = {plan, r, index, checksum, error};
+    struct adding adding = {plan, r, index, options, error};
     rc = dr_region_stretches(&region, SLICE_GAP, add_extent, &adding);
-    if (rc < 0 || !checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
+    if (rc < 0 || !options->checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
     if (!plan->sums && !(plan->sums = dr_calloc(plan->read_count, sizeof *plan->sums)))
-        return dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
+        return dr_error_system(error, ENOMEM, "malloc", plan->input->files[r->file].path);
     size_t count = dr_crc_count(r->payload_offset, r->payload_size);
     plan->sums[index] = dr_calloc(count ? count : 1, sizeof **plan->sums);
-    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->input.files[r->file].path);
+    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->input->files[r->file].path);
 }
 
 static int by_position(const void *a, const void *b) {
@@ -117,22 +116,19 @@ static int by_position(const void *a, const void *b) {
 
 /* ---- blocks ---- */
 
-/* Cuts the range [lo, hi), which extents [first, end) make up, at the block grid. */
-static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_t first, size_t end,
-                      uint64_t block_size, struct dr_error *error) {
-    struct dr_input_file *file = &plan->input.files[plan->extents[first].file];
+/* Cuts the range [lo, hi), which extents from `first` on make up, at the block grid. */
+static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_t first, uint64_t block_size,
+                      struct dr_error *error) {
+    size_t file = plan->extents[first].file;
     for (uint64_t at = dr_align_down(lo, DR_ALIGNMENT), next; at < hi; at = next) {
         next = dr_align_down(at, block_size) + block_size;
-        if (next > hi)
-            next = hi;
-        while (first + 1 < end && plan->extents[first].hi <= at)
+        next = next < hi ? next : hi;
+        int rc = DR_ARRAY_RESERVE(plan->blocks, plan->block_count, plan->block_room, 1, error);
+        if (rc)
+            return rc;
+        plan->blocks[plan->block_count++] = (struct dr_block){.file = file, .lo = at, .hi = next, .first = first};
+        while (first < plan->extent_count && plan->extents[first].file == file && plan->extents[first].lo < next)
             first++;
-        void *grown = grow(plan->blocks, plan->block_count, &plan->block_room, sizeof *plan->blocks);
-        if (!grown)
-            return dr_error_system(error, ENOMEM, "malloc", file->path);
-        plan->blocks = grown;
-        plan->blocks[plan->block_count++] =
-            (struct dr_block){.file = plan->extents[first].file, .lo = at, .hi = next, .first = first};
     }
     return 0;
 }
@@ -148,7 +144,7 @@ static int make_blocks(struct dr_load_plan *plan, uint64_t block_size, struct dr
                 hi = plan->extents[end].hi;
             end++;
         }
-        int rc = add_blocks(plan, first->lo, hi, i, end, block_size, error);
+        int rc = add_blocks(plan, first->lo, hi, i, block_size, error);
         if (rc < 0)
             return rc;
         i = end;
@@ -156,16 +152,19 @@ static int make_blocks(struct dr_load_plan *plan, uint64_t block_size, struct dr
     return 0;
 }
 
-int dr_load_plan_init(struct dr_load_plan *plan, const char *dir, const char *const *names, size_t name_count,
-                      struct dr_read *reads, size_t read_count, const struct dr_options *options,
-                      struct dr_error *error) {
+int dr_load_plan_init(struct dr_load_plan *plan, struct dr_input *input, struct dr_read *reads, size_t read_count,
+                      const struct dr_options *options, const struct dr_control *control, struct dr_error *error) {
+    struct dr_ticker ticker = {.control = control};
+    plan->input = input;
     plan->reads = reads;
     plan->read_count = read_count;
-    int rc = dr_input_init(&plan->input, dir, names, name_count, error);
-    for (size_t i = 0; i < name_count && rc == 0; i++)
-        rc = dr_input_look(&plan->input, i, error);
-    for (size_t i = 0; i < read_count && rc == 0; i++)
-        rc = add_read(plan, i, options->checksum, error);
+    int rc = 0;
+    for (size_t i = 0; i < read_count && rc == 0; i++) {
+        rc = add_read(plan, i, options, error);
+        bool turned = i == 0 || reads[i].file != reads[i - 1].file; /* looking at a file may take long */
+        if (rc == 0)
+            rc = turned ? dr_ticker_ask(&ticker, error) : dr_ticker_turn(&ticker, i, error);
+    }
     if (rc < 0)
         return rc;
     if (plan->extent_count > 0)
@@ -180,7 +179,7 @@ int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *er
             continue;
         uint32_t crc = dr_crc_whole(r->payload_offset, r->payload_size, plan->sums[i]);
         if (crc != r->whole_crc)
-            return dr_error_corrupt(error, plan->input.files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
+            return dr_error_corrupt(error, plan->input->files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
                                     "CRC-32 of its %llu bytes is %08x, was %08x when they were written",
                                     (unsigned long long)r->payload_size, crc, r->whole_crc);
     }
@@ -193,5 +192,4 @@ void dr_load_plan_destroy(struct dr_load_plan *plan) {
     free(plan->sums);
     free(plan->extents);
     free(plan->blocks);
-    dr_input_destroy(&plan->input);
 }

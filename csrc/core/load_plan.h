@@ -5,7 +5,7 @@
 #include "load.h"
 #include "stream.h"
 
-/* Bytes [lo, hi) of a file that a read needs. */
+/* Bytes [lo, hi) of a file that a read needs; within one block of the grid. */
 struct dr_load_extent {
     size_t file;
     uint64_t lo, hi;
@@ -13,19 +13,19 @@ struct dr_load_extent {
 };
 
 struct dr_load_plan {
-    struct dr_input input;
+    struct dr_input *input;
     struct dr_read *reads;
     size_t read_count;
     struct dr_load_extent *extents; /* sorted by file and lo */
     size_t extent_count, extent_room;
-    struct dr_block *blocks; /* the extents from block.first on that start before its end may lie in it */
+    struct dr_block *blocks; /* block.first is its first extent; its last is the last one that starts in it */
     size_t block_count, block_room;
     uint32_t **sums; /* per read that has only a whole CRC and is read wholly: its block CRCs; else NULL */
 };
 
-int dr_load_plan_init(struct dr_load_plan *plan, const char *dir, const char *const *names, size_t name_count,
-                      struct dr_read *reads, size_t read_count, const struct dr_options *options,
-                      struct dr_error *error);
+/* Looks at every file that a read refers to. */
+int dr_load_plan_init(struct dr_load_plan *plan, struct dr_input *input, struct dr_read *reads, size_t read_count,
+                      const struct dr_options *options, const struct dr_control *control, struct dr_error *error);
 
 /* After everything was read: payloads that have only a CRC of the whole. */
 int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *error);

@@ -147,7 +147,7 @@ int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
-    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_RDONLY, 0));
+    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_RDONLY | O_NONBLOCK, 0));
     struct stat about;
     int rc = fd < 0 ? fd : DR_RETRY(dr_sys.fstat(fd, &about));
     if (rc >= 0) {

@@ -3,9 +3,9 @@
 
 #include "crc.h"
 #include "engine.h"
-#include "file.h"
 #include "sys.h"
 
+#include <assert.h>
 #include <errno.h>
 
 enum { WAIT_MS = 100 };
@@ -16,54 +16,14 @@ struct run {
     struct dr_crew crew;
     atomic_size_t next; /* block to take */
     unsigned depth;     /* buffers per worker */
-    pthread_mutex_t files_lock;
     atomic_uint_fast64_t bytes, cached_bytes;
     atomic_bool direct;
     const char *_Atomic engine;
 };
 
-static struct dr_input_file *file_of(const struct run *run, const struct dr_block *block) {
-    return &run->stream->input->files[block->file];
-}
-
-/* ---- which descriptor a block is read through ---- */
-
-/* A file that cannot be opened is why a block is lost; that direct I/O was asked for in vain is an error. */
-static int open_direct(struct run *run, struct dr_input_file *file, struct dr_error *why, struct dr_error *error) {
-    file->direct_tried = true;
-    int rc = dr_input_open(run->stream->input, file, &file->direct_fd, why);
-    if (rc < 0)
-        return rc;
-    rc = dr_file_use_direct(file->direct_fd, file->path, run->options->direct, error);
-    if (rc <= 0) {
-        dr_sys.close(file->direct_fd);
-        file->direct_fd = -1;
-    }
-    return rc;
-}
-
-static int open_file(struct run *run, struct dr_input_file *file, struct dr_error *why, struct dr_error *error) {
-    int rc = 0;
-    pthread_mutex_lock(&run->files_lock);
-    if (file->buffered_fd < 0)
-        rc = dr_input_open(run->stream->input, file, &file->buffered_fd, why);
-    if (rc == 0 && !file->direct_tried && run->options->direct != DR_DIRECT_OFF)
-        rc = open_direct(run, file, why, error);
-    pthread_mutex_unlock(&run->files_lock);
-    return rc < 0 ? rc : 0;
-}
-
-static void close_block(struct run *run, const struct dr_block *block) {
-    struct dr_input_file *file = file_of(run, block);
-    pthread_mutex_lock(&run->files_lock);
-    if (--file->blocks_left == 0)
-        dr_input_close(file);
-    pthread_mutex_unlock(&run->files_lock);
-}
-
-static bool is_cached(const struct dr_input_file *file, const struct dr_block *block) {
+static bool is_cached(int fd, const struct dr_block *block) {
     uint64_t size = block->hi - block->lo;
-    return dr_sys.cached(file->buffered_fd, (off_t)block->lo, size) >= (int64_t)size;
+    return dr_sys.cached(fd, (off_t)block->lo, size) >= (int64_t)size;
 }
 
 static int use_piece(struct run *run, unsigned worker, const struct dr_block *piece, const uint8_t *data,
@@ -77,10 +37,10 @@ static int use_piece(struct run *run, unsigned worker, const struct dr_block *pi
 }
 
 /* A block that could not be read, for the reason in *why: 0 when the user goes on without it. */
-static int lose(struct run *run, const struct dr_block *block, uint8_t *buffer, const struct dr_error *why,
+static int lose(struct run *run, const struct dr_block *block, int fd, uint8_t *buffer, const struct dr_error *why,
                 struct dr_error *error) {
     if (run->stream->lost)
-        return run->stream->lost(run->stream->context, &run->crew, block, buffer, why, error);
+        return run->stream->lost(run->stream->context, &run->crew, block, fd, buffer, why, error);
     *error = *why;
     return -why->err;
 }
@@ -102,10 +62,9 @@ static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
  * A block that the page cache holds, one CRC block at a time: the buffer then stays in the processor's cache between
  * the three passes over it. 1 when it was used up, 0 when it must be read the other way (which also reports errors).
  */
-static int read_cached(struct run *run, unsigned worker, const struct dr_block *block, uint8_t *buffer,
+static int read_cached(struct run *run, unsigned worker, const struct dr_block *block, int fd, uint8_t *buffer,
                        struct dr_error *error) {
-    const struct dr_input_file *file = file_of(run, block);
-    if (!is_cached(file, block))
+    if (!is_cached(fd, block))
         return 0;
     struct dr_watch *watch = run->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch), .offset = block->lo, .size = block->hi - block->lo,
@@ -116,7 +75,7 @@ static int read_cached(struct run *run, unsigned worker, const struct dr_block *
         piece.hi = block->in_one ? block->hi : dr_align_down(piece.lo, DR_CRC_BLOCK) + DR_CRC_BLOCK;
         if (piece.hi > block->hi)
             piece.hi = block->hi;
-        if (!read_all(file->buffered_fd, buffer, piece.lo, piece.hi))
+        if (!read_all(fd, buffer, piece.lo, piece.hi))
             return 0;
         int rc = use_piece(run, worker, &piece, buffer, error);
         if (rc < 0)
@@ -130,18 +89,16 @@ static int read_cached(struct run *run, unsigned worker, const struct dr_block *
 }
 
 static int submit_block(struct run *run, struct dr_engine *engine, struct dr_request *request,
-                        const struct dr_block *block, struct dr_error *error) {
-    const struct dr_input_file *file = file_of(run, block);
-    bool direct = file->direct_fd >= 0;
+                        const struct dr_block *block, int fd, bool direct, struct dr_error *error) {
     uint64_t size = block->hi - block->lo;
+    assert(block->lo % DR_ALIGNMENT == 0 && block->lo < block->hi && size <= run->options->block_size);
     request->op = DR_READ;
-    request->fd = direct ? file->direct_fd : file->buffered_fd;
+    request->fd = fd;
     request->direct = direct;
     request->offset = (int64_t)block->lo;
     request->size = (uint32_t)(direct ? dr_align_up(size, DR_ALIGNMENT) : size);
     request->needed = (uint32_t)size;
-    request->path = file->path;
-    request->user = (void *)(uintptr_t)block;
+    request->path = run->stream->input->files[block->file].path;
     request->file = (uint32_t)block->file;
     atomic_fetch_add(&run->bytes, size);
     if (direct)
@@ -151,18 +108,51 @@ static int submit_block(struct run *run, struct dr_engine *engine, struct dr_req
 
 /* ---- the workers ---- */
 
-/* Puts a block in flight, or reads it at once through the page cache. */
+/* A request holds its block's file for as long as it has that block as its user. */
+static void take_block(struct dr_request *request, const struct dr_block *block) {
+    assert(request->state == DR_TAKEN && !request->user);
+    request->user = (void *)(uintptr_t)block;
+}
+
+static void release_block(struct run *run, struct dr_request *request) {
+    const struct dr_block *block = request->user;
+    request->user = NULL;
+    if (block)
+        dr_input_release(run->stream->input, block->file);
+}
+
+/* Reads a block at once through the page cache: 1 when it was used up; or puts it in flight, and gives 0. */
+static int start_held(struct run *run, struct dr_engine *engine, struct dr_request *request,
+                      const struct dr_block *block, int fd, struct dr_error *error) {
+    struct dr_input *input = run->stream->input;
+    enum dr_direct wanted = run->options->direct;
+    int direct = -1;
+    /* Where direct I/O must be had, its lack is an error even of a file that is in the page cache. */
+    int rc = wanted == DR_DIRECT_ON ? dr_input_direct(input, block->file, wanted, &direct, error) : 0;
+    if (rc == 0)
+        rc = read_cached(run, engine->worker, block, fd, request->data, error);
+    if (rc == 0 && wanted == DR_DIRECT_AUTO)
+        rc = dr_input_direct(input, block->file, wanted, &direct, error);
+    if (rc != 0)
+        return rc;
+    return submit_block(run, engine, request, block, direct >= 0 ? direct : fd, direct >= 0, error);
+}
+
 static int start_block(struct run *run, struct dr_engine *engine, struct dr_request *request,
                        const struct dr_block *block, struct dr_error *error) {
     struct dr_error why;
     dr_error_clear(&why);
-    int rc = open_file(run, file_of(run, block), &why, error);
-    if (why.kind != DR_ERROR_NONE)
-        rc = lose(run, block, request->data, &why, error);
-    else if (rc == 0 && (rc = read_cached(run, engine->worker, block, request->data, error)) == 0)
-        return submit_block(run, engine, request, block, error);
+    int fd = -1, rc = dr_input_hold(run->stream->input, block->file, &fd, &why);
+    if (rc == 0) {
+        take_block(request, block);
+        rc = start_held(run, engine, request, block, fd, error);
+        if (rc == 0)
+            return 0;
+    } else {
+        rc = lose(run, block, -1, request->data, &why, error);
+    }
+    release_block(run, request);
     dr_engine_release(engine, request);
-    close_block(run, block);
     return rc < 0 ? rc : 0;
 }
 
@@ -183,6 +173,20 @@ static int fill_queue(struct run *run, struct dr_engine *engine, struct dr_error
     return 0;
 }
 
+/* The same for a block that was in flight. */
+static int lose_read(struct run *run, const struct dr_request *request, const struct dr_error *why,
+                     struct dr_error *error) {
+    const struct dr_block *block = request->user;
+    struct dr_error ignored;
+    dr_error_clear(&ignored);
+    int fd;
+    if (dr_input_hold(run->stream->input, block->file, &fd, &ignored) < 0)
+        return lose(run, block, -1, request->data, why, error);
+    int rc = lose(run, block, fd, request->data, why, error);
+    dr_input_release(run->stream->input, block->file);
+    return rc;
+}
+
 /* What is in flight, or nothing within a while; what failed is the user's to lose. */
 static int finish_block(struct run *run, struct dr_engine *engine, struct dr_error *error) {
     struct dr_request *done;
@@ -194,11 +198,9 @@ static int finish_block(struct run *run, struct dr_engine *engine, struct dr_err
             *error = why;
         return rc;
     }
-    const struct dr_block *block = done->user;
-    rc = rc < 0 ? lose(run, block, done->data, &why, error)
-                : use_piece(run, engine->worker, block, done->data, error);
+    rc = rc < 0 ? lose_read(run, done, &why, error) : use_piece(run, engine->worker, done->user, done->data, error);
+    release_block(run, done);
     dr_engine_release(engine, done);
-    close_block(run, block);
     return rc;
 }
 
@@ -226,6 +228,9 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     engine->worker = index;
     atomic_store(&run->engine, engine->ops->name);
     rc = read_blocks(run, engine, error);
+    dr_engine_drain(engine);
+    for (unsigned i = 0; i < engine->pool.count; i++) /* what was in flight when it was stopped */
+        release_block(run, &engine->requests[i]);
     dr_engine_close(engine);
     return rc;
 }
@@ -246,13 +251,7 @@ static int run_crew(struct run *run, const struct dr_control *control, struct dr
 int dr_stream_run(const struct dr_stream *stream, const struct dr_control *control, struct dr_stream_stats *stats,
                   struct dr_error *error) {
     struct run run = {.stream = stream, .options = stream->options};
-    int rc = 0;
-    for (size_t i = 0; i < stream->count; i++)
-        stream->input->files[stream->blocks[i].file].blocks_left++;
-    pthread_mutex_init(&run.files_lock, NULL);
-    if (stream->count > 0)
-        rc = run_crew(&run, control, error);
-    pthread_mutex_destroy(&run.files_lock);
+    int rc = stream->count > 0 ? run_crew(&run, control, error) : 0;
     *stats = (struct dr_stream_stats){
         .bytes = run.bytes, .cached_bytes = run.cached_bytes, .direct = run.direct, .engine = run.engine};
     return rc;

@@ -4,8 +4,7 @@
  *
  * A crew of workers takes the blocks in their order, keeps many in flight, and
  * calls `use` for each that is there. Blocks that the page cache holds are read
- * through it, others directly. Files are opened with their first block and
- * closed with their last.
+ * through it, others directly. A file is held while a block of it is in flight.
  */
 #ifndef DCPRING_STREAM_H
 #define DCPRING_STREAM_H
@@ -31,10 +30,11 @@ struct dr_stream {
     int (*use)(void *context, const struct dr_block *piece, const uint8_t *data, uint64_t *crc_ns,
                struct dr_error *error);
     /*
-     * Called by any worker for a block that could not be read, for `why`; `buffer` has room for it. 0: go on with the
-     * others. It may take long, and looks whether the crew was stopped. NULL: the first such block ends it all.
+     * Called by any worker for a block that could not be read, for `why`; `buffer` has room for it. fd reads its file
+     * through the page cache, -1 where that cannot be opened. 0: go on with the others. It may take long, and looks
+     * whether the crew was stopped. NULL: the first such block ends it all.
      */
-    int (*lost)(void *context, struct dr_crew *crew, const struct dr_block *block, uint8_t *buffer,
+    int (*lost)(void *context, struct dr_crew *crew, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error);
     void *context;
 };

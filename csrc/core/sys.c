@@ -111,6 +111,8 @@ static int real_set_direct(int fd, int on) {
     return result(fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT));
 }
 
+static int real_set_blocking(int fd) { return result(fcntl(fd, F_SETFL, 0)); }
+
 static int real_fallocate(int fd, off_t size) { return result(fallocate(fd, 0, 0, size)); }
 
 static int real_ftruncate(int fd, off_t size) { return result(ftruncate(fd, size)); }
@@ -254,6 +256,7 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
         .pread = real_pread, \
         .pwrite = real_pwrite, \
         .set_direct = real_set_direct, \
+        .set_blocking = real_set_blocking, \
         .fallocate = real_fallocate, \
         .ftruncate = real_ftruncate, \
         .fdatasync = real_fdatasync, \

@@ -28,6 +28,8 @@ struct dr_sys {
     ssize_t (*pread)(int fd, void *data, size_t size, off_t offset);
     ssize_t (*pwrite)(int fd, const void *data, size_t size, off_t offset);
     int (*set_direct)(int fd, int on);
+    /* Of a descriptor that was opened with O_RDONLY | O_NONBLOCK: reads wait from now on. */
+    int (*set_blocking)(int fd);
     int (*fallocate)(int fd, off_t size);
     int (*ftruncate)(int fd, off_t size);
     int (*fdatasync)(int fd);

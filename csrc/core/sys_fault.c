@@ -63,6 +63,10 @@ static int fault_set_direct(int fd, int on) {
     return fails("set_direct") ? -armed.err : dr_sys_real.set_direct(fd, on);
 }
 
+static int fault_set_blocking(int fd) {
+    return fails("set_blocking") ? -armed.err : dr_sys_real.set_blocking(fd);
+}
+
 static int fault_fallocate(int fd, off_t size) {
     return fails("fallocate") ? -armed.err : dr_sys_real.fallocate(fd, size);
 }
@@ -168,6 +172,7 @@ void dr_fault_arm(const struct dr_fault *fault) {
         .pread = fault_pread,
         .pwrite = fault_pwrite,
         .set_direct = fault_set_direct,
+        .set_blocking = fault_set_blocking,
         .fallocate = fault_fallocate,
         .ftruncate = fault_ftruncate,
         .fdatasync = fault_fdatasync,

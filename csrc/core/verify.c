@@ -67,25 +67,34 @@ static const char *file_problem(const struct dr_input_file *file, const struct d
     return error->err == ENOENT ? "its file is missing" : "its file cannot be opened";
 }
 
-/* Whether the file is there; else every record of it has that problem. */
-static bool look_at_file(struct run *run, const size_t *records, size_t count) {
+/* Whether something failed for a lack of ours, which says nothing of the checkpoint: checking cannot go on. */
+static bool is_our_lack(const struct dr_error *why) {
+    return why->kind == DR_ERROR_SYSTEM && (why->err == ENOMEM || why->err == EMFILE || why->err == ENFILE);
+}
+
+/* 1: the file is there; 0: every record of it has that problem. */
+static int look_at_file(struct run *run, const size_t *records, size_t count, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     size_t file = v->checks[records[0]].file;
-    struct dr_error error;
-    dr_error_clear(&error);
-    if (dr_input_look(&v->input, file, &error) == 0)
-        return true;
-    const char *what = file_problem(&v->input.files[file], &error);
-    int err = error.kind == DR_ERROR_SYSTEM && error.err != ENOENT ? error.err : 0;
+    struct dr_error why;
+    dr_error_clear(&why);
+    if (dr_input_look(v->input, file, &why) == 0)
+        return 1;
+    if (is_our_lack(&why)) {
+        *error = why;
+        return -why.err;
+    }
+    const char *what = file_problem(&v->input->files[file], &why);
+    int err = why.kind == DR_ERROR_SYSTEM && why.err != ENOENT ? why.err : 0;
     for (size_t i = 0; i < count; i++)
         dr_verify_note(v, &(struct dr_problem){.check = records[i], .what = what, .err = err, .of_file = true});
-    return false;
+    return 0;
 }
 
 /* Leaves out of a file's records those that cannot be read, or share bytes with one before. */
 static void choose(struct run *run, const size_t *records, size_t count) {
     struct dr_verify *v = &run->verify;
-    uint64_t size = v->input.files[v->checks[records[0]].file].size, end = 0;
+    uint64_t size = v->input->files[v->checks[records[0]].file].size, end = 0;
     for (size_t i = 0; i < count; i++) {
         const struct dr_check *c = &v->checks[records[i]];
         if (c->offset >= size && c->length > 0) {
@@ -107,7 +116,7 @@ static void choose(struct run *run, const size_t *records, size_t count) {
     }
 }
 
-static int plan_records(struct run *run, struct dr_error *error) {
+static int plan_records(struct run *run, const struct dr_control *control, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     size_t *sorted = dr_malloc((v->count + 1) * sizeof *sorted);
     run->order = dr_malloc((v->count + 1) * sizeof *run->order);
@@ -119,13 +128,20 @@ static int plan_records(struct run *run, struct dr_error *error) {
     for (size_t i = 0; i < v->count; i++)
         sorted[i] = i;
     qsort_r(sorted, v->count, sizeof *sorted, by_place, v->checks);
-    for (size_t i = 0, end; i < v->count; i = end) {
+    struct dr_ticker ticker = {.control = control};
+    int rc = 0;
+    for (size_t i = 0, end; i < v->count && rc >= 0; i = end) {
         for (end = i + 1; end < v->count && v->checks[sorted[end]].file == v->checks[sorted[i]].file; end++)
             ;
-        if (look_at_file(run, sorted + i, end - i))
+        rc = look_at_file(run, sorted + i, end - i, error);
+        if (rc > 0)
             choose(run, sorted + i, end - i);
+        if (rc >= 0)
+            rc = dr_ticker_ask(&ticker, error);
     }
     free(sorted);
+    if (rc < 0)
+        return rc;
     for (size_t i = 0; i < run->order_count; i++)
         if (v->checks[run->order[i]].length > run->small)
             run->large[run->large_count++] = run->order[i];
@@ -134,43 +150,53 @@ static int plan_records(struct run *run, struct dr_error *error) {
 
 /* ---- 2: headers of large records ---- */
 
-/* A thread's two windows, and the file that they are over. */
+/* A thread's two windows, and the file that they are over, which it holds. */
 struct reader {
     struct dr_window window, ahead;
     size_t file;
-    int fd;
+    int fd; /* -1: none */
 };
 
+static void leave_file(struct run *run, struct reader *reader) {
+    if (reader->fd >= 0)
+        dr_input_release(run->verify.input, reader->file);
+    reader->fd = -1;
+}
+
 static int turn_to_file(struct run *run, struct reader *reader, size_t file, struct dr_error *error) {
-    const struct dr_input *input = &run->verify.input;
+    struct dr_input *input = run->verify.input;
     if (reader->fd >= 0 && reader->file == file)
         return 0;
-    if (reader->fd >= 0)
-        dr_sys.close(reader->fd);
-    reader->fd = -1;
+    leave_file(run, reader);
     reader->file = file;
     reader->window.filled = reader->ahead.filled = 0;
-    int rc = dr_input_open(input, &input->files[file], &reader->fd, error);
+    int rc = dr_input_hold(input, file, &reader->fd, error);
     reader->window.fd = reader->ahead.fd = reader->fd;
     reader->window.path = reader->ahead.path = input->files[file].path;
     return rc;
 }
 
-static void read_headers(struct run *run, struct reader *reader) {
+static int read_headers(struct run *run, struct reader *reader, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     while (!dr_crew_stopped(&run->verify.crew)) {
         size_t index = atomic_fetch_add(&run->next, 1);
         if (index >= run->large_count)
-            return;
+            return 0;
         const struct dr_check *c = &v->checks[run->large[index]];
         uint64_t crc_ns = 0;
-        struct dr_error error;
-        dr_error_clear(&error);
-        if (turn_to_file(run, reader, c->file, &error) < 0)
-            note(run, run->large[index], c->offset, c->length, "its file cannot be opened", error.err);
-        else
+        struct dr_error why;
+        dr_error_clear(&why);
+        int rc = turn_to_file(run, reader, c->file, &why);
+        if (rc == 0) {
             dr_verify_record(v, run->large[index], &reader->window, &reader->ahead, &crc_ns);
+        } else if (is_our_lack(&why)) {
+            *error = why;
+            return rc;
+        } else {
+            note(run, run->large[index], c->offset, c->length, "its file cannot be opened", why.err);
+        }
     }
+    return 0;
 }
 
 static int read_some_headers(void *context, unsigned worker, struct dr_error *error) {
@@ -180,9 +206,8 @@ static int read_some_headers(void *context, unsigned worker, struct dr_error *er
     if (rc == 0)
         rc = dr_window_init(&reader.ahead, -1, NULL, error);
     if (rc == 0)
-        read_headers(context, &reader);
-    if (reader.fd >= 0)
-        dr_sys.close(reader.fd);
+        rc = read_headers(context, &reader, error);
+    leave_file(context, &reader);
     dr_window_destroy(&reader.window);
     dr_window_destroy(&reader.ahead);
     return rc;
@@ -294,7 +319,7 @@ static void use_group(struct run *run, const struct dr_block *block, const uint8
     struct dr_verify *v = &run->verify;
     struct dr_window window = {.fd = -1,
                                .fixed = true,
-                               .path = v->input.files[block->file].path,
+                               .path = v->input->files[block->file].path,
                                .data = (uint8_t *)(uintptr_t)data,
                                .start = block->lo,
                                .filled = block->hi - block->lo};
@@ -386,12 +411,16 @@ static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
     }
 }
 
-static int lost(void *context, struct dr_crew *crew, const struct dr_block *block, uint8_t *buffer,
+static int lost(void *context, struct dr_crew *crew, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error) {
     struct run *run = context;
-    struct reread again = {.run = run, .crew = crew, .fd = run->verify.input.files[block->file].buffered_fd};
+    struct reread again = {.run = run, .crew = crew, .fd = fd};
     uint64_t crc_ns = 0;
-    if (again.fd >= 0)
+    if (is_our_lack(why)) {
+        *error = *why;
+        return -why->err;
+    }
+    if (fd >= 0)
         reread(&again, buffer, block->lo, block->hi);
     else
         add_hole(&again.holes, block->lo, block->hi, why->err);
@@ -421,13 +450,13 @@ static void check_sums(struct run *run) {
 static int check_all(struct run *run, const struct dr_control *control, struct dr_stream_stats *stats,
                      struct dr_error *error) {
     struct dr_verify *v = &run->verify;
-    int rc = plan_records(run, error);
+    int rc = plan_records(run, control, error);
     unsigned readers = run->large_count < HEADER_READERS ? (unsigned)run->large_count : HEADER_READERS;
     if (rc == 0 && readers > 0)
         rc = dr_crew_run(&run->verify.crew, readers, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
-    const struct dr_stream stream = {&v->input, run->blocks, run->block_count, v->options, use, lost, run};
+    const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, lost, run};
     if (rc == 0)
         rc = dr_stream_run(&stream, control, stats, error);
     if (rc == 0)
@@ -444,27 +473,23 @@ static void free_run(struct run *run) {
     free(run->large);
     free(run->blocks);
     pthread_mutex_destroy(&run->verify.lock);
-    dr_input_destroy(&run->verify.input);
 }
 
-int dr_verify(const char *dir, const char *const *names, size_t name_count, struct dr_check *checks, size_t count,
-              bool quick, const struct dr_options *options, const struct dr_control *control,
-              struct dr_findings *findings, struct dr_stream_stats *stats, struct dr_error *error) {
-    struct run run = {.verify = {.checks = checks, .count = count, .quick = quick, .options = options,
+int dr_verify(struct dr_input *input, struct dr_check *checks, size_t count, bool quick,
+              const struct dr_options *options, const struct dr_control *control, struct dr_findings *findings,
+              struct dr_stream_stats *stats, struct dr_error *error) {
+    struct run run = {.verify = {.input = input, .checks = checks, .count = count, .quick = quick, .options = options,
                                  .findings = findings},
                       .small = quick ? QUICK_SMALL : options->block_size - DR_ALIGNMENT};
     *findings = (struct dr_findings){0};
     *stats = (struct dr_stream_stats){0};
     pthread_mutex_init(&run.verify.lock, NULL);
-    int rc = dr_input_init(&run.verify.input, dir, names, name_count, error);
-    if (rc == 0 && !(run.verify.noted = dr_calloc(count + 1, sizeof *run.verify.noted)))
-        rc = dr_error_memory(error);
-    if (rc == 0)
-        rc = check_all(&run, control, stats, error);
+    run.verify.noted = dr_calloc(count + 1, sizeof *run.verify.noted);
+    int rc = run.verify.noted ? check_all(&run, control, stats, error) : dr_error_memory(error);
     if (rc == 0)
         dr_verify_sort(&run.verify);
     else
-        dr_error_at(error, dir);
+        dr_error_at(error, input->dir);
     findings->repeated = run.repeated;
     free_run(&run);
     return rc;

@@ -63,9 +63,9 @@ struct dr_findings {
  * quick: structure and sizes only, of tensors no bytes. Fails only where checking itself cannot go on. The findings
  * are the caller's to free with dr_findings_destroy, whatever is returned.
  */
-int dr_verify(const char *dir, const char *const *names, size_t name_count, struct dr_check *checks, size_t count,
-              bool quick, const struct dr_options *options, const struct dr_control *control,
-              struct dr_findings *findings, struct dr_stream_stats *stats, struct dr_error *error);
+int dr_verify(struct dr_input *input, struct dr_check *checks, size_t count, bool quick,
+              const struct dr_options *options, const struct dr_control *control, struct dr_findings *findings,
+              struct dr_stream_stats *stats, struct dr_error *error);
 
 void dr_findings_destroy(struct dr_findings *findings);
 

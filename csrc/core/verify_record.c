@@ -10,6 +10,7 @@
 #include "crc.h"
 #include "array.h"
 
+#include <assert.h>
 #include <string.h>
 
 /* One record being checked, by one thread. */
@@ -63,6 +64,7 @@ static uint32_t stored_crc(const uint8_t *crcs, size_t index) { return (uint32_t
 
 void dr_verify_blocks(struct dr_verify *v, struct dr_verify_part *part, const uint8_t *data, uint64_t lo, uint64_t hi,
                       uint64_t *crc_ns) {
+    assert(lo >= part->offset && lo < hi && hi <= part->offset + part->size);
     size_t first = (size_t)(lo / DR_CRC_BLOCK - part->offset / DR_CRC_BLOCK);
     size_t count = dr_crc_count(lo, hi - lo);
     for (size_t i = first; i < first + count; i++) {

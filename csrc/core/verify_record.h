@@ -20,7 +20,7 @@ struct dr_verify_noted {
 };
 
 struct dr_verify {
-    struct dr_input input;
+    struct dr_input *input;
     struct dr_check *checks;
     size_t count;
     bool quick;

@@ -39,28 +39,32 @@ int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count) {
     return 0;
 }
 
-const char **parse_names(PyObject *list, Py_ssize_t *count) {
+void paths_free(struct paths *paths) {
+    PyMem_Free(paths->names);
+    Py_XDECREF(paths->objects);
+    *paths = (struct paths){0};
+}
+
+int paths_parse(struct paths *paths, PyObject *list) {
+    *paths = (struct paths){0};
     if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "expected a list of str");
-        return NULL;
+        PyErr_SetString(PyExc_TypeError, "expected a list of paths");
+        return -1;
     }
-    *count = PyList_Size(list);
-    const char **names = PyMem_Calloc((size_t)*count + 1, sizeof *names);
-    if (!names) {
-        PyErr_NoMemory();
-        return NULL;
+    Py_ssize_t count = PyList_Size(list);
+    paths->names = PyMem_Calloc((size_t)count + 1, sizeof *paths->names);
+    paths->objects = paths->names ? PyTuple_New(count) : PyErr_NoMemory();
+    for (; paths->objects && paths->count < count; paths->count++) {
+        PyObject *object = PyList_GetItem(list, paths->count), *bytes;
+        if (!object || !PyUnicode_FSConverter(object, &bytes))
+            break;
+        paths->names[paths->count] = PyBytes_AsString(bytes);
+        PyTuple_SetItem(paths->objects, paths->count, bytes);
     }
-    for (Py_ssize_t i = 0; i < *count; i++) {
-        Py_ssize_t size;
-        names[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, i), &size);
-        if (names[i] && strlen(names[i]) != (size_t)size)
-            PyErr_SetString(PyExc_ValueError, "a file name holds a null character");
-        if (PyErr_Occurred()) {
-            PyMem_Free(names);
-            return NULL;
-        }
-    }
-    return names;
+    if (paths->objects && paths->count == count)
+        return 0;
+    paths_free(paths);
+    return -1;
 }
 
 static int look_for_signals(void *context) {

@@ -10,89 +10,116 @@ static PyObject *finish_call(PyObject *module, int rc, const struct dr_error *er
 }
 
 static PyObject *make_directory(PyObject *module, PyObject *args) {
-    const char *path;
+    PyObject *object;
     int sync, rc;
-    if (!PyArg_ParseTuple(args, "sp", &path, &sync))
+    if (!PyArg_ParseTuple(args, "O&p", PyUnicode_FSConverter, &object, &sync))
         return NULL;
+    const char *path = PyBytes_AsString(object);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_make(path, sync, &error);
     Py_END_ALLOW_THREADS
+    Py_DECREF(object);
     return finish_call(module, rc, &error);
 }
 
 static PyObject *file_system(PyObject *module, PyObject *args) {
-    const char *path;
+    PyObject *object;
     uint64_t magic = 0;
     int rc;
-    if (!PyArg_ParseTuple(args, "s", &path))
+    if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
+    const char *path = PyBytes_AsString(object);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_file_system(path, &magic, &error);
     Py_END_ALLOW_THREADS
+    Py_DECREF(object);
     return rc < 0 ? raise_error(module_state(module), &error) : PyLong_FromUnsignedLongLong(magic);
 }
 
 static PyObject *sync_directory(PyObject *module, PyObject *args) {
-    const char *path;
+    PyObject *object;
     int rc;
-    if (!PyArg_ParseTuple(args, "s", &path))
+    if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
+    const char *path = PyBytes_AsString(object);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_sync(path, &error);
     Py_END_ALLOW_THREADS
+    Py_DECREF(object);
     return finish_call(module, rc, &error);
 }
 
+/* A directory and two names in it, as bytes of the file system. */
+struct pair {
+    PyObject *directory, *tmp, *name;
+};
+
+static void free_pair(struct pair *pair) {
+    Py_DECREF(pair->directory);
+    Py_DECREF(pair->tmp);
+    Py_DECREF(pair->name);
+}
+
 static PyObject *commit(PyObject *module, PyObject *args) {
-    const char *directory, *tmp, *name;
+    struct pair pair;
     Py_buffer data;
     int sync, rc;
-    if (!PyArg_ParseTuple(args, "sssy*p", &directory, &tmp, &name, &data, &sync))
+    if (!PyArg_ParseTuple(args, "O&O&O&y*p", PyUnicode_FSConverter, &pair.directory, PyUnicode_FSConverter, &pair.tmp,
+                          PyUnicode_FSConverter, &pair.name, &data, &sync))
         return NULL;
+    const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
+    const char *name = PyBytes_AsString(pair.name);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_commit(directory, tmp, name, data.buf, (size_t)data.len, sync, &error);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
+    free_pair(&pair);
     return finish_call(module, rc, &error);
 }
 
 static PyObject *replace(PyObject *module, PyObject *args) {
-    const char *directory, *tmp, *name;
+    struct pair pair;
     int sync, rc;
-    if (!PyArg_ParseTuple(args, "sssp", &directory, &tmp, &name, &sync))
+    if (!PyArg_ParseTuple(args, "O&O&O&p", PyUnicode_FSConverter, &pair.directory, PyUnicode_FSConverter, &pair.tmp,
+                          PyUnicode_FSConverter, &pair.name, &sync))
         return NULL;
+    const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
+    const char *name = PyBytes_AsString(pair.name);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_replace(directory, tmp, name, sync, &error);
     Py_END_ALLOW_THREADS
+    free_pair(&pair);
     return finish_call(module, rc, &error);
 }
 
 static PyObject *remove_files(PyObject *module, PyObject *args) {
-    const char *directory;
-    PyObject *list;
-    Py_ssize_t count;
+    PyObject *object = NULL, *list;
+    struct paths names;
     int rc;
-    if (!PyArg_ParseTuple(args, "sO", &directory, &list))
+    if (!PyArg_ParseTuple(args, "O&O", PyUnicode_FSConverter, &object, &list))
         return NULL;
-    const char **names = parse_names(list, &count);
-    if (!names)
+    if (paths_parse(&names, list) < 0) {
+        Py_DECREF(object);
         return NULL;
+    }
+    const char *directory = PyBytes_AsString(object);
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
-    rc = dr_directory_remove(directory, names, (size_t)count, &error);
+    rc = dr_directory_remove(directory, names.names, (size_t)names.count, &error);
     Py_END_ALLOW_THREADS
-    PyMem_Free(names);
+    paths_free(&names);
+    Py_DECREF(object);
     return finish_call(module, rc, &error);
 }
 

@@ -2,13 +2,14 @@
 #ifndef DCPRING_JOB_H
 #define DCPRING_JOB_H
 
+#include "input.h"
 #include "tensors.h"
 
 #include "../core/load.h"
 
 struct job {
-    const char **names;
-    Py_ssize_t name_count;
+    PyObject *input_object; /* borrowed, and taken */
+    struct dr_input *input;
     struct dr_options options;
     struct tensors tensors;
     struct dr_read *reads;
@@ -16,9 +17,9 @@ struct job {
     int64_t *ints; /* sizes, offsets and lengths of all reads */
 };
 
-int job_init(struct job *job, struct module_state *state, PyObject *names, PyObject *options, Py_ssize_t count);
+int job_init(struct job *job, struct module_state *state, PyObject *input, PyObject *options, Py_ssize_t count);
 /* Loads, without the GIL; (bytes, cached_bytes, engine, direct). */
-PyObject *job_run(struct module_state *state, const char *directory, struct job *job);
+PyObject *job_run(struct module_state *state, struct job *job);
 void job_free(struct job *job);
 
 #endif

@@ -3,6 +3,7 @@
 
 #include "job.h"
 
+#include "../core/box.h"
 #include "../core/crc.h"
 
 struct match {
@@ -273,7 +274,7 @@ static void describe_read(const struct planned *p, const struct dr_overlap *o, s
 static int describe_reads(const struct planned *p, const char *mask, struct job *job) {
     Py_ssize_t count = job->count;
     job->count = 0;
-    if ((size_t)job->name_count < p->places->files.name_count) {
+    if (job->input->count < p->places->files.name_count) {
         PyErr_SetString(PyExc_ValueError, "fewer files than the places name");
         return -1;
     }
@@ -292,20 +293,20 @@ static int describe_reads(const struct planned *p, const char *mask, struct job 
 
 /* The reads whose byte in the mask is 1, in their order. */
 static PyObject *load_matched(PyObject *module, PyObject *args) {
-    const char *directory, *mask;
+    const char *mask;
     Py_ssize_t mask_size;
-    PyObject *match, *places, *targets, *files, *options, *result = NULL;
+    PyObject *match, *places, *targets, *input, *options, *result = NULL;
     struct planned p;
     struct module_state *state = module_state(module);
-    if (!PyArg_ParseTuple(args, "sOOOOy#O!", &directory, &files, &match, &places, &targets, &mask, &mask_size,
-                          &PyTuple_Type, &options) ||
+    if (!PyArg_ParseTuple(args, "OOOOy#O!", &input, &match, &places, &targets, &mask, &mask_size, &PyTuple_Type,
+                          &options) ||
         parse_planned(state, match, places, targets, &p) < 0)
         return NULL;
     if ((size_t)mask_size != p.match->core.count)
         return PyErr_Format(PyExc_ValueError, "a mask of the wrong length");
     struct job job = {0};
-    if (job_init(&job, module_state(module), files, options, mask_size) == 0 && describe_reads(&p, mask, &job) == 0)
-        result = job_run(state, directory, &job);
+    if (job_init(&job, state, input, options, mask_size) == 0 && describe_reads(&p, mask, &job) == 0)
+        result = job_run(state, &job);
     job_free(&job);
     return result;
 }
@@ -336,10 +337,43 @@ PyType_Spec match_spec = {
     .slots = match_slots,
 };
 
+/* ---- boxes ---- */
+
+/* Adds the measure of a box (offsets, lengths) of so many dimensions. */
+static int add_measure(PyObject *box, Py_ssize_t ndim, uint64_t *sum) {
+    PyObject *offsets, *lengths;
+    int64_t ints[2 * DR_TABLE_MAX_DIMS];
+    if (!PyArg_ParseTuple(box, "OO", &offsets, &lengths) || parse_ints(offsets, ints, ndim) < 0 ||
+        parse_ints(lengths, ints + ndim, ndim) < 0)
+        return -1;
+    *sum = dr_box_add_measures(*sum, dr_box_measure(ints, ints + ndim, (int)ndim));
+    return 0;
+}
+
+static PyObject *tiles(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *lengths, *boxes;
+    int64_t ints[DR_TABLE_MAX_DIMS];
+    uint64_t sum = 0;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &lengths, &PyList_Type, &boxes))
+        return NULL;
+    Py_ssize_t ndim = PyTuple_Size(lengths);
+    if (ndim > DR_TABLE_MAX_DIMS)
+        return PyErr_Format(PyExc_ValueError, "too many dimensions");
+    if (parse_ints(lengths, ints, ndim) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(boxes); i++)
+        if (add_measure(PyList_GetItem(boxes, i), ndim, &sum) < 0)
+            return NULL;
+    return PyBool_FromLong(sum == dr_box_measure(NULL, ints, (int)ndim));
+}
+
 PyMethodDef match_methods[] = {
+    {"tiles", tiles, METH_VARARGS,
+     "tiles(lengths, [(offsets, lengths)]) -> whether the boxes make up a box of these lengths, without sharing anything"},
     {"straight", straight, METH_VARARGS,
      "straight(match, places, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
     {"load_matched", load_matched, METH_VARARGS,
-     "load_matched(directory, files, match, places, targets, mask, options) -> as load"},
+     "load_matched(input, match, places, targets, mask, options) -> as load; the input's files are those of the places"},
     {NULL, NULL, 0, NULL},
 };

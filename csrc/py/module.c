@@ -13,7 +13,7 @@ static PyMethodDef *const all_methods[] = {
     key_methods,   probe_methods,  verify_methods,    compare_methods,
 };
 
-enum { TYPES = 9 };
+enum { TYPES = 10 };
 
 struct type_entry {
     const char *name;
@@ -31,6 +31,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
     out[7] = (struct type_entry){"Slots", &slots_spec, &state->slots_type};
     out[8] = (struct type_entry){"Bar", &bar_spec, &state->bar_type};
+    out[9] = (struct type_entry){"Input", &input_spec, &state->input_type};
 }
 
 static int add_types(PyObject *module) {

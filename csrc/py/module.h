@@ -24,7 +24,7 @@ struct module_state {
     PyObject *corrupt_error;   /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles;   /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
     PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type, *watch_type;
-    PyObject *slots_type, *bar_type;
+    PyObject *slots_type, *bar_type, *input_type;
     struct torch_shim torch;
 };
 
@@ -43,8 +43,14 @@ int parse_options(struct module_state *state, PyObject *tuple, struct dr_options
 /* Reads a tuple of `count` ints (a torch.Size, say). */
 int parse_ints(PyObject *tuple, int64_t *out, Py_ssize_t count);
 
-/* The UTF-8 texts of a list of str, borrowed from its items. Free the array with PyMem_Free. */
-const char **parse_names(PyObject *list, Py_ssize_t *count);
+/* Paths as the file system has them, of a list of str (or of what else os.fsencode takes); free with paths_free. */
+struct paths {
+    const char **names;
+    Py_ssize_t count;
+    PyObject *objects; /* a tuple of bytes, which the names point into */
+};
+int paths_parse(struct paths *paths, PyObject *list);
+void paths_free(struct paths *paths);
 
 /* The GIL while the core works: released by gil_release, taken for a moment to look for signals. */
 struct gil {
@@ -64,7 +70,7 @@ int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **
 /* ---- one per exposed part ---- */
 
 extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec, watch_spec,
-    slots_spec, bar_spec;
+    slots_spec, bar_spec, input_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];

@@ -25,23 +25,26 @@ static PyObject *probe_ring(PyObject *module, PyObject *args) {
 
 static PyObject *probe_space(PyObject *module, PyObject *args) {
     (void)module;
-    const char *directory;
-    if (!PyArg_ParseTuple(args, "s", &directory))
+    PyObject *object;
+    if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
+    const char *directory = PyBytes_AsString(object);
     struct dr_answer answer;
     struct dr_space about;
     Py_BEGIN_ALLOW_THREADS
     answer = dr_probe_space(directory, &about);
     Py_END_ALLOW_THREADS
+    Py_DECREF(object);
     return Py_BuildValue("(NKKKKK)", answer_tuple(&answer), (unsigned long long)about.file_system,
                          (unsigned long long)about.bytes, (unsigned long long)about.free_bytes,
                          (unsigned long long)about.files, (unsigned long long)about.free_files);
 }
 
 static PyObject *probe_directory(PyObject *module, PyObject *args) {
-    const char *directory;
-    if (!PyArg_ParseTuple(args, "s", &directory))
+    PyObject *object;
+    if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
+    const char *directory = PyBytes_AsString(object);
     struct dr_directory_answers a;
     struct dr_error error;
     dr_error_clear(&error);
@@ -49,6 +52,7 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
     gil_release(&gil);
     int rc = dr_probe_directory(directory, &a, &gil.control, &error);
     gil_take(&gil);
+    Py_DECREF(object);
     if (rc < 0)
         return raise_error(module_state(module), &error);
     return Py_BuildValue("{sNsNsNsNsNsNsi}", "create", answer_tuple(&a.create), "allocate", answer_tuple(&a.allocate), "direct", answer_tuple(&a.direct), "sync",
@@ -57,9 +61,10 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
 }
 
 static PyObject *probe_cached(PyObject *module, PyObject *args) {
-    const char *directory, *name;
-    if (!PyArg_ParseTuple(args, "ss", &directory, &name))
+    PyObject *directory_object = NULL, *name_object;
+    if (!PyArg_ParseTuple(args, "O&O&", PyUnicode_FSConverter, &directory_object, PyUnicode_FSConverter, &name_object))
         return NULL;
+    const char *directory = PyBytes_AsString(directory_object), *name = PyBytes_AsString(name_object);
     struct dr_error error;
     dr_error_clear(&error);
     uint64_t cached;
@@ -67,6 +72,8 @@ static PyObject *probe_cached(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     rc = dr_probe_cached(directory, name, &cached, &error);
     Py_END_ALLOW_THREADS
+    Py_DECREF(directory_object);
+    Py_DECREF(name_object);
     return rc < 0 ? raise_error(module_state(module), &error) : PyLong_FromUnsignedLongLong(cached);
 }
 

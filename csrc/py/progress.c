@@ -195,7 +195,10 @@ static PyObject *bar_close(PyObject *object, PyObject *unused) {
 static void bar_dealloc(PyObject *object) {
     struct bar *self = (struct bar *)object;
     PyTypeObject *type = Py_TYPE(object);
-    dr_bar_close(self->core);
+    struct dr_bar *core = self->core;
+    Py_BEGIN_ALLOW_THREADS /* its thread may be waiting for a slow terminal */
+    dr_bar_close(core);
+    Py_END_ALLOW_THREADS
     Py_XDECREF(self->slots);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);

@@ -6,16 +6,17 @@
 #include "../core/crc.h"
 
 void job_free(struct job *job) {
-    PyMem_Free(job->names);
+    if (job->input)
+        input_give(job->input_object);
     if (job->tensors.shim)
         tensors_free(&job->tensors);
     PyMem_Free(job->reads);
     PyMem_Free(job->ints);
 }
 
-int job_init(struct job *job, struct module_state *state, PyObject *names, PyObject *options, Py_ssize_t count) {
-    *job = (struct job){.count = count};
-    if (parse_options(state, options, &job->options) < 0 || !(job->names = parse_names(names, &job->name_count)))
+int job_init(struct job *job, struct module_state *state, PyObject *input, PyObject *options, Py_ssize_t count) {
+    *job = (struct job){.count = count, .input_object = input};
+    if (parse_options(state, options, &job->options) < 0 || !(job->input = input_take(state, input)))
         return -1;
     job->reads = PyMem_Calloc((size_t)count + 1, sizeof *job->reads);
     if (!job->reads) {
@@ -46,7 +47,7 @@ static int parse_crcs(struct dr_read *read, PyObject *crcs, PyObject *whole) {
 }
 
 static int check_file(const struct job *job, size_t file) {
-    if (file < (size_t)job->name_count)
+    if (file < job->input->count)
         return 0;
     PyErr_SetString(PyExc_ValueError, "a file index is out of range");
     return -1;
@@ -135,14 +136,13 @@ static PyObject *raise_load_error(struct module_state *state, const struct job *
     return NULL;
 }
 
-PyObject *job_run(struct module_state *state, const char *directory, struct job *job) {
+PyObject *job_run(struct module_state *state, struct job *job) {
     struct dr_stream_stats stats;
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_load(directory, job->names, (size_t)job->name_count, job->reads, (size_t)job->count, &job->options,
-                     &gil.control, &stats, &error);
+    int rc = dr_load(job->input, job->reads, (size_t)job->count, &job->options, &gil.control, &stats, &error);
     gil_take(&gil);
     if (rc < 0)
         return raise_load_error(state, job, &error);
@@ -151,19 +151,18 @@ PyObject *job_run(struct module_state *state, const char *directory, struct job 
 }
 
 static PyObject *load(PyObject *module, PyObject *args) {
-    const char *directory;
-    PyObject *names, *items, *tensors, *options, *result = NULL;
-    if (!PyArg_ParseTuple(args, "sOO!O!O!", &directory, &names, &PyList_Type, &items, &PyList_Type, &tensors,
-                          &PyTuple_Type, &options))
+    PyObject *input, *items, *tensors, *options, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!O!", &input, &PyList_Type, &items, &PyList_Type, &tensors, &PyTuple_Type,
+                          &options))
         return NULL;
     struct module_state *state = module_state(module);
     struct job job = {0};
     Py_ssize_t count = PyList_Size(items);
     if (PyList_Size(tensors) != count)
         return PyErr_Format(PyExc_ValueError, "%zd items, but %zd tensors", count, PyList_Size(tensors));
-    if (job_init(&job, state, names, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
+    if (job_init(&job, state, input, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
         parse_reads(&job, items) == 0)
-        result = job_run(state, directory, &job);
+        result = job_run(state, &job);
     job_free(&job);
     return result;
 }
@@ -207,14 +206,13 @@ static PyObject *parse_byte_ranges(struct job *job, PyObject *items) {
 }
 
 static PyObject *load_bytes(PyObject *module, PyObject *args) {
-    const char *directory;
-    PyObject *names, *items, *options, *list = NULL, *stats = NULL;
-    if (!PyArg_ParseTuple(args, "sOO!O!", &directory, &names, &PyList_Type, &items, &PyTuple_Type, &options))
+    PyObject *input, *items, *options, *list = NULL, *stats = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!", &input, &PyList_Type, &items, &PyTuple_Type, &options))
         return NULL;
     struct module_state *state = module_state(module);
     struct job job = {0};
-    if (job_init(&job, state, names, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
-        stats = job_run(state, directory, &job);
+    if (job_init(&job, state, input, options, PyList_Size(items)) == 0 && (list = parse_byte_ranges(&job, items)))
+        stats = job_run(state, &job);
     job_free(&job);
     PyObject *result = stats ? PyTuple_Pack(2, list, stats) : NULL;
     Py_XDECREF(list);
@@ -240,13 +238,13 @@ static PyObject *located_tuple(const struct dr_located *located) {
                          sizes);
 }
 
-static PyObject *run_locate(struct module_state *state, const char *directory, const char **names, Py_ssize_t name_count,
-                            struct dr_lookup *lookups, Py_ssize_t count) {
+static PyObject *run_locate(struct module_state *state, struct dr_input *input, struct dr_lookup *lookups,
+                            Py_ssize_t count) {
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_locate(directory, names, (size_t)name_count, lookups, (size_t)count, &gil.control, &error);
+    int rc = dr_locate(input, lookups, (size_t)count, &gil.control, &error);
     gil_take(&gil);
     if (rc < 0)
         return raise_error(state, &error);
@@ -259,14 +257,14 @@ static PyObject *run_locate(struct module_state *state, const char *directory, c
     return list;
 }
 
-static int parse_lookups(PyObject *items, Py_ssize_t name_count, struct dr_lookup *lookups, Py_ssize_t count) {
+static int parse_lookups(PyObject *items, size_t file_count, struct dr_lookup *lookups, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long offset, length;
         Py_ssize_t file;
         if (!PyArg_ParseTuple(PyList_GetItem(items, i), "nKK", &file, &offset, &length) ||
             check_range(offset, length) < 0)
             return -1;
-        if (file < 0 || file >= name_count) {
+        if (file < 0 || (size_t)file >= file_count) {
             PyErr_SetString(PyExc_ValueError, "a file index is out of range");
             return -1;
         }
@@ -278,22 +276,20 @@ static int parse_lookups(PyObject *items, Py_ssize_t name_count, struct dr_looku
 }
 
 static PyObject *locate(PyObject *module, PyObject *args) {
-    const char *directory;
-    PyObject *list, *items, *result = NULL;
-    Py_ssize_t name_count;
-    if (!PyArg_ParseTuple(args, "sOO!", &directory, &list, &PyList_Type, &items))
+    PyObject *input_object, *items, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!", &input_object, &PyList_Type, &items))
         return NULL;
-    const char **names = parse_names(list, &name_count);
-    if (!names)
+    struct dr_input *input = input_take(module_state(module), input_object);
+    if (!input)
         return NULL;
     Py_ssize_t count = PyList_Size(items);
     struct dr_lookup *lookups = PyMem_Calloc((size_t)count + 1, sizeof *lookups);
     if (!lookups)
         PyErr_NoMemory();
-    else if (parse_lookups(items, name_count, lookups, count) == 0)
-        result = run_locate(module_state(module), directory, names, name_count, lookups, count);
+    else if (parse_lookups(items, input->count, lookups, count) == 0)
+        result = run_locate(module_state(module), input, lookups, count);
     PyMem_Free(lookups);
-    PyMem_Free(names);
+    input_give(input_object);
     return result;
 }
 
@@ -315,12 +311,12 @@ static PyObject *crc32(PyObject *module, PyObject *args) {
 
 PyMethodDef reader_methods[] = {
     {"load", load, METH_VARARGS,
-     "load(directory, files, items, tensors, options) -> (bytes, cached_bytes, engine, direct); an item is (file, "
+     "load(input, items, tensors, options) -> (bytes, cached_bytes, engine, direct); an item is (file, "
      "payload_offset, payload_size, crcs or None, whole crc or None, chunk sizes, slice offsets, slice lengths)"},
     {"load_bytes", load_bytes, METH_VARARGS,
-     "load_bytes(directory, files, [(file, offset, size, crcs or None)], options) -> ([bytes], as load)"},
+     "load_bytes(input, [(file, offset, size, crcs or None)], options) -> ([bytes], as load)"},
     {"locate", locate, METH_VARARGS,
-     "locate(directory, files, [(file, offset, length)] by file) -> [None or (payload_offset, payload_size, crc, dtype, "
+     "locate(input, [(file, offset, length)] by file) -> [None or (payload_offset, payload_size, crc, dtype, "
      "sizes)]"},
     {"crc32", crc32, METH_VARARGS, "crc32(data, crc=0) -> as zlib.crc32, several times as fast"},
     {NULL, NULL, 0, NULL},

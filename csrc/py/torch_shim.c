@@ -69,14 +69,18 @@ static PyObject *bind_dtypes(struct torch_shim *shim, void *library) {
 }
 
 static PyObject *bind_torch(PyObject *module, PyObject *args) {
-    const char *path, *version;
-    PyObject *alloc;
-    if (!PyArg_ParseTuple(args, "ssO", &path, &version, &alloc))
+    const char *version;
+    PyObject *path, *alloc;
+    if (!PyArg_ParseTuple(args, "O&sO", PyUnicode_FSConverter, &path, &version, &alloc))
         return NULL;
     struct module_state *state = module_state(module);
-    void *library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
+    void *library = dlopen(PyBytes_AsString(path), RTLD_NOLOAD | RTLD_LAZY);
     if (!library)
-        return PyErr_Format(PyExc_ImportError, "dcpring found no loaded libtorch at %s (torch %s)", path, version);
+        PyErr_Format(PyExc_ImportError, "dcpring found no loaded libtorch at %s (torch %s)", PyBytes_AsString(path),
+                     version);
+    Py_DECREF(path);
+    if (!library)
+        return NULL;
     struct torch_shim shim = {0};
     if (bind_functions(&shim, library, version) < 0 ||
         constant(library, "device_type_cpu", version, &shim.device_cpu) < 0 ||

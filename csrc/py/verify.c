@@ -1,13 +1,12 @@
 /* dcpring._C.verify (core/verify.h). */
-#include "module.h"
+#include "input.h"
 
 #include "../core/crc.h"
 #include "../core/verify.h"
 
 /* One call of dr_verify with everything it holds. */
 struct verify_job {
-    const char **names;
-    Py_ssize_t name_count;
+    struct dr_input *input;
     struct dr_options options;
     struct dr_check *checks;
     Py_ssize_t count;
@@ -44,7 +43,7 @@ static int parse_check(struct verify_job *job, PyObject *item, struct dr_check *
     if (!PyArg_ParseTuple(item, "nbKKKKOzO!p", &file, &kind, &offset, &length, &payload_offset, &payload_size, &crcs,
                           &dtype, &PyTuple_Type, &shape, &transformed))
         return -1;
-    if (file < 0 || file >= job->name_count || kind > DR_CHECK_OTHER || !is_range(offset, length) ||
+    if (file < 0 || (size_t)file >= job->input->count || kind > DR_CHECK_OTHER || !is_range(offset, length) ||
         !is_range(payload_offset, payload_size) || PyTuple_Size(shape) > DR_MAX_DIMS) {
         PyErr_SetString(PyExc_ValueError, "a record to check is out of range");
         return -1;
@@ -114,15 +113,15 @@ static PyObject *result_of(const struct verify_job *job, const struct dr_finding
                          stats->direct ? Py_True : Py_False);
 }
 
-static PyObject *run_job(struct module_state *state, const char *directory, struct verify_job *job, bool quick) {
+static PyObject *run_job(struct module_state *state, struct verify_job *job, bool quick) {
     struct dr_findings findings;
     struct dr_stream_stats stats;
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_verify(directory, job->names, (size_t)job->name_count, job->checks, (size_t)job->count, quick,
-                       &job->options, &gil.control, &findings, &stats, &error);
+    int rc = dr_verify(job->input, job->checks, (size_t)job->count, quick, &job->options, &gil.control, &findings,
+                       &stats, &error);
     gil_take(&gil);
     PyObject *result = rc < 0 ? raise_error(state, &error) : result_of(job, &findings, &stats);
     dr_findings_destroy(&findings);
@@ -130,25 +129,25 @@ static PyObject *run_job(struct module_state *state, const char *directory, stru
 }
 
 static PyObject *verify(PyObject *module, PyObject *args) {
-    const char *directory;
-    PyObject *names, *items, *options, *result = NULL;
+    PyObject *input, *items, *options, *result = NULL;
     int quick;
-    if (!PyArg_ParseTuple(args, "sOO!pO!", &directory, &names, &PyList_Type, &items, &quick, &PyTuple_Type, &options))
+    if (!PyArg_ParseTuple(args, "OO!pO!", &input, &PyList_Type, &items, &quick, &PyTuple_Type, &options))
         return NULL;
     struct module_state *state = module_state(module);
     struct verify_job job = {0};
-    if (parse_options(state, options, &job.options) == 0 && (job.names = parse_names(names, &job.name_count)) &&
-        parse_checks(&job, items) == 0)
-        result = run_job(state, directory, &job, quick);
-    PyMem_Free(job.names);
+    if (parse_options(state, options, &job.options) < 0 || !(job.input = input_take(state, input)))
+        return NULL;
+    if (parse_checks(&job, items) == 0)
+        result = run_job(state, &job, quick);
     PyMem_Free(job.checks);
     PyMem_Free(job.sizes);
+    input_give(input);
     return result;
 }
 
 PyMethodDef verify_methods[] = {
     {"verify", verify, METH_VARARGS,
-     "verify(directory, files, items, quick, options) -> (problems, left, unkept, repeated, (bytes, cached_bytes, engine, "
+     "verify(input, items, quick, options) -> (problems, left, unkept, repeated, (bytes, cached_bytes, engine, "
      "direct)); an item is (file, kind, offset, length, payload_offset, payload_size, crcs or None, dtype or None, sizes, "
      "transformed), a problem (item, offset, length, what, errno, (expected, found) or None)"},
     {NULL, NULL, 0, NULL},

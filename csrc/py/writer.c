@@ -25,15 +25,11 @@ static bool enter(struct writer *self) {
     return true;
 }
 
-static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"directory", "name", "size_hint", "options", NULL};
-    const char *directory, *name;
-    unsigned long long size_hint;
-    PyObject *tuple;
+/* Opens a file below a directory, both as bytes of the file system. */
+static PyObject *open_writer(PyTypeObject *type, const char *directory, const char *name, uint64_t size_hint,
+                             PyObject *tuple) {
     struct dr_options options;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssKO!", names, &directory, &name, &size_hint, &PyTuple_Type,
-                                     &tuple) ||
-        parse_options(PyType_GetModuleState(type), tuple, &options) < 0)
+    if (parse_options(PyType_GetModuleState(type), tuple, &options) < 0)
         return NULL;
     struct writer *self = (struct writer *)PyType_GenericAlloc(type, 0);
     if (!self)
@@ -55,6 +51,19 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     }
     return (PyObject *)self;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"directory", "name", "size_hint", "options", NULL};
+    PyObject *directory = NULL, *name = NULL, *tuple;
+    unsigned long long size_hint;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&KO!", names, PyUnicode_FSConverter, &directory,
+                                     PyUnicode_FSConverter, &name, &size_hint, &PyTuple_Type, &tuple))
+        return NULL;
+    PyObject *self = open_writer(type, PyBytes_AsString(directory), PyBytes_AsString(name), size_hint, tuple);
+    Py_DECREF(directory);
+    Py_DECREF(name);
+    return self;
 }
 
 static void close_core(struct writer *self) {
@@ -187,8 +196,9 @@ static PyObject *write_part_of(struct writer *self, const struct tensors *tensor
     source.shape.sizes = sizes;
     source.strides = NULL;
     source.part_offset = part_offset;
-    if (tensors->views[0].kind != TENSOR_PLAIN || !dr_shape_bytes(&source.shape, &source.total))
-        return PyErr_Format(PyExc_ValueError, "the part is not plain CPU memory");
+    if (tensors->views[0].kind != TENSOR_PLAIN || !dr_shape_bytes(&source.shape, &source.total) ||
+        (source.size && !view_is_contiguous(&tensors->views[0])))
+        return PyErr_Format(PyExc_ValueError, "the part is not contiguous CPU memory");
     PyObject *list = write_sources(self, &source, 1);
     PyObject *placed = list ? Py_NewRef(PyList_GetItem(list, 0)) : NULL;
     Py_XDECREF(list);

@@ -49,6 +49,31 @@ _WINDOW_BYTES = 32 << 20
 """Host copies, whole records and a custom planner's tensors are handled this many bytes at a time."""
 
 
+MOST_DIMENSIONS = 64
+"""Of a tensor: torch's own limit, and the core's."""
+
+
+class Inputs:
+    """The data files of a directory, as the core reads them: opened when something of them is wanted, and kept open.
+
+    Attributes:
+        names: of the files.
+        numbers: their places among the names.
+        core: the files themselves.
+    """
+
+    def __init__(self, directory: str, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        try:
+            self.core = _C.Input(directory, self.names)
+        except ValueError as error:  # a null character, or what no file system has
+            raise CorruptCheckpointError(f"the metadata names files that cannot be ({error})", directory) from error
+
+    def close(self) -> None:
+        self.core.close()
+
+
 class _Source(NamedTuple):
     """A plain tensor in a file."""
 
@@ -165,7 +190,8 @@ class LazyItems(Sequence[ReadItem]):
 class Loader:
     """See the module's docstring. One is made for every read_data.
 
-    With ``sums``, which several of them share, records are checked of which each reads a part.
+    With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
+    share the open files, which are closed after the load otherwise.
     """
 
     def __init__(
@@ -182,6 +208,7 @@ class Loader:
         meter: Meter | None = None,
         phases: Phases | None = None,
         sums: RunningCrcs | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         self._path = path
         self._transforms = transforms
@@ -196,7 +223,8 @@ class Loader:
         self._rank = rank
         self._casts = casts
         self._sums = sums
-        self._files: dict[str, int] = {}
+        self._shared_inputs = inputs
+        self._inputs: Inputs
         self._catalog: Catalog
 
     def load(
@@ -205,7 +233,13 @@ class Loader:
         """Loads the items, and what can be read ``straight``, once all that can be checked before has been."""
         self._catalog = catalog
         infos = [self._info(item) for item in items]
-        self._number_files(infos)
+        with self._opened(items, infos, straight):
+            self._load(items, infos, planner, straight)
+        self._stats.files = max(self._stats.files, len({info.relative_path for info in infos}))
+
+    def _load(
+        self, items: list[ReadItem], infos: list[StorageInfo], planner: LoadPlanner, straight: Straight | None
+    ) -> None:
         objects, wholes, sources = self._classify(items, infos)
         self._check_wholes(wholes, planner)
         if makes_tensors(planner) or straight is not None:
@@ -220,7 +254,6 @@ class Loader:
             self._load_wholes(batch, planner)
         for (item, _), value in zip(objects, values, strict=True):
             planner.load_bytes(item, value)
-        self._stats.files = max(self._stats.files, len(self._files))
 
     def _load_sources(self, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
         for chunk in windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
@@ -280,11 +313,11 @@ class Loader:
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
             return
-        match, files = straight.items.match, straight.files
+        match = straight.items.match
         try:
-            with self._phases.core(self._watch, "read tensors", files):
+            with self._phases.core(self._watch, "read tensors", self._inputs.names):
                 stats = _C.load_matched(
-                    self._path, files, match, straight.places, straight.tensors, mask, self._options
+                    self._inputs.core, match, straight.places, straight.tensors, mask, self._options
                 )
         except _CORE_ERRORS as error:
             chosen = [position for position, good in enumerate(mask) if good]
@@ -310,10 +343,20 @@ class Loader:
             raise CorruptCheckpointError(f"the metadata of {item.storage_index.fqn!r} contradicts itself", self._path)
         return info
 
-    def _number_files(self, infos: list[StorageInfo]) -> None:
-        """File indices rise with the names, so that reads sorted by index go through the files in order."""
-        names = sorted({info.relative_path for info in infos})
-        self._files = {name: index for index, name in enumerate(names)}
+    @contextlib.contextmanager
+    def _opened(self, items: list[ReadItem], infos: list[StorageInfo], straight: Straight | None) -> Iterator[None]:
+        """All files that are read. Each is looked at once, when something of it is wanted, and stays open."""
+        if self._shared_inputs is not None:
+            self._inputs = self._shared_inputs
+            yield
+            return
+        names = straight.files if straight else sorted({info.relative_path for info in infos})
+        try:
+            self._inputs = Inputs(self._path, names)
+        except _CORE_ERRORS as error:
+            raise self._explained(error, items) from error
+        with contextlib.closing(self._inputs):
+            yield
 
     def _classify(
         self, items: list[ReadItem], infos: list[StorageInfo]
@@ -330,7 +373,7 @@ class Loader:
                 wholes.append((item, self._whole(info, ring.crcs if ring else None)))
             elif ring is not None and (stored := self._stored_as(item)) is not None:
                 sizes, dtype = stored
-                file = self._files[info.relative_path]
+                file = self._inputs.numbers[info.relative_path]
                 source = _Source(file, ring.payload_offset, ring.payload_bytes, ring.crcs, None, sizes, dtype)
                 sources.append((item, source))
             else:
@@ -343,7 +386,7 @@ class Loader:
         return objects, wholes, sources
 
     def _whole(self, info: StorageInfo, crcs: bytes | None) -> _Whole:
-        return _Whole(self._files[info.relative_path], info.offset, info.length, crcs, info)
+        return _Whole(self._inputs.numbers[info.relative_path], info.offset, info.length, crcs, info)
 
     def _stored_as(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
         return self._catalog.stored_as(item.storage_index)
@@ -352,10 +395,11 @@ class Loader:
         """Looks into records that the metadata says nothing more about: those that stock wrote."""
         if not unknown:
             return
-        unknown = sorted(unknown, key=lambda pair: (self._files[pair[1].relative_path], pair[1].offset))
-        wanted = [(self._files[info.relative_path], info.offset, info.length) for _, info in unknown]
+        numbers = self._inputs.numbers
+        unknown = sorted(unknown, key=lambda pair: (numbers[pair[1].relative_path], pair[1].offset))
+        wanted = [(numbers[info.relative_path], info.offset, info.length) for _, info in unknown]
         try:
-            found = _C.locate(self._path, list(self._files), wanted)
+            found = _C.locate(self._inputs.core, wanted)
         except _CORE_ERRORS as error:
             raise self._explained(error, [item for item, _ in unknown]) from error
         for (item, info), located in zip(unknown, found, strict=True):
@@ -372,7 +416,7 @@ class Loader:
                     info.offset,
                 )
             # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
-            yield item, _Source(self._files[info.relative_path], offset, size, None, crc or None, sizes, dtype)
+            yield item, _Source(self._inputs.numbers[info.relative_path], offset, size, None, crc or None, sizes, dtype)
 
     # ---- objects and whole records ----
 
@@ -380,7 +424,7 @@ class Loader:
         """Whether files are there and reach to where what is wanted ends."""
         try:
             if ends:
-                _C.load_bytes(self._path, list(self._files), [(*end, 0, None) for end in ends], self._options)
+                _C.load_bytes(self._inputs.core, [(*end, 0, None) for end in ends], self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, items) from error
 
@@ -400,8 +444,8 @@ class Loader:
         wanted = [(whole.file, whole.offset, whole.size, whole.crcs) for _, whole in batch]
         self._check_ends([item for item, _ in batch], [(whole.file, whole.offset + whole.size) for _, whole in batch])
         try:
-            with self._phases.core(self._watch, "read objects", list(self._files)):
-                data, stats = _C.load_bytes(self._path, list(self._files), wanted, self._options)
+            with self._phases.core(self._watch, "read objects", self._inputs.names):
+                data, stats = _C.load_bytes(self._inputs.core, wanted, self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, [item for item, _ in batch]) from error
         self._count(stats)
@@ -531,10 +575,9 @@ class Loader:
     ) -> None:
         if not boxes:
             return
-        names = list(self._files)
         try:
-            with self._phases.core(self._watch, "read tensors", names):
-                stats = _C.load(self._path, names, boxes, targets, self._options)
+            with self._phases.core(self._watch, "read tensors", self._inputs.names):
+                stats = _C.load(self._inputs.core, boxes, targets, self._options)
         except _CORE_ERRORS as error:
             raise self._explained(error, items) from error
         self._count(stats)
@@ -545,7 +588,7 @@ class Loader:
         self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor], sums: RunningCrcs
     ) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
-        names = list(self._files)
+        names = self._inputs.names
         for index, (box, target) in enumerate(zip(boxes, targets, strict=True)):
             if not _sum_up(sums, names[box[0]], box, target):
                 why = f"CRC-32 of its {box[2]} bytes is not what it was when they were written"

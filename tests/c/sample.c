@@ -334,6 +334,27 @@ void target_free(struct target *targets, size_t count) {
     }
 }
 
+int sample_dr_load(const char *const *names, size_t name_count, struct dr_read *reads, size_t count,
+                   const struct dr_options *options, const struct dr_control *control, struct dr_stream_stats *stats,
+                   struct dr_error *error) {
+    struct dr_input input;
+    int rc = dr_input_init(&input, check_dir, names, name_count, error);
+    if (rc == 0)
+        rc = dr_load(&input, reads, count, options, control, stats, error);
+    dr_input_destroy(&input);
+    return rc;
+}
+
+int sample_dr_locate(const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
+                     const struct dr_control *control, struct dr_error *error) {
+    struct dr_input input;
+    int rc = dr_input_init(&input, check_dir, names, name_count, error);
+    if (rc == 0)
+        rc = dr_locate(&input, lookups, count, control, error);
+    dr_input_destroy(&input);
+    return rc;
+}
+
 int sample_load_all(const char *name, const struct sample *samples, size_t count, const struct dr_options *options,
                     const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error) {
     struct rng rng = {77};
@@ -343,7 +364,7 @@ int sample_load_all(const char *name, const struct sample *samples, size_t count
     for (size_t i = 0; i < count; i++)
         target_init(&targets[i], &reads[i], &samples[i], 0, &rng, SLICE_WHOLE, false);
     dr_error_clear(error);
-    int rc = dr_load(check_dir, &name, 1, reads, count, options, control ? control : &never, stats ? stats : &ignored,
+    int rc = sample_dr_load(&name, 1, reads, count, options, control ? control : &never, stats ? stats : &ignored,
                      error);
     for (size_t i = 0; i < count && rc == 0; i++)
         target_check(&targets[i]);

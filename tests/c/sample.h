@@ -62,6 +62,13 @@ void target_check(const struct target *target);
 bool target_is_untouched(const struct target *target);
 void target_free(struct target *targets, size_t count);
 
+/* dr_load and dr_locate of files of check_dir, which are opened for that alone. */
+int sample_dr_load(const char *const *names, size_t name_count, struct dr_read *reads, size_t count,
+                   const struct dr_options *options, const struct dr_control *control, struct dr_stream_stats *stats,
+                   struct dr_error *error);
+int sample_dr_locate(const char *const *names, size_t name_count, struct dr_lookup *lookups, size_t count,
+                     const struct dr_control *control, struct dr_error *error);
+
 /* Everything loaded whole from check_dir/name; right, or an error. */
 int sample_load_all(const char *name, const struct sample *samples, size_t count, const struct dr_options *options,
                     const struct dr_control *control, struct dr_stream_stats *stats, struct dr_error *error);

@@ -88,7 +88,7 @@ static int locate_under(const struct dr_fault *fault, uint64_t *counted) {
         lookups[i] = (struct dr_lookup){.offset = samples[i].placed.offset, .length = samples[i].placed.length};
     int before = check_open_descriptors();
     dr_fault_arm(fault);
-    int rc = dr_locate(check_dir, &name, 1, lookups, COUNT, &never, &error);
+    int rc = sample_dr_locate(&name, 1, lookups, COUNT, &never, &error);
     *counted = dr_fault_disarm();
     CHECK_EQ(check_open_descriptors(), before);
     CHECK_EQ(rc, -error.err);

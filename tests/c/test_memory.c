@@ -80,7 +80,7 @@ static int locate_all(struct dr_error *error) {
     const char *name = "f";
     for (size_t i = 0; i < COUNT; i++)
         lookups[i] = (struct dr_lookup){.offset = samples[i].placed.offset, .length = samples[i].placed.length};
-    int rc = dr_locate(check_dir, &name, 1, lookups, COUNT, &never, error);
+    int rc = sample_dr_locate(&name, 1, lookups, COUNT, &never, error);
     for (size_t i = 0; i < COUNT && rc == 0; i++)
         CHECK_EQ(lookups[i].located.plain, samples[i].source.shape.dtype != NULL);
     return rc;
@@ -103,7 +103,12 @@ static int verify_as(bool archives, struct dr_error *error) {
                                       .crcs = tensor && archives ? NULL : s->crcs,
                                       .shape = {s->source.shape.dtype, s->source.shape.ndim, s->sizes}};
     }
-    int rc = dr_verify(check_dir, &name, 1, checks, COUNT, false, &options, &never, &found, &stats, error);
+    struct dr_input input;
+    memset(&found, 0, sizeof found);
+    int rc = dr_input_init(&input, check_dir, &name, 1, error);
+    if (rc == 0)
+        rc = dr_verify(&input, checks, COUNT, false, &options, &never, &found, &stats, error);
+    dr_input_destroy(&input);
     if (rc == 0) {
         CHECK_EQ(found.count, 1);
         CHECK_EQ(found.problems[0].check, COUNT - 1);

@@ -92,7 +92,7 @@ static void load_slices(const char *name, const struct sample *samples, size_t c
         }
         needed += targets[i].needed;
     }
-    CHECK_OK(dr_load(check_dir, &name, 1, reads, READS, options, &never, &stats, &error), &error);
+    CHECK_OK(sample_dr_load(&name, 1, reads, READS, options, &never, &stats, &error), &error);
     for (int i = 0; i < READS; i++) {
         target_check(&targets[i]);
         CHECK_EQ(reads[i].touched, targets[i].needed > 0);
@@ -200,7 +200,7 @@ static void many_small(void) {
     struct dr_lookup *lookups = check_alloc(COUNT * sizeof *lookups);
     for (size_t i = 0; i < COUNT; i++)
         lookups[i] = (struct dr_lookup){.offset = samples[i].placed.offset, .length = samples[i].placed.length};
-    CHECK_OK(dr_locate(check_dir, (const char *const[]){"f"}, 1, lookups, COUNT, &never, &error), &error);
+    CHECK_OK(sample_dr_locate((const char *const[]){"f"}, 1, lookups, COUNT, &never, &error), &error);
     for (size_t i = 0; i < COUNT; i++) {
         const struct dr_located *located = &lookups[i].located;
         CHECK(located->plain && located->dtype == samples[i].source.shape.dtype);
@@ -238,7 +238,7 @@ static void several_files(void) {
             target_init(&targets[r], &reads[r], &samples[f][i], f, &rng, SLICE_RANDOM, i % 2);
         }
     }
-    CHECK_OK(dr_load(check_dir, list, FILES, reads, FILES * EACH, &options, &never, &stats, &error), &error);
+    CHECK_OK(sample_dr_load(list, FILES, reads, FILES * EACH, &options, &never, &stats, &error), &error);
     for (size_t r = 0; r < FILES * EACH; r++)
         target_check(&targets[r]);
     target_free(targets, FILES * EACH);
@@ -266,7 +266,7 @@ static void reads_only_what_is_needed(void) {
             target.lengths[d] /= 4;
             target.offsets[d] = part * target.lengths[d];
             target_finish(&target, &read, &sample, 0, &rng, false);
-            CHECK_OK(dr_load(check_dir, &name, 1, &read, 1, &options, &never, &stats, &error), &error);
+            CHECK_OK(sample_dr_load(&name, 1, &read, 1, &options, &never, &stats, &error), &error);
             target_check(&target);
             CHECK_INT(stats.bytes, <=, d == 0 ? target.needed * 11 / 10 : sample.source.total);
             target_free(&target, 1);
@@ -275,7 +275,7 @@ static void reads_only_what_is_needed(void) {
     struct dr_read reads[5];
     for (int i = 0; i < 5; i++)
         target_init(&targets[i], &reads[i], &sample, 0, &rng, SLICE_WHOLE, i % 2);
-    CHECK_OK(dr_load(check_dir, &name, 1, reads, 5, &options, &never, &stats, &error), &error);
+    CHECK_OK(sample_dr_load(&name, 1, reads, 5, &options, &never, &stats, &error), &error);
     CHECK_INT(stats.bytes, <=, sample.source.total + 8192);
     for (int i = 0; i < 5; i++)
         target_check(&targets[i]);
@@ -321,7 +321,7 @@ static void flipped_bits(void) {
             read.has_whole_crc = true;
             read.whole_crc = dr_crc32(0, samples[hit].payload, samples[hit].source.total);
             dr_error_clear(&error);
-            CHECK_FAILS(dr_load(check_dir, &name, 1, &read, 1, &options, &never, &stats, &error), &error, EBADMSG);
+            CHECK_FAILS(sample_dr_load(&name, 1, &read, 1, &options, &never, &stats, &error), &error, EBADMSG);
             CHECK_EQ(error.item, 0);
             target_free(&target, 1);
         } else {
@@ -351,7 +351,7 @@ static void check_refused(const char *name, struct dr_read *reads, size_t count,
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     dr_error_clear(&error);
     int before = check_open_descriptors();
-    CHECK_FAILS(dr_load(check_dir, &name, 1, reads, count, &options, &never, &stats, &error), &error, err);
+    CHECK_FAILS(sample_dr_load(&name, 1, reads, count, &options, &never, &stats, &error), &error, err);
     CHECK_EQ(check_open_descriptors(), before);
     if (item >= 0)
         CHECK_EQ(error.item, item);
@@ -475,7 +475,7 @@ static void bad_names(void) {
         struct dr_lookup lookup = {.length = 10};
         struct dr_error error;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_locate(check_dir, &names[i].name, 1, &lookup, 1, &never, &error), &error, err);
+        CHECK_FAILS(sample_dr_locate(&names[i].name, 1, &lookup, 1, &never, &error), &error, err);
         target_free(&target, 1);
         sample_free(&sample, 1);
     }

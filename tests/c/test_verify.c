@@ -83,6 +83,18 @@ static void make_large(struct rng *rng, bool as_archives) {
     save(4, as_archives);
 }
 
+static int verify_files(const char *const *files, size_t file_count, struct dr_check *asked, size_t asked_count, bool quick,
+                        const struct dr_options *options, const struct dr_control *control,
+                        struct dr_findings *found, struct dr_stream_stats *stats, struct dr_error *error) {
+    struct dr_input input;
+    *found = (struct dr_findings){0};
+    int rc = dr_input_init(&input, check_dir, files, file_count, error);
+    if (rc == 0)
+        rc = dr_verify(&input, asked, asked_count, quick, options, control, found, stats, error);
+    dr_input_destroy(&input);
+    return rc;
+}
+
 static struct dr_findings check_quickly(const struct dr_options *options, bool quick, struct dr_stream_stats *stats) {
     static const struct dr_control never;
     struct dr_findings findings;
@@ -90,7 +102,7 @@ static struct dr_findings check_quickly(const struct dr_options *options, bool q
     struct dr_error error;
     dr_error_clear(&error);
     int before = check_open_descriptors();
-    CHECK_OK(dr_verify(check_dir, names, 1, checks, count, quick, options, &never, &findings, stats ? stats : &ignored,
+    CHECK_OK(verify_files(names, 1, checks, count, quick, options, &never, &findings, stats ? stats : &ignored,
                        &error),
              &error);
     CHECK_EQ(check_open_descriptors(), before);
@@ -381,7 +393,7 @@ static void names_that_lead_out(void) {
     for (unsigned i = 0; i < 3; i++) {
         const char *bad = (const char *[]){"../f", "/etc/passwd", "x/../f"}[i];
         dr_error_clear(&error);
-        CHECK_OK(dr_verify(check_dir, &bad, 1, checks, count, false, &options, &never, &found, &stats, &error), &error);
+        CHECK_OK(verify_files(&bad, 1, checks, count, false, &options, &never, &found, &stats, &error), &error);
         CHECK_EQ(found.count, count);
         CHECK(strstr(found.problems[0].what, "outside"));
         dr_findings_destroy(&found);
@@ -488,7 +500,7 @@ static void direct_where_there_is_none(void) {
     struct dr_error error;
     dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .err = EINVAL, .sticky = 1});
-    CHECK_EQ(dr_verify(check_dir, names, 1, checks, count, false, &options, &never, &found, &stats, &error), -EINVAL);
+    CHECK_EQ(verify_files(names, 1, checks, count, false, &options, &never, &found, &stats, &error), -EINVAL);
     dr_fault_disarm();
     CHECK(strcmp(error.op, "O_DIRECT") == 0);
     dr_findings_destroy(&found);
@@ -511,7 +523,7 @@ static void every_call_fails(void) {
             alarm(30);
             dr_error_clear(&error);
             dr_fault_arm(&(struct dr_fault){.nth = nth, .err = EIO});
-            int rc = dr_verify(check_dir, names, 1, checks, count, false, &options, &never, &found, &stats, &error);
+            int rc = verify_files(names, 1, checks, count, false, &options, &never, &found, &stats, &error);
             counted = dr_fault_disarm();
             CHECK_EQ(rc, -error.err);
             CHECK_EQ(check_open_descriptors(), before);
@@ -540,7 +552,7 @@ static void cancelled(void) {
         dr_error_clear(&error);
         make_large(&rng, false);
         int before = check_open_descriptors();
-        int rc = dr_verify(check_dir, names, 1, checks, count, false, &options, &control, &found, &stats, &error);
+        int rc = verify_files(names, 1, checks, count, false, &options, &control, &found, &stats, &error);
         CHECK(rc == -ECANCELED || rc == 0); /* it may be over before it is asked */
         CHECK_EQ(check_open_descriptors(), before);
         dr_findings_destroy(&found);
@@ -576,7 +588,7 @@ static void cancelled_while_rereading(void) {
             clocked = (struct clocked){0};
             dr_error_clear(&error);
             dr_fault_arm(&(struct dr_fault){.call = "pread", .nth = 1, .sticky = true, .err = EIO, .delay_ms = 20});
-            CHECK_FAILS(dr_verify(check_dir, names, 1, checks, count, false, &options, &control, &found, &stats, &error),
+            CHECK_FAILS(verify_files(names, 1, checks, count, false, &options, &control, &found, &stats, &error),
                         &error, ECANCELED);
             double seconds = check_seconds() - clocked.asked;
             dr_fault_disarm();

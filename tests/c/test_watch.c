@@ -1,10 +1,7 @@
 /* What a watch sees of a save and of a load: every byte counted once, every block in its spans, nothing beyond the room. */
 #include "crc.h"
-#include "load.h"
 #include "pool.h"
-#include "save.h"
-
-#include "check.h"
+#include "sample.h"
 
 #include <fcntl.h>
 
@@ -56,7 +53,7 @@ static void load(const char *name, const struct dr_options *options, const uint8
                            .strides = &one,
                            .crcs = crcs};
     struct dr_stream_stats stats;
-    CHECK_OK(dr_load(check_dir, &name, 1, &read, 1, options, &never, &stats, &error), &error);
+    CHECK_OK(sample_dr_load(&name, 1, &read, 1, options, &never, &stats, &error), &error);
     CHECK_EQ(stats.bytes, PAYLOAD);
     CHECK_BYTES(loaded, payload, PAYLOAD);
 }

@@ -272,3 +272,39 @@ def test_a_pending_signal_does_not_get_lost(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, previous)
     failures = getattr(caught.value, "failures", {0: (caught.value, None)})
     assert isinstance(failures[0][0], Stop)
+
+
+EXIT = """
+import sys, threading, time
+from fault._support import Path, _C, torch
+
+path, what = Path(sys.argv[1]), sys.argv[2]
+options = ("threads", 0, 4, 1 << 20, 4, True, False, None)
+data = torch.ones(64 << 20, dtype=torch.uint8)
+with open(path / "there", "wb") as file:
+    file.truncate(data.nbytes)
+
+
+def save():
+    _C.FileWriter(str(path), "file", 0, options).write_tensors(_C.Tensors([data]))
+
+
+def load():
+    _C.load_bytes(_C.Input(str(path), ["there"]), [(0, 0, data.nbytes, None)], options)
+
+
+def deep(depth):  # as below a framework's callbacks: the stack is given back when the thread ends
+    {"save": save, "load": load}[what]() if depth == 0 else list(map(deep, [depth - 1]))
+
+
+_C.arm_fault({"save": "pwrite", "load": "pread"}[what], 1, 0, True, 50)  # a slow disk
+threading.Thread(target=deep, args=(200,), daemon=True).start()
+time.sleep(0.3)
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ("save", "load"))
+def test_exit_in_the_middle_of_a_daemon_threads_call(tmp_path: Path, what: str) -> None:
+    """Python ends such a thread inside of the core, which must not go before its workers."""
+    assert run_python(EXIT, str(tmp_path), what) == "over\n"

@@ -215,7 +215,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (size_t i = 0; i < count; i++)
         make_read(&in, &wanted[i], &reads[i]);
     dr_error_clear(&error);
-    int rc = dr_load("dir", &name, 1, reads, count, &options, &never, &stats, &error);
+    struct dr_input input;
+    FUZZ_CHECK(dr_input_init(&input, "dir", &name, 1, &error) == 0);
+    int rc = dr_load(&input, reads, count, &options, &never, &stats, &error);
+    FUZZ_CHECK(input.files[0].holders == 0);
+    dr_input_destroy(&input);
     check_result(rc, &error, wanted, reads, count, options.checksum);
     for (size_t i = 0; i < count; i++) {
         free(wanted[i].memory);

@@ -6,6 +6,7 @@
  * The first bytes of the input choose limits, fingerprints, and how much is the
  * first rank's.
  */
+#include "box.h"
 #include "fuzz.h"
 #include "match.h"
 #include "merge.h"
@@ -81,7 +82,51 @@ static void pickle(const struct dr_table *table) {
     free(properties);
 }
 
-/* Every overlap lies in both of its chunks. */
+/* Whether two overlaps of a wanted row share elements. */
+static bool share(const int64_t *a, const int64_t *b, int ndim) {
+    for (int d = 0; d < ndim; d++)
+        if (a[d] >= b[d] + b[2 * ndim + d] || b[d] >= a[d] + a[2 * ndim + d])
+            return false;
+    return true;
+}
+
+/* The overlaps of a row that is a tensor, those from `first` on, hold each of its elements once; gives where they end. */
+static size_t is_tiled(const struct dr_match *found, const struct dr_table *wanted, uint32_t index, size_t first) {
+    const struct dr_row *row = &wanted->rows[index];
+    int ndim = row->ndim;
+    double held = 0;
+    size_t end = first;
+    for (; end < found->count && found->overlaps[end].wanted == index; end++) {
+        const int64_t *dims = found->dims + found->overlaps[end].dims;
+        held += dr_box_volume(dims + 2 * ndim, ndim);
+        for (size_t other = first; other < end; other++)
+            FUZZ_CHECK(!share(found->dims + found->overlaps[other].dims, dims, ndim));
+    }
+    FUZZ_CHECK(held == dr_box_volume(dr_row_lengths(wanted, row), ndim));
+    return end;
+}
+
+static bool is_missing(const struct dr_match *found, uint32_t index) {
+    for (size_t i = 0; i < found->missing_count; i++)
+        if (found->missing[i] == index)
+            return true;
+    return false;
+}
+
+static void check_tiling(const struct dr_match *found, const struct dr_table *wanted, const struct dr_table *stored) {
+    size_t at = 0;
+    for (uint32_t i = 0; i < wanted->count; i++) {
+        bool object = at < found->count && found->overlaps[at].wanted == i &&
+                      !dr_row_is_tensor(&stored->rows[found->overlaps[at].stored]);
+        if (object)
+            at++;
+        else if (dr_row_is_tensor(&wanted->rows[i]) && !is_missing(found, i))
+            at = is_tiled(found, wanted, i, at);
+    }
+    FUZZ_CHECK(at == found->count);
+}
+
+/* Every overlap lies in both of its chunks, and all of a row make it up. */
 static void match(const struct dr_table *wanted, const struct dr_table *stored) {
     struct dr_match found;
     struct dr_error error;
@@ -101,6 +146,8 @@ static void match(const struct dr_table *wanted, const struct dr_table *stored) 
             FUZZ_CHECK(dims[w->ndim + d] <= dr_row_lengths(stored, s)[d] - length);
         }
     }
+    if (rc == 0)
+        check_tiling(&found, wanted, stored);
     dr_match_destroy(&found);
 }
 

@@ -95,7 +95,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         make_check(data + 2 + i * CHECK_BYTES, &checks[i], sizes[i], crcs);
     for (int quick = 0; quick < 2; quick++) {
         dr_error_clear(&error);
-        FUZZ_CHECK(dr_verify("dir", &name, 1, checks, count, quick, &options, &never, &findings, &stats, &error) == 0);
+        struct dr_input input;
+        FUZZ_CHECK(dr_input_init(&input, "dir", &name, 1, &error) == 0);
+        FUZZ_CHECK(dr_verify(&input, checks, count, quick, &options, &never, &findings, &stats, &error) == 0);
+        FUZZ_CHECK(input.files[0].holders == 0);
+        dr_input_destroy(&input);
         FUZZ_CHECK(stats.bytes <= file.size + 2 * (uint64_t)DR_ALIGNMENT * MOST_CHECKS);
         check_findings(&findings, checks, count);
         dr_findings_destroy(&findings);

@@ -51,6 +51,11 @@ static ssize_t memory_pread(int fd, void *data, size_t size, off_t offset) {
     return (ssize_t)size;
 }
 
+static int memory_set_blocking(int fd) {
+    (void)fd;
+    return 0;
+}
+
 static int memory_set_direct(int fd, int on) {
     (void)fd;
     (void)on;
@@ -71,6 +76,7 @@ static void memory_set_up(const uint8_t *data, size_t size) {
     dr_sys.fstat = memory_fstat;
     dr_sys.pread = memory_pread;
     dr_sys.set_direct = memory_set_direct;
+    dr_sys.set_blocking = memory_set_blocking;
     dr_sys.direct_alignment = memory_direct_alignment;
 }
 

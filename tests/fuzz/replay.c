@@ -1,8 +1,8 @@
 /*
  * Runs a fuzz target without libFuzzer: its seeds, random mutations of them
- * from a fixed start, and files given by name.
+ * from a fixed start (or another one), and files given by name.
  *
- *   replay_x [-n MUTATIONS] [FILE OR FOLDER]...
+ *   replay_x [-n MUTATIONS [-s START]] [FILE OR FOLDER]...
  *   replay_x -w FOLDER        writes the seeds as a corpus for libFuzzer
  */
 #include "fuzz.h"
@@ -126,12 +126,14 @@ int main(int argc, char **argv) {
         write_seeds(argv[2]);
         return 0;
     }
-    bool counted = argc > 2 && strcmp(argv[1], "-n") == 0;
+    bool counted = argc > 2 && strcmp(argv[1], "-n") == 0, seeded = counted && argc > 4 && strcmp(argv[3], "-s") == 0;
+    if (seeded)
+        state = strtoull(argv[4], NULL, 10);
     const char *program = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
     printf("%s: ", program);
     fflush(stdout);
     run_mutations(counted ? strtoul(argv[2], NULL, 10) : 1500);
-    for (int i = counted ? 3 : 1; i < argc; i++)
+    for (int i = seeded ? 5 : counted ? 3 : 1; i < argc; i++)
         run_path(argv[i]);
     return 0;
 }

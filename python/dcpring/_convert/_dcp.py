@@ -82,11 +82,11 @@ def _not_in_parts(contents: Contents) -> set[str]:
                 found.add(key)
             elif record.place.kind == OPAQUE:
                 unknown.append((key, record.place))
-    numbers = {name: number for number, name in enumerate(contents.files)}
     unknown.sort(key=lambda pair: (pair[1].file, pair[1].offset))
+    numbers = contents.inputs.numbers
     wanted = [(numbers[place.file], place.offset, place.length) for _, place in unknown]
     try:
-        located = _C.locate(str(contents.directory), list(numbers), wanted)
+        located = _C.locate(contents.inputs.core, wanted)
     except (ValueError, OverflowError) as error:
         raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(contents.path)) from error
     return found | {key for (key, _), where in zip(unknown, located, strict=True) if where is None}

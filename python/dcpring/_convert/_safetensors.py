@@ -18,6 +18,7 @@ from dcpring import _C
 from dcpring._convert._beside import directory_beside, file_beside, writing
 from dcpring._convert._stream import Item, Part, Piece, Source, stream
 from dcpring._key_map import without_twice
+from dcpring._load import MOST_DIMENSIONS, Inputs
 from dcpring._regular import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions
@@ -72,6 +73,7 @@ class SafetensorsSource:
         self._path = path
         self._options = IOOptions().for_core(False)
         self._where: dict[str, _Where] = {}
+        self._inputs: dict[str, Inputs] = {}
         self.notes: Mapping[str, str] = {}
         self.items: list[Item] = []
         index = _index_of(path)
@@ -100,19 +102,25 @@ class SafetensorsSource:
     def read(self, parts: Sequence[Part]) -> None:
         for directory in {self._where[part.item.source].directory for part in parts}:
             chosen = [part for part in parts if self._where[part.item.source].directory == directory]
-            files = sorted({self._where[part.item.source].file for part in chosen})
-            reads = [self._read_of(part, files) for part in chosen]
+            inputs = self._inputs_of(directory)
+            reads = [self._read_of(part, inputs) for part in chosen]
             try:
-                _C.load(directory, files, reads, [part.tensor for part in chosen], self._options)
+                _C.load(inputs.core, reads, [part.tensor for part in chosen], self._options)
             except CorruptCheckpointError as error:
                 item = chosen[getattr(error, "item", None) or 0].item
                 raise CorruptCheckpointError(f"{item.source!r}: {error.args[0]}", error.path, error.offset) from error
 
-    def _read_of(self, part: Part, files: list[str]) -> tuple[Any, ...]:
+    def _inputs_of(self, directory: str) -> Inputs:
+        if directory not in self._inputs:
+            files = sorted({where.file for where in self._where.values() if where.directory == directory})
+            self._inputs[directory] = Inputs(directory, files)
+        return self._inputs[directory]
+
+    def _read_of(self, part: Part, inputs: Inputs) -> tuple[Any, ...]:
         item, where = part.item, self._where[part.item.source]
         assert item.stored is not None
         payload = (where.offset, item.numel * item.stored.itemsize, None, None)
-        return (files.index(where.file), *payload, item.shape, part.offsets, tuple(part.tensor.shape))
+        return (inputs.numbers[where.file], *payload, item.shape, part.offsets, tuple(part.tensor.shape))
 
     def object_bytes(self, item: Item) -> bytes:
         raise AssertionError("safetensors files hold no objects")
@@ -189,6 +197,8 @@ def _check_header(header: Any, data_bytes: int) -> None:
         if name == _NOTES:
             continue
         (begin, end), shape = entry["data_offsets"], entry["shape"]
+        if len(shape) > MOST_DIMENSIONS:  # the product of very many numbers takes for ever
+            raise ValueError(f"{name!r} has {len(shape)} dimensions")
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in (begin, end, *shape)):
             raise ValueError(f"{name!r} has the shape {shape!r:.100} at {begin!r:.50} to {end!r:.50}")
         if entry["dtype"] not in _DTYPES:

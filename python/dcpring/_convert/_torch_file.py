@@ -85,7 +85,7 @@ class TorchSource:
     def __init__(self, path: FilePath, *, trusted: bool) -> None:
         real = path.resolve()
         self._path = path
-        self._directory, self._name = str(real.parent), real.name
+        self._input = _C.Input(str(real.parent), [real.name])
         self._trusted = trusted
         self._options = IOOptions().for_core(False)
         self._records = _records(path)
@@ -239,7 +239,7 @@ class TorchSource:
 
     def _run(self, names: list[str], reads: list[tuple[Any, ...]], tensors: list[Tensor]) -> None:
         try:
-            _C.load(self._directory, [self._name], reads, tensors, self._options)
+            _C.load(self._input, reads, tensors, self._options)
         except CorruptCheckpointError as error:
             index = getattr(error, "item", None)
             raise self._damaged(names[index or 0], error.args[0]) from error
@@ -262,9 +262,7 @@ class TorchSource:
             return
         for start in range(0, record.size, WINDOW_BYTES):
             size = min(WINDOW_BYTES, record.size - start)
-            (data,), _ = _C.load_bytes(
-                self._directory, [self._name], [(0, record.offset + start, size, None)], self._options
-            )
+            (data,), _ = _C.load_bytes(self._input, [(0, record.offset + start, size, None)], self._options)
             if not self._sums.add(record, start, data, record.size, record.crc):
                 raise self._wrong_sum(whose, record)
         self._checked.add(record)

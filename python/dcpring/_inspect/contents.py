@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcpring import _layout
+from dcpring import _C, _layout
 from dcpring._crc import RunningCrcs
 from dcpring._lazy import StoredChunks, has_known_tables
-from dcpring._load import Loader
+from dcpring._load import MOST_DIMENSIONS, Inputs, Loader
 from dcpring._metadata import (
     METADATA_NAME,
     OPAQUE,
@@ -158,6 +158,11 @@ class Contents(Mapping[str, Entry]):
                 sizes[place.file] = max(sizes.get(place.file, 0), place.offset + place.length)
         return dict(sorted(sizes.items()))
 
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        """These files, which stay open from the first reading on."""
+        return Inputs(str(self.directory), list(self.files))
+
     def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """A part of a tensor, in CPU memory.
 
@@ -199,11 +204,13 @@ class Contents(Mapping[str, Entry]):
         records: list[tuple[Entry, Record]] = []
         for number, (key, start, part) in enumerate(parts):
             entry, size = self.entries[key], tuple(part.shape)
-            found = [(record, overlap) for record in entry.records if (overlap := _overlap(record, start, size))]
-            if sum(math.prod(overlap[2]) for _, overlap in found) != part.numel():
+            overlaps = ((record, _overlap(record, start, size)) for record in entry.records)
+            # A chunk that is listed twice is read once.
+            found = {overlap[1:]: (record, overlap) for record, overlap in overlaps if overlap}
+            if not _C.tiles(size, list(found)):
                 where = f"of shape {list(entry.shape or ())} at {list(start)}"
                 raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
-            for record, overlap in found:
+            for record, overlap in found.values():
                 items.append(_read_item(key, number, len(records), *overlap))
                 records.append((entry, record))
         self._loader().load(items, _Records(records), _Into([part for _, _, part in parts]))
@@ -233,6 +240,7 @@ class Contents(Mapping[str, Entry]):
             stats=self.stats,
             rank=None,
             sums=self.sums,
+            inputs=self.inputs,
         )
 
 
@@ -415,7 +423,8 @@ def _check_tensor(
     for numbers in (shape, *(part for box in boxes for part in box)):
         if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):
             raise ValueError(f"{key!r:.200} has a size or an offset that is no number, or below 0, or one too many")
-    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+    # In this order: the product of very many or very long numbers takes for ever.
+    if len(shape) > MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63 or math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"{key!r:.200} has a size that no tensor can have")
 
 

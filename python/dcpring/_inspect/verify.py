@@ -6,6 +6,7 @@ is checked here. Whatever is wrong becomes a ``Problem``; nothing stops at the f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -21,6 +22,7 @@ from typing import Any
 from dcpring import _C
 from dcpring._inspect.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring._lazy import StoredChunks, has_known_tables
+from dcpring._load import Inputs
 from dcpring._metadata import (
     METADATA_NAME,
     Parts,
@@ -247,9 +249,8 @@ class _Records:
         files = list(self._files)
         if not files:
             return
-        problems, left, unkept, repeated, _ = _C.verify(
-            str(self._directory), files, self._items, self._report.quick, options
-        )
+        with contextlib.closing(Inputs(str(self._directory), files)) as inputs:
+            problems, left, unkept, repeated, _ = _C.verify(inputs.core, self._items, self._report.quick, options)
         for index, offset, length, what, err, crcs in problems:
             self._note(index, offset, length, _in_words(what, err, crcs))
         self._report.unlisted = unkept
@@ -299,7 +300,7 @@ def _wrong_place(record: Record) -> str:
 
 def _is_name(name: str) -> bool:
     try:
-        return bool(name.encode()) and "\0" not in name
+        return bool(os.fsencode(name)) and "\0" not in name
     except UnicodeEncodeError:
         return False
 

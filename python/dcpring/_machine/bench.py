@@ -6,6 +6,7 @@ of several processes gets is another question. All is written in a directory of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
@@ -236,7 +237,8 @@ class _Bench:
         targets = [self._target[:size] for _, _, _, size, _ in placed]
         watch = _C.Watch(None, _room(sum(target.nbytes for target in targets)))
         clock = _Clock()
-        _C.load(str(self._scratch), ["file"], reads, targets, options.for_core(False, watch))
+        with contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
+            _C.load(inputs, reads, targets, options.for_core(False, watch))
         return clock.transfer(watch, "load")
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ only read to say why it does not. Everything happens in the caller's thread, in 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import importlib.util
@@ -422,7 +423,8 @@ def _round_trip(scratch: Path, options: IOOptions) -> str:
         _, _, direct = writer.stats()
     finally:
         writer.close()
-    [back], _ = _C.load_bytes(str(scratch), [name], [(0, offset, size, crcs)], options.for_core(False))
+    with contextlib.closing(_C.Input(str(scratch), [name])) as inputs:
+        [back], _ = _C.load_bytes(inputs, [(0, offset, size, crcs)], options.for_core(False))
     if back != data:
         raise CheckpointError("other bytes were read than were written; look for a failing disk or memory")
     return "direct" if direct else "through the page cache"

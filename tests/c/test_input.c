@@ -1,0 +1,281 @@
+/*
+ * Which files a load opens: those that reads refer to, once, and never more at
+ * a time than it says; and what happens to files that change their place.
+ */
+#include "sample.h"
+
+#include "input.h"
+#include "load_plan.h"
+#include "sys.h"
+#include "sys_fault.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+
+enum { FILES = 600, EACH = 4096 };
+
+static const struct dr_control never;
+static char texts[FILES][16];
+static const char *names[FILES];
+
+static struct dr_options way(unsigned n) {
+    return (struct dr_options){.engine = n % 2 && sample_has_uring() ? "uring" : "threads",
+                               .direct = n / 2 % 2 ? DR_DIRECT_AUTO : DR_DIRECT_OFF,
+                               .queue_depth = 16,
+                               .block_size = 1 << 20,
+                               .workers = 1 + n / 2 % 2,
+                               .checksum = true};
+}
+
+/* Files of 4 KiB, each of a byte of its own; durable, so that they can leave the page cache. */
+static void make_files(void) {
+    uint8_t data[EACH];
+    if (names[0])
+        return;
+    for (int i = 0; i < FILES; i++) {
+        snprintf(texts[i], sizeof texts[i], "file%d", i);
+        names[i] = texts[i];
+        memset(data, i % 251, EACH);
+        check_write_file(names[i], data, EACH);
+    }
+    sync();
+}
+
+static void forget_cached(void) {
+    for (int i = 0; i < FILES; i++) {
+        int fd = open(check_path(names[i]), O_RDONLY);
+        if (fd >= 0) {
+            posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+            close(fd);
+        }
+    }
+}
+
+static struct dr_read read_of(size_t file, const int64_t *size, uint8_t *memory) {
+    static const int64_t zero = 0, one = 1;
+    return (struct dr_read){.file = file,
+                            .payload_size = EACH,
+                            .chunk = {dr_dtype_by_name("uint8"), 1, size},
+                            .offsets = &zero,
+                            .lengths = size,
+                            .memory = memory,
+                            .strides = &one};
+}
+
+/* Loads all of files [from, to) and checks what came. */
+static int load(struct dr_input *input, size_t from, size_t to, const struct dr_options *options,
+                struct dr_error *error) {
+    static uint8_t memory[FILES][EACH];
+    static struct dr_read reads[FILES];
+    const int64_t size = EACH;
+    struct dr_stream_stats stats;
+    for (size_t i = from; i < to; i++)
+        reads[i] = read_of(i, &size, memory[i]);
+    memset(memory, 0xff, sizeof memory);
+    dr_error_clear(error);
+    int rc = dr_load(input, reads + from, to - from, options, &never, &stats, error);
+    for (size_t i = from; i < to && rc == 0; i++)
+        CHECK(memory[i][0] == i % 251 && memory[i][EACH - 1] == i % 251);
+    return rc;
+}
+
+static uint64_t opens_of(struct dr_input *input, size_t from, size_t to, const struct dr_options *options) {
+    struct dr_error error;
+    dr_fault_arm(&(struct dr_fault){.call = "open_below"});
+    int rc = load(input, from, to, options, &error);
+    uint64_t opens = dr_fault_disarm();
+    CHECK_OK(rc, &error);
+    return opens;
+}
+
+static void begin(struct dr_input *input) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    CHECK_OK(dr_input_init(input, check_dir, names, FILES, &error), &error);
+}
+
+static void only_what_is_needed(void) {
+    make_files();
+    for (unsigned n = 0; n < 4; n++) {
+        const struct dr_options options = way(n);
+        const uint64_t each = options.direct == DR_DIRECT_OFF ? 1 : 2;
+        struct dr_input input;
+        int before = check_open_descriptors();
+        begin(&input);
+        forget_cached();
+        CHECK_INT(opens_of(&input, 5, 6, &options), <=, each);
+        CHECK_INT(opens_of(&input, 100, 120, &options), <=, 20 * each);
+        CHECK_EQ(opens_of(&input, 5, 6, &options), 0);
+        CHECK_EQ(opens_of(&input, 100, 120, &options), 0);
+        dr_input_destroy(&input);
+        begin(&input); /* now they are in the page cache */
+        CHECK_INT(opens_of(&input, 100, 120, &options), <=, 20 * each);
+        dr_input_destroy(&input);
+        CHECK_EQ(check_open_descriptors(), before);
+    }
+}
+
+static void one_that_is_gone(void) {
+    make_files();
+    const struct dr_options options = way(0);
+    struct dr_input input;
+    struct dr_error error;
+    CHECK_EQ(rename(check_path("file7"), check_path("away")), 0);
+    begin(&input);
+    CHECK_OK(load(&input, 10, 20, &options, &error), &error);
+    CHECK_FAILS(load(&input, 0, 20, &options, &error), &error, ENOENT);
+    CHECK_EQ(error.item, 7);
+    CHECK(strcmp(error.path, check_path("file7")) == 0);
+    CHECK_EQ(rename(check_path("away"), check_path("file7")), 0);
+    CHECK_OK(load(&input, 0, 20, &options, &error), &error); /* it was not looked at before */
+    dr_input_destroy(&input);
+}
+
+/* Descriptors that are open while blocks are read, at most. */
+static atomic_int most_open;
+
+static int64_t cached_and_counted(int fd, off_t offset, size_t size) {
+    (void)fd;
+    (void)offset;
+    (void)size;
+    int open = check_open_descriptors(), most = atomic_load(&most_open);
+    while (open > most && !atomic_compare_exchange_weak(&most_open, &most, open))
+        ;
+    return 0;
+}
+
+/* Six hundred files under a limit of three hundred descriptors. */
+static void many_files(void) {
+    make_files();
+    struct rlimit before, limit;
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    limit = (struct rlimit){300, before.rlim_max};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    for (unsigned n = 0; n < 4; n++) {
+        const struct dr_options options = way(n);
+        const int each = options.direct == DR_DIRECT_OFF ? 1 : 2;
+        struct dr_input input;
+        struct dr_error error;
+        begin(&input);
+        int open = check_open_descriptors();
+        most_open = 0;
+        dr_sys.cached = cached_and_counted;
+        CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
+        CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
+        dr_sys = dr_sys_real;
+        CHECK_INT(most_open, >, open + DR_INPUT_KEPT / 2);
+        CHECK_INT(most_open, <=, open + each * (DR_INPUT_KEPT + (int)options.queue_depth) + 4); /* and two rings */
+        CHECK_INT(check_open_descriptors(), <=, open + each * DR_INPUT_KEPT);
+        dr_input_destroy(&input);
+    }
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+/* ---- files that change their place after they were looked at ---- */
+
+static void fails_to_hold(struct dr_input *input, size_t file, const char *message) {
+    struct dr_error error;
+    int fd;
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_input_hold(input, file, &fd, &error), &error, EBADMSG);
+    CHECK(strstr(error.detail, message));
+}
+
+static void look_at_all(struct dr_input *input) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    for (size_t i = 0; i < FILES; i++)
+        CHECK_OK(dr_input_look(input, i, &error), &error);
+}
+
+static void put_back(const char *name) {
+    CHECK_EQ(rename(check_path("away"), check_path(name)), 0);
+}
+
+static void others_in_its_place(void) {
+    make_files();
+    struct dr_input input;
+    struct dr_error error;
+    int fd;
+    begin(&input);
+    look_at_all(&input);
+    alarm(10);
+    CHECK_EQ(rename(check_path("file599"), check_path("away")), 0);
+    CHECK_EQ(mkfifo(check_path("file599"), 0666), 0);
+    fails_to_hold(&input, 599, "not a regular file");
+    CHECK_EQ(unlink(check_path("file599")), 0);
+    check_write_file("file599", "another", 7);
+    fails_to_hold(&input, 599, "another file has taken its place");
+    put_back("file599");
+    dr_error_clear(&error);
+    CHECK_OK(dr_input_hold(&input, 599, &fd, &error), &error);
+    dr_input_release(&input, 599);
+    dr_input_destroy(&input);
+}
+
+/* One that is kept stays readable when its name is gone, as after an overwriting save; not when O_DIRECT must be had. */
+static void removed_meanwhile(void) {
+    make_files();
+    for (unsigned n = 0; n < 4; n++) {
+        struct dr_options options = way(n);
+        struct dr_input input;
+        struct dr_error error;
+        begin(&input);
+        look_at_all(&input);
+        forget_cached();
+        CHECK_EQ(rename(check_path("file3"), check_path("away")), 0);
+        CHECK_OK(load(&input, 3, 4, &options, &error), &error);
+        put_back("file3");
+        dr_input_destroy(&input);
+    }
+    struct dr_options options = way(0);
+    struct dr_input input;
+    struct dr_error error;
+    options.direct = DR_DIRECT_ON;
+    begin(&input);
+    look_at_all(&input);
+    CHECK_EQ(rename(check_path("file3"), check_path("away")), 0);
+    CHECK_FAILS(load(&input, 3, 4, &options, &error), &error, ENOENT);
+    put_back("file3");
+    dr_input_destroy(&input);
+}
+
+/* ---- many reads of the same bytes ---- */
+
+/* Of a read of a whole file and many small ones at its beginning, each block sees those that lie in it, and no others. */
+static void many_in_one_block(void) {
+    enum { SMALL = 1000, BLOCKS = 64, BLOCK = 1 << 20 };
+    static const int64_t whole = BLOCKS * BLOCK, four = 4;
+    static uint8_t memory[1];
+    static struct dr_read reads[SMALL + 1];
+    const char *const name = "large";
+    struct dr_options options = way(0);
+    struct dr_load_plan plan = {0};
+    struct dr_input input;
+    struct dr_error error;
+    int fd = open(check_path(name), O_RDWR | O_CREAT, 0666);
+    CHECK_EQ(ftruncate(fd, whole), 0);
+    close(fd);
+    for (size_t i = 0; i <= SMALL; i++) {
+        reads[i] = read_of(0, i ? &four : &whole, memory);
+        reads[i].payload_size = i ? 4 : BLOCKS * BLOCK;
+    }
+    dr_error_clear(&error);
+    CHECK_OK(dr_input_init(&input, check_dir, &name, 1, &error), &error);
+    CHECK_OK(dr_load_plan_init(&plan, &input, reads, SMALL + 1, &options, &never, &error), &error);
+    CHECK_EQ(plan.block_count, BLOCKS);
+    CHECK_EQ(plan.extent_count, SMALL + BLOCKS);
+    for (size_t i = 0, next = 0; i < BLOCKS; i++) {
+        const struct dr_block *block = &plan.blocks[i];
+        CHECK_EQ(block->first, next);
+        for (; next < plan.extent_count && plan.extents[next].lo < block->hi; next++)
+            CHECK(plan.extents[next].lo >= block->lo && plan.extents[next].hi <= block->hi);
+        CHECK_EQ(next - block->first, i ? 1 : SMALL + 1);
+    }
+    dr_load_plan_destroy(&plan);
+    dr_input_destroy(&input);
+}
+
+CHECK_MAIN({"only_what_is_needed", only_what_is_needed}, {"one_that_is_gone", one_that_is_gone},
+           {"many_files", many_files}, {"others_in_its_place", others_in_its_place},
+           {"removed_meanwhile", removed_meanwhile}, {"many_in_one_block", many_in_one_block})

@@ -44,8 +44,8 @@ from dcpring import (
 from dcpring._convert._dcp import share_out
 from dcpring._convert._safetensors import _NAMES
 from dcpring._convert._stream import WINDOW_BYTES, Item
-from dcpring._convert._zip import ZipStream
 from dcpring._inspect.contents import open_contents
+from dcpring._zip import ZipStream
 
 MIB = 1 << 20
 SUFFIX = {"dcp": "", "torch": ".pt", "safetensors": ".safetensors"}

@@ -189,7 +189,12 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 """How dcpring calls what it has looked up, and what its classes hand to those of torch; last, what is by keyword."""
 
-NOT_CALLED = {
+_REBUILDERS = (
+    *("tensor", "parameter", "parameter_with_state", "qtensor", "sparse_tensor", "nested_tensor"),
+    *("meta_tensor_no_storage", "wrapper_subclass", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor"),
+)
+
+NOT_CALLED: dict[str, set[str]] = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
         "TORCH_CONTIGUOUS_FORMAT",
         "TORCH_CHANNELS_LAST",
@@ -202,6 +207,9 @@ NOT_CALLED = {
     "torch._utils._sparse_tensors_to_validate": set(),
     "torch._utils._get_sparse_tensors_to_validate": set(),
     "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors": set(),
+    # Pickles say what these are called with.
+    **{f"torch._utils._rebuild_{name}": set() for name in _REBUILDERS},
+    "torch._tensor._rebuild_from_type_v2": set(),
 }
 """The others, and attributes that they must have."""
 

@@ -13,6 +13,7 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "../core/crew.h"
@@ -83,5 +84,6 @@ extern PyMethodDef places_methods[];
 extern PyMethodDef match_methods[];
 extern PyMethodDef verify_methods[];
 extern PyMethodDef compare_methods[];
+extern PyMethodDef unpickle_methods[];
 
 #endif

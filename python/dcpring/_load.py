@@ -13,8 +13,6 @@ import contextlib
 import io
 import itertools
 import logging
-import pickle
-import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +29,13 @@ from dcpring._handon import Exchange
 from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
+from dcpring._objects import Loaded
+from dcpring._objects import load as load_object
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
 from dcpring._trace.phases import Phases
+from dcpring._unpickler import RefusedError, Safe
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats, make_watch
@@ -218,7 +219,7 @@ class Loader:
         self._options = options.for_core(False, self._watch)
         self._checksum = options.checksum
         self._trusted = trusted
-        self._safe_globals = list(safe_globals)
+        self._safe = Safe(safe_globals)
         self._stats = stats
         self._rank = rank
         self._casts = casts
@@ -253,7 +254,7 @@ class Loader:
         for batch in windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
             self._load_wholes(batch, planner)
         for (item, _), value in zip(objects, values, strict=True):
-            planner.load_bytes(item, value)
+            self._load_object(item, value, planner)
 
     def _load_sources(self, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
         for chunk in windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
@@ -475,38 +476,46 @@ class Loader:
         stream = self._transforms.transform_load_stream(item, whole.info.transform_descriptors, io.BytesIO(data))
         return io.BytesIO(stream.read(-1))
 
-    def _read_objects(self, objects: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
-        if not objects:
-            return []
-        values = self._read_whole(objects)
-        for (item, _), value in zip(objects, values, strict=True):
-            if not self._trusted:
-                self._unpickle(item, value)
-            value.seek(0)
-        return values
+    def _read_objects(self, objects: list[tuple[ReadItem, _Whole]]) -> list[Loaded | io.BytesIO]:
+        """Objects, which the planner gets only after all of them have been checked; as they are, if trusted."""
+        streams = self._read_whole(objects) if objects else []
+        if self._trusted:
+            return list(streams)
+        return [self._unpickle(item, stream) for (item, _), stream in zip(objects, streams, strict=True)]
 
-    def _unpickle(self, item: ReadItem, data: io.BytesIO) -> Any:
-        """Loads without running code; the planner, which would, gets the bytes only after that."""
-        allow = torch.serialization.safe_globals(self._safe_globals)
-        with allow if self._safe_globals else contextlib.nullcontext():
-            try:
-                return torch.load(data, map_location="cpu", weights_only=not self._trusted)
-            except pickle.UnpicklingError as error:
-                raise UntrustedCheckpointError(
-                    f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
-                    f"{refused(error)}. If you trust the checkpoint, pass RingReader(..., trusted=True), or the "
-                    "class in safe_globals=[...]."
-                ) from error
-            except MemoryError:
-                raise
-            except Exception as error:  # damaged bytes end in errors of any kind
-                raise CorruptCheckpointError(
-                    f"{self._name(item)} cannot be read: {_first_line(error)}", self._path
-                ) from error
+    def _load_object(self, item: ReadItem, value: Loaded | io.BytesIO, planner: LoadPlanner) -> None:
+        if isinstance(value, io.BytesIO):
+            planner.load_bytes(item, value)
+        elif value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
+            planner.load_bytes(item, value.stream())
+        else:
+            planner.load_object(item, value.value)
+
+    def _unpickle(self, item: ReadItem, stream: io.BytesIO) -> Loaded:
+        """Loads without running code."""
+        try:
+            return load_object(stream, self._safe)
+        except RefusedError as error:
+            cure = f"the class in safe_globals=[{error.name}]" if error.name else "the class in safe_globals=[...]"
+            raise UntrustedCheckpointError(
+                f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
+                f"{error}. If you trust the checkpoint, pass RingReader(..., trusted=True), or {cure}."
+            ) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # damaged bytes end in errors of any kind
+            raise CorruptCheckpointError(
+                f"{self._name(item)} cannot be read: {_first_line(error)}", self._path
+            ) from error
+
+    def _tensor_of(self, item: ReadItem, stream: io.BytesIO) -> Any:
+        if self._trusted:
+            return torch.load(stream, map_location="cpu", weights_only=False)
+        return self._unpickle(item, stream).value
 
     def _load_wholes(self, batch: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
         for (item, _), data in zip(batch, self._read_whole(batch), strict=True):
-            tensor = self._unpickle(item, data)
+            tensor = self._tensor_of(item, data)
             if not isinstance(tensor, Tensor):
                 raise CorruptCheckpointError(f"{self._name(item)} is stored as {type(tensor).__name__}", self._path)
             stored = self._stored_as(item)
@@ -732,16 +741,6 @@ def windows(items: Any, size_of: Any, limit: int | None, most: int | None = None
         used += size
     if window:
         yield window
-
-
-def refused(error: pickle.UnpicklingError) -> str:
-    """What a ``weights_only`` load stumbled over, out of its long message."""
-    text = str(error)
-    found = re.search(r"GLOBAL (\S+)", text)
-    if found:
-        return f"it refers to {found[1]}"
-    detail = re.search(r"WeightsUnpickler error: (.*)", text)
-    return detail[1].rstrip(". ") if detail else _first_line(error).rstrip(". ")
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,21 +14,18 @@ import json
 import pickle
 import struct
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring._regular import read_regular
+from dcpring._unpickler import RefusedError, Safe, unpickle
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.torchside import dcp
-from dcpring.torchside.dcp import MEMORY_FORMATS, StorageInfo, StoredProperties, attributes_of
-from dcpring.torchside.serialization import LAYOUT_GETTER
+from dcpring.torchside.dcp import StorageInfo, StoredProperties, attributes_of
 
 METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
@@ -181,121 +178,24 @@ def split_metadata(data: bytes, path: Path) -> Parts:
     return Parts(body[:start], body[start:end], trailer)
 
 
-# ---- the restricted unpickler ----
-
-_ALLOWED_CLASSES: tuple[type, ...] = (
-    dcp_metadata.Metadata,
-    dcp_metadata.TensorStorageMetadata,
-    dcp_metadata.BytesStorageMetadata,
-    dcp_metadata.ChunkStorageMetadata,
-    dcp_metadata.MetadataIndex,
-    dcp_metadata.TensorProperties,
-    dcp_metadata.StorageMeta,
-    MEMORY_FORMATS,
-    StorageInfo,
-    torch.Size,
-    OrderedDict,
-    set,
-    frozenset,
-    PosixPath,
-    PurePosixPath,
-    Path,
-)
-_ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in _ALLOWED_CLASSES}
-# pathlib's classes moved to pathlib._local in Python 3.13 and back.
-_ALLOWED |= {("pathlib", cls.__name__): cls for cls in (PosixPath, PurePosixPath, Path)}
-_ALLOWED |= {(base.__module__, base.__qualname__): StoredProperties for base in StoredProperties.__bases__}
-
-
-def _layout_getter() -> Callable[[str], torch.layout]:
-    """Stands in for torch's (``LAYOUT_GETTER``); made afresh, as a pickle can set attributes on a function."""
-
-    def get_layout(name: str) -> torch.layout:
-        value = getattr(torch, name.removeprefix("torch."), None)
-        if not isinstance(value, torch.layout):
-            raise pickle.UnpicklingError(f"{name!r} is no torch.layout")
-        return value
-
-    return get_layout
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    def __init__(self, data: memoryview, path: Path, safe_globals: Iterable[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._path = path
-        self._extra = {(item.__module__, item.__qualname__): item for item in safe_globals}
-
-    def find_class(self, module: str, name: str) -> Any:
-        found: Any = _ALLOWED.get((module, name)) or self._extra.get((module, name))
-        if found is not None:
-            return found
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == LAYOUT_GETTER:
-            return _layout_getter()
-        raise UntrustedCheckpointError(
-            f"{self._path} refers to {module}.{name}, which a checkpoint's metadata has no need of: loading it could "
-            "run code. If you trust the checkpoint, pass RingReader(..., trusted=True), or "
-            f"safe_globals=[{module}.{name}]."
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise UntrustedCheckpointError(f"{self._path} holds persistent ids, which a checkpoint's metadata never does")
-
-
-_NAMES = ("__name__", "__qualname__", "__bases__")
-"""What can be set on a class but is not in its ``vars``."""
-
-
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
-_CHANGEABLE = _HEAP_TYPE | _IMMUTABLE_TYPE
-"""Flags of a class (CPython's Py_TPFLAGS_HEAPTYPE and _IMMUTABLETYPE): those written in C cannot be changed."""
-
-
-_CHANGEABLE_CLASSES = [
-    cls for cls in (*_ALLOWED_CLASSES, StoredProperties) if cls.__flags__ & _CHANGEABLE == _HEAP_TYPE
-]
-_SHARED = [*_CHANGEABLE_CLASSES, *MEMORY_FORMATS]
-"""What a pickle can get hold of that outlives it: classes, and the members of an enumeration."""
-
-
-def _attributes(shared: Any) -> dict[str, Any]:
-    return {**vars(shared), **{name: getattr(shared, name) for name in _NAMES if isinstance(shared, type)}}
-
-
-def _restore(shared: Any, before: dict[str, Any]) -> bool:
-    """Puts attributes back; True when any was another object. Compares nothing that a pickle could define."""
-    now = _attributes(shared)
-    for name in now.keys() - before.keys():
-        delattr(shared, name)
-    changed = [name for name, value in before.items() if now.get(name) is not value]
-    for name in changed:
-        setattr(shared, name, before[name])
-    return bool(changed) or now.keys() != before.keys()
-
-
-@contextlib.contextmanager
-def _classes_unchanged(path: Path) -> Iterator[None]:
-    """A pickle can set attributes on the classes that it may name: put them back, and refuse it."""
-    before = [(shared, _attributes(shared)) for shared in _SHARED]
-    try:
-        yield
-    finally:
-        changed = [shared for shared, attributes in before if _restore(shared, attributes)]
-        if changed:
-            raise UntrustedCheckpointError(f"{path} tried to change {changed[0]!r}, which all checkpoints share")
+# ---- the pickle ----
 
 
 class _TrustingUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return StoredProperties if found is dcp_metadata.TensorProperties else found
+        return StoredProperties if found is TensorProperties else found
 
 
 def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
-    """Whatever was pickled, if it is made of what a checkpoint's metadata may hold."""
-    with _classes_unchanged(path):
-        return _RestrictedUnpickler(data, path, safe_globals).load()
+    """Whatever was pickled, if it is data."""
+    try:
+        return unpickle(data, Safe(safe_globals))
+    except RefusedError as error:
+        raise UntrustedCheckpointError(
+            f"{path} holds more than a checkpoint's metadata has need of, and loading it could run code: {error}. If "
+            f"you trust the checkpoint, pass RingReader(..., trusted=True), or safe_globals=[{error.name}]."
+        ) from None
 
 
 def unpickle_metadata(

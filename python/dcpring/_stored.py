@@ -7,7 +7,6 @@ programs; their components are the first parts of the names, and models may lie 
 from __future__ import annotations
 
 import functools
-import io
 import json
 import pickle
 import re
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcpring import _tree
 from dcpring._lazy import LazyMetadata
+from dcpring._unpickler import RefusedError, Safe, unpickle
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.reader import RingReader, _spans
 from dcpring.torchside.dcp import set_element
@@ -208,22 +208,22 @@ def ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise UntrustedCheckpointError(
-            f"a pickle inside of the checkpoint refers to {module}.{name}: loading it could run code. If you trust the "
-            "checkpoint, pass reader_options={'trusted': True}"
-        )
-
-
-def unpickled(value: bytes, trusted: bool) -> Any:
-    """What torchtitan pickled before it gave it to DCP: numbers, strings and containers, unless ``trusted``.
+def unpickled(value: bytes, reader: RingReader) -> Any:
+    """What torchtitan pickled before it gave it to DCP; data only, unless the checkpoint is trusted.
 
     Bytes that are no pickle are left as they are.
     """
     if not value.startswith(pickle.PROTO):
         return value
-    return pickle.loads(value) if trusted else _PlainUnpickler(io.BytesIO(value)).load()
+    if reader.trusted:
+        return pickle.loads(value)
+    try:
+        return unpickle(value, Safe(reader.safe_globals))
+    except RefusedError as error:
+        raise UntrustedCheckpointError(
+            f"a pickle inside of the checkpoint holds more than plain data, and loading it could run code: {error}. If "
+            f"you trust the checkpoint, pass reader_options={{'trusted': True}}, or {{'safe_globals': [{error.name}]}}"
+        ) from None
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dcpring._objects import refusals
+from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError
 from dcpring.torchside.tensors import PLAIN_TYPES, is_whole
 
@@ -77,19 +77,11 @@ def refuse_sharded(state: Any) -> None:
 
 def refuse_unloadable(state: Any, safe_globals: list[Any]) -> None:
     """Raises CheckpointError for an object that no load without ``trusted`` would read back."""
-    for path, value in _unusual(state):
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        stream.seek(0)
-        try:
-            with torch.serialization.safe_globals(safe_globals):
-                torch.load(stream, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise CheckpointError(
-                f"{path!r} is a {kind}: a load would refuse it, as it is no plain data. Keep numbers, strings, tensors "
-                f"and containers of them in the state, or pass reader_options={{'safe_globals': [{kind}]}}"
-            ) from error
+    for path, name in refusals(_unusual(state), Safe(safe_globals)).items():
+        raise CheckpointError(
+            f"{path!r} is no plain data, or holds more than that: {name}. A load would refuse it. Keep numbers, "
+            f"strings, tensors and containers of them in the state, or pass reader_options={{'safe_globals': [{name}]}}"
+        )
 
 
 def _unusual(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -611,4 +611,4 @@ def _states_of_ranks(stored: Stored, by_rank: dict[int, list[str]], target: dict
     states = [stored.rebuilt({key: target[key] for key in by_rank[rank]}, depth=2) for rank in sorted(by_rank)]
     if stored.manifest is not None:
         return states
-    return [unpickled(state, stored.reader.trusted) if isinstance(state, bytes) else state for state in states]
+    return [unpickled(state, stored.reader) if isinstance(state, bytes) else state for state in states]

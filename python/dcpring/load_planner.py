@@ -43,7 +43,7 @@ from dcpring._trace import phases as _trace
 from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
-from dcpring.torchside.dcp import init_state_dict, names_as_2_3
+from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
 from dcpring.torchside.tensors import ShardedTensor, are_plain
 
 __all__ = ["RingLoadPlanner"]
@@ -297,6 +297,19 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 )
 
     # ---- for RingReader ----
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether ``load_object`` does what ``load_bytes`` does: not in a subclass that has its own."""
+        return not overrides(self, (DefaultLoadPlanner, RingLoadPlanner), ("load_bytes",))
+
+    def load_object(self, read_item: ReadItem, value: Any) -> None:
+        """As ``load_bytes``, of what has been unpickled already."""
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], value)
+        else:
+            self.state_dict[name] = value
 
     def targets(self, wanted: _C.Table) -> list[Tensor | None]:
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""

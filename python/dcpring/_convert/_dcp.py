@@ -17,8 +17,10 @@ from dcpring._convert._stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run,
 from dcpring._inspect.contents import Contents, Entry, open_contents
 from dcpring._lazy import Chunks
 from dcpring._metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
+from dcpring._objects import load
 from dcpring._plan import Chunk, path_code, table_of_chunks
 from dcpring._save import Placed
+from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 
 _LEAST_CUT_BYTES = 4 << 20
@@ -56,7 +58,8 @@ class DcpSource:
         return self._contents.read_object(item.source).getvalue()
 
     def object_value(self, item: Item) -> Any:
-        return torch.load(io.BytesIO(self.object_bytes(item)), map_location="cpu", weights_only=not self._trusted)
+        archive = io.BytesIO(self.object_bytes(item))
+        return torch.load(archive, "cpu", weights_only=False) if self._trusted else load(archive, Safe()).value
 
 
 def _paths(contents: Contents) -> dict[str, Path]:

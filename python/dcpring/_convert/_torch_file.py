@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import mmap
 import os
 import pickle
 import struct
@@ -25,10 +26,11 @@ from torch import Tensor
 from dcpring import _C
 from dcpring._convert._beside import file_beside
 from dcpring._convert._stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
-from dcpring._convert._zip import ZipStream
 from dcpring._crc import RunningCrcs, box_start, buffer_at
-from dcpring._load import refused
+from dcpring._objects import entries_of, load_with_torch
 from dcpring._plan import is_terminal
+from dcpring._unpickler import RefusedError, Safe
+from dcpring._zip import ZipStream
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.options import IOOptions
 from dcpring.torchside.serialization import (
@@ -128,11 +130,15 @@ class TorchSource:
     def _load(self, location: str) -> Any:
         """All that the file holds: without data ("meta"), or with data that are mapped ("cpu")."""
         try:
-            return torch.load(self._path, location, weights_only=not self._trusted, mmap=location == "cpu")
-        except pickle.UnpicklingError as error:
+            if self._trusted:
+                return torch.load(self._path, location, weights_only=False, mmap=location == "cpu")
+            with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                entries = entries_of(memoryview(data))
+            return load_with_torch(self._path, Safe(), location, entries, mmap=location == "cpu")[0]
+        except RefusedError as error:
             raise UntrustedCheckpointError(
-                f"{self._path} holds more than plain data and tensors, and loading it could run code: "
-                f"{refused(error)}. If you trust the file, convert it with --trusted."
+                f"{self._path} holds more than plain data and tensors, and loading it could run code: {error}. If you "
+                "trust the file, convert it with --trusted."
             ) from error
         except (MemoryError, OSError):
             raise

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpring._objects import load
+from dcpring._unpickler import Safe
+
 _SHOWN = 60
 """Characters of a value in a message."""
 
@@ -39,7 +42,7 @@ def difference(a: bytes, b: bytes) -> str:
 
 
 def _load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return load(io.BytesIO(data), Safe()).value
 
 
 def _differences(path: str, a: Any, b: Any, seen: set[tuple[int, int]]) -> Iterator[str]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from dcpring import _layout
 from dcpring._inspect.contents import Contents, Entry, Record, open_all, open_contents, rank_of_file
 from dcpring._metadata import referenced_files
+from dcpring._objects import load
 from dcpring._stored import MANIFEST_KEY, Manifest
+from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError
 
 _MOST_MANIFEST_BYTES = 16 << 20
@@ -221,9 +221,9 @@ def _manifest(contents: Contents) -> Manifest | None:
         return None
     if entry.nbytes > _MOST_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest (key {MANIFEST_KEY!r}) has {entry.nbytes} bytes")
-    # Never trusted: what is no plain data is refused, and what is left can be unpickled.
+    # Never trusted: what is no plain data is refused.
     stream = dataclasses.replace(contents, trusted=False).read_object(MANIFEST_KEY)
-    return Manifest.parse(torch.load(stream, weights_only=True), str(contents.path))
+    return Manifest.parse(load(stream, Safe()).value, str(contents.path))
 
 
 # ---- files ----

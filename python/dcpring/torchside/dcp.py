@@ -32,6 +32,9 @@ else:
 MEMORY_FORMATS = required(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING")
 """How the pickle of TensorProperties names memory formats: an enumeration."""
 
+OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module of TensorProperties up to torch 2.2, where the enumeration is called MEM_FORMAT_ENCODING."""
+
 create_write_items: Callable[[str, Any], list[WriteItem]] = function(f"{_DCP}.planner_helpers", "_create_write_items")
 """What stock writes of a value on this rank: its name, the value."""
 

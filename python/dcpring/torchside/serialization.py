@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcpring.torchside.versions import optional, required
+from dcpring.torchside.versions import function, optional, required
 
 rebuild_tensor: Callable[..., Any] = required("torch._utils", "_rebuild_tensor_v2")
 """What a pickle makes a tensor with: storage, offset, sizes, strides, requires_grad, hooks."""
@@ -20,6 +20,27 @@ _sparse_of_this_thread: Callable[[], list[Any]] = optional("torch._utils", "_get
 
 LAYOUT_GETTER = ("torch.serialization", "_get_layout")
 """What a pickle makes a ``torch.layout`` with: module and name."""
+
+REBUILDERS: dict[str, Callable[..., Any]] = {
+    f"torch._utils:{name}": rebuild
+    for name in (
+        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+        *("_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor"),
+        *("_rebuild_meta_tensor_no_storage", "_rebuild_wrapper_subclass"),
+        *("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor"),
+    )
+    if (rebuild := optional("torch._utils", name)) is not None
+}
+"""What pickles make tensors with, by "module:name"; the same as those that ``weights_only`` loads know."""
+
+REBUILD_AS_TYPE: tuple[str, Callable[..., Any]] = (
+    "torch._tensor:_rebuild_from_type_v2",
+    function("torch._tensor", "_rebuild_from_type_v2"),
+)
+"""What they make a tensor of a subclass, or with attributes, with: one of those, the class, arguments, the state."""
+
+QUANTIZATIONS: type = type(torch.per_tensor_affine)
+"""The class of quantization schemes."""
 
 
 def forget_unfinished_load() -> None:

@@ -16,14 +16,16 @@ import pickle
 import re
 import struct
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dcpring._unpickler import RefusedError, Safe, Unpickler
 from dcpring._zip import ZipStream
+from dcpring.errors import CheckpointError
+from dcpring.torchside.tensors import PLAIN_TYPES
 
 _END = struct.Struct("<4sHHHHIIH")
 _CENTRAL = struct.Struct("<4s6xH8xIIHHH8xI")
@@ -272,13 +274,75 @@ def _is_harmless(named: tuple[bytes, bytes]) -> bool:
     return _HARMLESS.fullmatch(b" ".join(named)) is not None
 
 
+def _is_ordinary(value: Any, depth: int = 50) -> bool:
+    """Whether a value is of the types that most are, which no load refuses: it need not be pickled to be judged."""
+    kind = type(value)
+    if depth and kind is dict:
+        return all(_is_ordinary(part, depth - 1) for pair in value.items() for part in pair)
+    if depth and kind in (list, tuple, set, frozenset):
+        return all(_is_ordinary(part, depth - 1) for part in value)
+    return kind in _ORDINARY
+
+
+_ORDINARY = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, *PLAIN_TYPES)
+)
+
+
 def refusals(values: Iterable[tuple[str, Any]], safe: Safe) -> dict[str, str]:
-    """The same for objects that are not pickled yet, by key."""
+    """What a load would refuse of objects that are not pickled yet, by key."""
     found = {}
     for key, value in values:
+        if _is_ordinary(value):
+            continue
         archive = io.BytesIO()
         torch.save(value, archive)
         name = refusal(archive, safe)
         if name:
             found[key] = name
     return found
+
+
+ObjectPolicy = Literal["warn", "error", "allow"]
+
+_MOST_NAMED = 10
+
+
+@dataclass
+class Judge:
+    """Looks at the objects of a save, as they are pickled, for what a load would refuse.
+
+    Attributes:
+        objects: "warn" notes it, "error" raises.
+        safe: what those who load will allow.
+        refused: by key.
+    """
+
+    objects: ObjectPolicy
+    safe: Safe
+    refused: dict[str, str]
+
+    def look(self, key: str, archive: io.BytesIO) -> None:
+        name = refusal(archive, self.safe)
+        if name:
+            self.refused[key] = name
+            if self.objects == "error":
+                raise CheckpointError(f"cannot save {refused_text(self.refused)}{SAVE_CURE}")
+
+
+def refused_text(refused: Mapping[str, str]) -> str:
+    """Keys and classes that a load refuses, and what to load them with."""
+    shown = [f"{key!r} ({name})" for key, name in list(refused.items())[:_MOST_NAMED]]
+    more = f" and {len(refused) - len(shown)} more" if len(refused) > len(shown) else ""
+    names = sorted(set(refused.values()))
+    allowed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    return (
+        f"what a load refuses by default, as it is more than plain data: {', '.join(shown)}{more}. Load with "
+        f"RingReader(..., safe_globals=[{allowed}]), or with trusted=True"
+    )
+
+
+SAVE_CURE = (
+    "; or keep numbers, strings, tensors and containers of them in the state. RingWriter with the same safe_globals, "
+    'or with objects="allow", does not ask'
+)

@@ -41,6 +41,7 @@ from dcpring.torchside.dcp import (
     flatten_state_dict,
     make_properties,
     pickled,
+    plans_for_itself,
     properties_of,
     strides_of,
 )
@@ -290,6 +291,11 @@ def _row_of_tensor(tensor: Tensor) -> Row:
     """A tensor whose dtype or layout the core does not know."""
     zeros = (0,) * tensor.dim()
     return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), properties_of(tensor), 0)
+
+
+def describes_itself(value: Any) -> bool:
+    """Whether a value is a tensor, of any kind; all others are pickled."""
+    return isinstance(value, Tensor) or plans_for_itself(value)
 
 
 class Describer:
@@ -641,10 +647,14 @@ def rebuilt(cls: type, values: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class RingPlan(SavePlan):
-    """A SavePlan whose items stay in C. ``seal`` makes the message that is sent instead of them."""
+    """A SavePlan whose items stay in C. ``seal`` makes the message that is sent instead of them.
+
+    ``values`` are those of this rank's state dict, by key, while the plan has not been sent.
+    """
 
     message: LocalMessage | Answer | None = None
     seal: Callable[[RingPlan], LocalMessage] | None = field(default=None, repr=False, compare=False)
+    values: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def sealed(self) -> LocalMessage:
         """The message to the coordinator, from the items as they are now."""

@@ -8,7 +8,7 @@ DCP's WriteItems, one from a compact plan, without making any.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcpring import _C
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
+from dcpring._objects import Judge
 from dcpring._plan import BYTES_ROW, Items, same_memory
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats, overrides
@@ -154,6 +155,7 @@ class FileSave:
         ahead_bytes: int,
         windowed: bool,
         stats: IOStats,
+        judge: Judge | None,
     ) -> None:
         self._path = path
         self._name = name
@@ -163,6 +165,7 @@ class FileSave:
         self._ahead_bytes = ahead_bytes
         self._windowed = windowed
         self._stats = stats
+        self._judge = judge
         self._written: list[int] = []
         self.placed: dict[int, Placed] = {}
 
@@ -174,6 +177,9 @@ class FileSave:
         objects = [position for position in source.objects if chosen is None or position in chosen]
         file = _C.FileWriter(self._path, self._name, self._size_hint(tensors), self._options)
         try:
+            if self._judge is not None and self._judge.objects == "error":  # before anything large is written
+                self._write_pickled(file, objects, self._object_bytes)
+                objects = []
             for window in self._windows(tensors):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self._object_bytes)
@@ -333,7 +339,10 @@ class FileSave:
         batch: list[tuple[int, io.BytesIO, list[str]]] = []
         size = 0
         for position in positions:
-            data, descriptors = self._transformed(position, pickled(position))
+            plain = pickled(position)
+            if self._judge is not None:
+                self._judge.look(self._source.name(position), plain)
+            data, descriptors = self._transformed(position, plain)
             batch.append((position, data, descriptors))
             size += data.getbuffer().nbytes
             if size >= WINDOW_BYTES:
@@ -390,6 +399,21 @@ def makes_tensors(planner: SavePlanner) -> bool:
 
 
 # ---- results ----
+
+
+class ResultList(list[WriteResult]):
+    """WriteResults with what the coordinator wants to know of the rank besides.
+
+    Attributes:
+        stats: of the rank's ``write_data``.
+    """
+
+    def __init__(self, results: Iterable[WriteResult], stats: IOStats) -> None:
+        super().__init__(results)
+        self.stats = stats
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ResultList, (list(self), self.stats)
 
 
 class Results(Sequence[WriteResult]):

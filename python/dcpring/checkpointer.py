@@ -265,9 +265,16 @@ class Checkpointer:
         }
         return Manifest(step, self._place.world_size, entries)
 
+    def _known_to_load(self) -> dict[str, Any]:
+        """For the writer: what loads here will not refuse."""
+        known: dict[str, Any] = {"safe_globals": self._reader_options.get("safe_globals", ())}
+        if self._reader_options.get("trusted", False):
+            known["objects"] = "allow"
+        return {name: value for name, value in known.items() if name not in self._writer_options}
+
     def _write(self, state: dict[str, Any], step: int, group: Ranks, staging: Staging | None = None) -> None:
         path = self.path(step)
-        writer = RingWriter(path, **self._writer_options)
+        writer = RingWriter(path, **self._known_to_load(), **self._writer_options)
         if staging is not None:
             writer.note_staged(staging)
         group.with_dcp(

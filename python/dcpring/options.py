@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcpring import _C
@@ -93,6 +93,7 @@ class IOStats:
         cached_bytes: of ``bytes``, those read through the page cache because they were in it.
         sent_bytes: of tensors that this rank has read and passed on to others.
         received_bytes: of tensors that others have read for this rank and sent; not part of ``bytes``.
+        refused: keys of objects that were saved and that a load refuses by default, with what they hold.
     """
 
     bytes: int = 0
@@ -105,3 +106,4 @@ class IOStats:
     cached_bytes: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    refused: dict[str, str] = field(default_factory=dict)

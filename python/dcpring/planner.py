@@ -178,7 +178,7 @@ class RingSavePlanner(DefaultSavePlanner):
             if compared:
                 self._save.fingerprints = _fingerprints(table, flat)
             self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
-        self.plan = RingPlan(items=Items(table), seal=self._seal)  # type: ignore[arg-type]
+        self.plan = RingPlan(items=Items(table), seal=self._seal, values=flat.values)  # type: ignore[arg-type]
         self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
 

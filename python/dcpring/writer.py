@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,30 @@ from dcpring._metadata import (
     pickle_metadata,
     read_trailer,
 )
+from dcpring._objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
+from dcpring._plan import RingPlan, describes_itself
 from dcpring._progress import Meter, ProgressOption, checked_progress, start_meter
-from dcpring._save import FileSave, Placed, Results, Source, TableSource, makes_tensors, result_of, source_of
+from dcpring._save import (
+    FileSave,
+    Placed,
+    ResultList,
+    Results,
+    Source,
+    TableSource,
+    makes_tensors,
+    result_of,
+    source_of,
+)
 from dcpring._trace import phases as _trace
+from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.planner import RingSavePlanner
 from dcpring.torchside.tensors import keep_attributes
 
 __all__ = ["RingWriter"]
+
+logger = logging.getLogger("dcpring")
 
 
 class RingWriter(FileSystemWriter):
@@ -68,6 +84,10 @@ class RingWriter(FileSystemWriter):
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
+        objects: what to do about objects that a load refuses by default, as they are more than plain data (see
+            docs/format.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
+            fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
+        safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
             With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
             ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
@@ -101,8 +121,12 @@ class RingWriter(FileSystemWriter):
         keep_superseded: bool = False,
         key_map: KeyMapLike = None,
         progress: ProgressOption = False,
+        objects: ObjectPolicy = "warn",
+        safe_globals: Sequence[Any] = (),
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        if objects not in ("warn", "error", "allow"):
+            raise ValueError(f'objects={objects!r}: must be "warn", "error" or "allow"')
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ValueError(
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
@@ -129,6 +153,8 @@ class RingWriter(FileSystemWriter):
         self.keep_superseded = keep_superseded
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.progress = checked_progress(progress)
+        self.objects: ObjectPolicy = objects
+        self.safe_globals = tuple(safe_globals)
         self._meter = Meter()
         self._tracer = _trace.Tracer(trace)
         self._group_id = ""
@@ -177,8 +203,16 @@ class RingWriter(FileSystemWriter):
             raise RuntimeError(
                 f"a checkpoint exists already in {self.path}, and overwrite=False; choose another directory"
             )
+        if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
+            self._refuse_objects(plan.values)
         self._phases.begin(_trace.GATHER_PLANS if self._is_coordinator else _trace.SCATTER_PLANS)
         return plan
+
+    def _refuse_objects(self, values: Mapping[str, Any]) -> None:
+        objects = ((key, value) for key, value in values.items() if not describes_itself(value))
+        refused = refusals(objects, Safe(self.safe_globals))
+        if refused:
+            raise CheckpointError(f"cannot save {refused_text(refused)}{SAVE_CURE}")
 
     @_trace.hook
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -217,6 +251,7 @@ class RingWriter(FileSystemWriter):
         self._meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
         placed: dict[int, Placed] = {}
+        judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
         watch = make_watch(self._meter.counter, self._phases.room)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
@@ -230,6 +265,7 @@ class RingWriter(FileSystemWriter):
                     ahead_bytes=self.per_thread_copy_ahead,
                     windowed=makes_tensors(planner),
                     stats=stats,
+                    judge=judge,
                 )
                 with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
                     file.write(positions)
@@ -247,7 +283,7 @@ class RingWriter(FileSystemWriter):
     def _results(self, items: Any, source: Source, placed: list[Placed], stats: IOStats) -> Any:
         """DCP's WriteResults; of a compact plan, in compact form."""
         if not isinstance(source, TableSource) or self.transforms.extensions:
-            return [result_of(item, where) for item, where in zip(items, placed, strict=True)]
+            return ResultList(map(result_of, items, placed), stats)
         places = _C.Places(len(placed))
         places.put([where[:7] for where in placed])
         return Results(places.encode(), stats, items)
@@ -270,6 +306,7 @@ class RingWriter(FileSystemWriter):
         self._phases.begin(_trace.COMMIT)
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = self.storage_meta()
+        refused = _refused_in(results)
         table: KeyTable | None = None if self._planner is None else self._planner.key_table
         if self.key_map is not None:
             names = self.key_map.rename(metadata.state_dict_metadata)
@@ -284,6 +321,8 @@ class RingWriter(FileSystemWriter):
         self._commit(sizes, data, table)
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
+        if refused:
+            logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
         self._plans = []
         planner, self._planner = self._planner, None
         if planner is not None and all(isinstance(part, Results) for part in results):
@@ -358,6 +397,12 @@ class RingWriter(FileSystemWriter):
             trailer.world_size = world_size()
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
+
+
+def _refused_in(results: list[Any]) -> dict[str, str]:
+    """What a load will refuse of what the ranks whose results these are have written, by key."""
+    found = [part.stats.refused for part in results if isinstance(part, Results | ResultList)]
+    return {key: name for part in found for key, name in part.items()}
 
 
 def agree_on_id(path: str) -> str:

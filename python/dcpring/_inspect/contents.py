@@ -10,8 +10,8 @@ import functools
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpring import _C, _layout
 from dcpring._crc import RunningCrcs
 from dcpring._lazy import StoredChunks, has_known_tables
-from dcpring._load import MOST_DIMENSIONS, Inputs, Loader
+from dcpring._load import MOST_DIMENSIONS, Inputs, Loader, windows
 from dcpring._metadata import (
+    BYTES,
     METADATA_NAME,
     OPAQUE,
     Parts,
@@ -36,9 +37,11 @@ from dcpring._metadata import (
     split_metadata,
 )
 from dcpring._metadata import unpickle_metadata as unpickle
+from dcpring._objects import refusal
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._regular import read_regular
 from dcpring._save import Placed, storage_info
+from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions, IOStats
 from dcpring.torchside.dcp import StorageInfo
@@ -47,6 +50,9 @@ from dcpring.torchside.tensors import narrowed
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
 _INT = {int}
+
+_LARGEST_OBJECT_BYTES = 64 << 20
+_OBJECT_BATCH_BYTES = 32 << 20
 
 
 class Record(NamedTuple):
@@ -229,6 +235,40 @@ class Contents(Mapping[str, Entry]):
         items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
         self._loader().load(items, _Records([(entry, entry.records[0]) for entry in entries]), into)
         return [into.objects[number] for number in range(len(keys))]
+
+    def refused(self, keys: Iterable[str] | None = None) -> dict[str, str]:
+        """The objects that a load by default would refuse, with what they hold: they need ``safe_globals``.
+
+        Damaged ones are passed over, and those of more than 64 MiB.
+
+        Args:
+            keys: the only ones to look at; None for all.
+        """
+        chosen = self.entries if keys is None else keys
+        small = [key for key in chosen if self._is_small_object(self.entries[key])]
+        raw = replace(self, trusted=True, options=IOOptions(checksum=False), stats=IOStats())
+        safe, found = Safe(), {}
+        for batch in windows(small, lambda key: self.entries[key].nbytes, _OBJECT_BATCH_BYTES):
+            for key, archive in raw._readable(batch):
+                name = refusal(archive, safe)
+                if name:
+                    found[key] = name
+        return found
+
+    def _is_small_object(self, entry: Entry) -> bool:
+        """Whether it is read whole and unpickled: objects, and tensors that only torch.save understands."""
+        records = entry.records
+        pickled = entry.shape is None or (len(records) == 1 and records[0].place.kind == BYTES)
+        return len(records) == 1 and pickled and records[0].place.length <= _LARGEST_OBJECT_BYTES
+
+    def _readable(self, keys: list[str]) -> Iterator[tuple[str, io.BytesIO]]:
+        """The archives of objects, one by one where one of them cannot be read."""
+        try:
+            yield from zip(keys, self.read_objects(keys), strict=True)
+        except (CheckpointError, OSError):
+            if len(keys) > 1:
+                for key in keys:
+                    yield from self._readable([key])
 
     def _loader(self) -> Loader:
         return Loader(

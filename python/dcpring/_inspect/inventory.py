@@ -140,6 +140,16 @@ class Inventory:
         for contents in self.parts:
             yield _layout.rank_of_metadata(contents.path.name), contents
 
+    def refused(self, items: Iterable[Item]) -> dict[str, str]:
+        """Of these keys those of objects that a load refuses by default, with what they hold."""
+        found: dict[str, str] = {}
+        by_part: dict[int | None, list[str]] = defaultdict(list)
+        for item in items:
+            by_part[item.part].append(item.entry.key)
+        for number, contents in self._numbered():
+            found |= contents.refused(by_part[number])
+        return found
+
     @property
     def writer(self) -> str:
         """Who wrote the metadata: "dcpring", "stock", or "dcpring and stock"."""

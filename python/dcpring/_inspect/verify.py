@@ -31,6 +31,7 @@ from dcpring._metadata import (
     unpickle_metadata,
     unpickle_safely,
 )
+from dcpring._objects import refused_text
 from dcpring._progress import progress_bar
 from dcpring._regular import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -80,7 +81,9 @@ class VerifyReport:
         seconds: that it took.
         problems: by file and offset, those of the metadata last.
         unlisted: further problems, of records that have very many.
-        notes: what is no problem, but good to know.
+        refused: keys of objects that a load refuses by default, with what they hold; they need ``safe_globals``, or
+            ``trusted``. No problem, but good to know.
+        notes: what else is.
     """
 
     checkpoint: str
@@ -92,6 +95,7 @@ class VerifyReport:
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
     unlisted: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -123,7 +127,11 @@ class VerifyReport:
         lines = [f"{'ok ' if self.ok else 'BAD'} {self.checkpoint}: {self.summary()}"]
         if self.problems:
             lines.append(format_table(("key", "file", "offset", "bytes", "what"), self.rows(), right=(2, 3)))
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in self.all_notes())])
+
+    def all_notes(self) -> list[str]:
+        """``notes``, and what ``refused`` means."""
+        return [*self.notes, *([f"it holds {refused_text(self.refused)}"] if self.refused else [])]
 
 
 def verify(
@@ -163,6 +171,7 @@ def verify(
         records.check((options or IOOptions()).for_core(sync=False, watch=bar.watch))
     for part in parts:
         report.problems += _metadata_problems(part, trusted)
+        report.refused |= part.refused()
     report.problems += _leftovers_and_ranks(directory, parts, report.notes)
     report.seconds = time.perf_counter() - started
     return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._output import Output, Piece
@@ -74,26 +74,30 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _show(args: argparse.Namespace, out: Output) -> int:
     from dcpring._inspect.inventory import take_inventory
     from dcpring._inspect.select import check_patterns, key_filter
+    from dcpring._objects import refused_text
 
     inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
     items = list(inventory.items(key_filter(args.keys)))
     check_patterns(args.keys, [item.entry.key for item in items], str(inventory.directory))
     files = inventory.files(items)
+    refused = inventory.refused(items)
     if args.json:
-        out.json(_document(inventory, items, files, with_keys=not args.files))
+        out.json(_document(inventory, items, files, refused, with_keys=not args.files))
         return 0
     if out.interactive:
         _print_summary(out, inventory, items, files)
     if args.files:
         _print_files(out, files)
     elif args.flat or (args.depth is None and not out.interactive):
-        _print_flat(out, items)
+        _print_flat(out, items, refused)
     else:
-        _print_tree(out, inventory, items, args.depth)
+        _print_tree(out, inventory, items, refused, args.depth)
     if not out.interactive:
         out.text()
         _print_summary(out, inventory, items, files)
     _print_problems(out, inventory, files)
+    if refused:
+        out.note(f"it holds {refused_text(refused)}")
     return 0
 
 
@@ -148,22 +152,22 @@ def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]
 # ---- keys ----
 
 
-def _print_flat(out: Output, items: Sequence[Item]) -> None:
+def _print_flat(out: Output, items: Sequence[Item], refused: Mapping[str, str]) -> None:
     header = ("key", "shape", "dtype", "size", "chunks", "ranks", "files")
     parts = any(item.part is not None for item in items)
-    rows: Iterator[tuple[str, ...]] = (_flat_row(item) for item in items)
+    rows: Iterator[tuple[str, ...]] = (_flat_row(item, refused) for item in items)
     if parts:
         header = (*header, "saved by rank")  # type: ignore[assignment]
         rows = ((*row, str(item.part)) for row, item in zip(rows, items, strict=True))
     out.table(header, rows, right=(3, 4), styles={0: "bold", 1: "cyan", 2: "green"})
 
 
-def _flat_row(item: Item) -> tuple[str, ...]:
+def _flat_row(item: Item, refused: Mapping[str, str]) -> tuple[str, ...]:
     entry, files = item.entry, item.files
     ranks = item.ranks
     return (
         entry.key,
-        *_kind(entry),
+        *_kind(entry, refused),
         format_bytes(entry.nbytes),
         str(len(entry.records)),
         str(ranks[0]) if len(ranks) == 1 else _spans(ranks),
@@ -171,10 +175,10 @@ def _flat_row(item: Item) -> tuple[str, ...]:
     )
 
 
-def _kind(entry: Entry) -> tuple[str, str]:
-    """Shape and dtype as they are shown."""
+def _kind(entry: Entry, refused: Mapping[str, str]) -> tuple[str, str]:
+    """Shape and dtype as they are shown; of an object that a load refuses, what it holds."""
     if entry.shape is None:
-        return "object", "-"
+        return "object", refused.get(entry.key, "-")
     return str(list(entry.shape)), _dtype(entry)
 
 
@@ -191,13 +195,15 @@ def _spans(ranks: Sequence[int]) -> str:
 # ---- the tree ----
 
 
-def _print_tree(out: Output, inventory: Inventory, items: Sequence[Item], depth: int | None) -> None:
+def _print_tree(
+    out: Output, inventory: Inventory, items: Sequence[Item], refused: Mapping[str, str], depth: int | None
+) -> None:
     from dcpring._inspect.outline import Outline
 
     outline = Outline(items)
     rows, hidden = (list(outline.rows(depth)), 0) if depth else _fitting(outline, out)
     notes = {} if inventory.manifest is None else inventory.manifest.components
-    table = [(_name_pieces(row, notes), _row_cells(row)) for row in rows]
+    table = [(_name_pieces(row, notes), _row_cells(row, refused)) for row in rows]
     out.lines(_aligned(table, out.screen[0] if out.interactive else None))
     if hidden:
         out.note("there is more: --depth N and --keys PATTERN choose, --flat shows all")
@@ -235,7 +241,7 @@ def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
     return name
 
 
-def _row_cells(row: Row) -> list[Piece]:
+def _row_cells(row: Row, refused: Mapping[str, str]) -> list[Piece]:
     """Shape or number of keys, dtype, size, chunks, ranks."""
     from dcpring._inspect.inventory import ranks_of, total
 
@@ -247,7 +253,7 @@ def _row_cells(row: Row) -> list[Piece]:
     ]
     if row.item is None:
         return [(count(sum.keys, "key"), ""), ("", ""), (format_bytes(sum.bytes), ""), *where]
-    shape, dtype = _kind(row.item.entry)
+    shape, dtype = _kind(row.item.entry, refused)
     each = format_bytes(sum.bytes)
     if row.count > 1:
         each = f"{row.count:,} x {format_bytes(sum.bytes / row.count)}"
@@ -292,7 +298,12 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
 
 
 def _document(
-    inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile], *, with_keys: bool
+    inventory: Inventory,
+    items: Sequence[Item],
+    files: Sequence[DataFile],
+    refused: Mapping[str, str],
+    *,
+    with_keys: bool,
 ) -> dict[str, Any]:
     from dcpring._inspect.inventory import total, totals_by_component
 
@@ -319,7 +330,7 @@ def _document(
         "files": [_file_document(file) for file in files],
     }
     if with_keys:
-        document["keys"] = [_key_document(item) for item in items]
+        document["keys"] = [_key_document(item, refused) for item in items]
     return document
 
 
@@ -336,7 +347,7 @@ def _file_document(file: DataFile) -> dict[str, Any]:
     }
 
 
-def _key_document(item: Item) -> dict[str, Any]:
+def _key_document(item: Item, refused: Mapping[str, str]) -> dict[str, Any]:
     entry = item.entry
     return {
         "key": entry.key,
@@ -348,4 +359,5 @@ def _key_document(item: Item) -> dict[str, Any]:
         "ranks": item.ranks,
         "files": item.files,
         "saved_by_rank": item.part,
+        "refused": refused.get(entry.key),
     }

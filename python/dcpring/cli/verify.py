@@ -79,7 +79,7 @@ def _print(report: VerifyReport, out: Output) -> None:
         if more:
             out.text(f"and {more} more (--json lists all that are known)")
         out.text(_cure(report))
-    for note in report.notes:
+    for note in report.all_notes():
         out.text(f"note {report.checkpoint}: {note}", style="dim")
 
 

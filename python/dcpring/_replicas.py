@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import io
 import zlib
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
+from dcpring._values import digest
 from dcpring.torchside.dcp import plans_for_itself
-from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
+from dcpring.torchside.tensors import is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
 """Larger tensors are not compared: that would cost a pass over the model."""
@@ -39,8 +39,12 @@ def fingerprints(values: list[Any]) -> bytes:
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
     tensors = [index for index, value in enumerate(local) if isinstance(value, Tensor)]
     crcs = dict(zip(tensors, _tensor_crcs([local[index] for index in tensors]), strict=True))
-    prints = [crcs[index] if index in crcs else object_crc(value) for index, value in enumerate(local)]
+    prints = [crcs[index] if index in crcs else _object_crc(value) for index, value in enumerate(local)]
     return array.array("I", prints).tobytes()
+
+
+def _object_crc(value: Any) -> int:
+    return int.from_bytes(digest(value)[:4], "little")
 
 
 def _tensor_crcs(tensors: list[Tensor]) -> list[int]:
@@ -68,35 +72,3 @@ def _bring_here(tensors: list[Tensor], device: torch.device) -> None:
     host = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
     for index, part in zip(chosen, host.split([part.numel() for part in parts]), strict=True):
         tensors[index] = part.clone()
-
-
-def object_crc(value: Any, depth: int = 0) -> int:
-    """A checksum by value: equal objects have equal ones, however they share parts in memory, and in whatever order.
-
-    Of what cannot be compared by value only the class counts.
-    """
-    kind = type(value)
-    if depth > 100:
-        return 0
-    if kind in _ATOMS:
-        return _crc(kind, repr(value).encode(errors="surrogatepass"))
-    if kind in (list, tuple):
-        return _crc(kind, *(object_crc(entry, depth + 1).to_bytes(4, "little") for entry in value))
-    if kind in (set, frozenset):
-        return _crc(set, *sorted(object_crc(entry, depth + 1).to_bytes(4, "little") for entry in value))
-    if kind in (dict, OrderedDict):
-        pairs = (object_crc(pair, depth + 1).to_bytes(4, "little") for pair in value.items())
-        return _crc(dict, *sorted(pairs))
-    if kind in PLAIN_TYPES and value.layout == torch.strided and not value.is_meta:
-        return _crc(kind, f"{value.dtype}{list(value.shape)}".encode(), _tensor_crcs([value])[0].to_bytes(4, "little"))
-    return _crc(kind)
-
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
-
-
-def _crc(kind: type, *parts: bytes) -> int:
-    crc = zlib.crc32(kind.__qualname__.encode())
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return crc

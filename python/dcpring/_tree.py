@@ -6,9 +6,6 @@ a Counter comes back as a dict. Such a mapping is stored as one object instead, 
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dcpring import _values
 from dcpring._objects import refusals
 from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError
@@ -58,12 +56,17 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value that is no mapping, list or tuple, with its path: "a.b[2]"."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{_named(key)}" if path else _named(key))
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
             yield from leaves(value, f"{path}[{index}]")
     else:
         yield path, tree
+
+
+def _named(key: Any) -> str:
+    """The same on all ranks: a set is written in any order."""
+    return str(key) if type(key) in _SCALARS else f"{type(key).__name__} {_values.digest(key).hex()[:8]}"
 
 
 def refuse_sharded(state: Any) -> None:
@@ -97,32 +100,10 @@ def _unusual(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(state: Any) -> dict[str, str]:
-    """A digest of every leaf, by path, and below "" the containers."""
-    found = {path: _digest(value) for path, value in leaves(state)}
-    found[""] = found.get("", "") + _shape(state)
-    return found
+    """A digest of every leaf, by path."""
+    return {path: _values.digest(value).hex() for path, value in leaves(state)}
 
 
 def digest(state: Any) -> str:
-    return hashlib.blake2b(repr(sorted(digests(state).items())).encode(), digest_size=16).hexdigest()
-
-
-def _shape(tree: Any) -> str:
-    """The containers alone, empty ones included."""
-    if isinstance(tree, Mapping):
-        parts = sorted(f"{key!r}:{_shape(value)}" for key, value in tree.items())
-        return f"{type(tree).__name__}({','.join(parts)})"
-    if isinstance(tree, list | tuple):
-        return f"{type(tree).__name__}({','.join(map(_shape, tree))})"
-    return "."
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        data = f"{plain.dtype} {list(plain.shape)} ".encode() + ctypes.string_at(plain.data_ptr(), plain.nbytes)
-    elif isinstance(value, _SCALARS):
-        data = f"{type(value).__name__} {value!r}".encode()
-    else:
-        data = pickle.dumps(value)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    """The same for states that are equal by value."""
+    return _values.digest(state).hex()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dcpring._objects import load
 from dcpring._unpickler import Safe
+from dcpring._values import digest
 
 _SHOWN = 60
 """Characters of a value in a message."""
@@ -36,7 +35,7 @@ def difference(a: bytes, b: bytes) -> str:
     except RecursionError:
         return "other data, nested too deeply to say where"
     if not found:
-        return ""
+        return "" if digest(left) == digest(right) else "equal items, in containers that differ"
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     return f"{found[0]}{more}"
 
@@ -54,7 +53,7 @@ def _differences(path: str, a: Any, b: Any, seen: set[tuple[int, int]]) -> Itera
     if type(a) is not type(b):
         yield f"{path}{_short(a)} is {_short(b)}"
     elif isinstance(a, Tensor):
-        if not _same_tensor(a, b):
+        if digest(a) != digest(b):
             yield f"{path}tensors of {list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype} differ"
     elif isinstance(a, Mapping):
         for key in {**a, **b}:
@@ -64,17 +63,8 @@ def _differences(path: str, a: Any, b: Any, seen: set[tuple[int, int]]) -> Itera
             yield f"{path}has {len(a)} elements and {len(b)}"
         for number, (left, right) in enumerate(zip(a, b, strict=False)):
             yield from _differences(f"{path}[{number}] ", left, right, seen)
-    elif not (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))):
+    elif digest(a) != digest(b):
         yield f"{path}{_short(a)} is {_short(b)}"
-
-
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
-        return False
-    if a.layout != torch.strided:
-        return bool((a.to_dense() == b.to_dense()).all())
-    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(left, right)
 
 
 def _short(value: Any) -> str:

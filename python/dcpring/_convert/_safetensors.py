@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dcpring import _C
 from dcpring._convert._beside import directory_beside, file_beside, writing
 from dcpring._convert._stream import Item, Part, Piece, Source, stream
+from dcpring._inspect.contents import overlap_of
+from dcpring._inspect.verify import wrong_boxes
 from dcpring._key_map import without_twice
 from dcpring._load import MOST_DIMENSIONS, Inputs
 from dcpring._regular import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.options import IOOptions
+from dcpring.torchside.tensors import narrowed
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 << 30
@@ -55,72 +60,123 @@ _NOTES = "__metadata__"
 _MOST_NAMED = 5
 
 
-class _Where(NamedTuple):
+_SHARDING = "DCP_SHARDING_INFO"
+_OF_SHARDS = (_SHARDING, "DCP_VERSION")
+"""The notes of a file in which each tensor is one rank's part: HuggingFaceStorageWriter(save_distributed=True)."""
+_SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+
+
+class _Shard(NamedTuple):
+    """What a file holds of a tensor: all of it, mostly.
+
+    Attributes:
+        directory, file, offset: where its data begin.
+        offsets, lengths: of the box that it is in the tensor, in elements.
+        dtype: of its elements.
+    """
+
     directory: str
     file: str
     offset: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
 
 
 # ---- reading ----
 
 
 class SafetensorsSource:
-    """A file, or the files that an index lists. There are no checksums in them."""
+    """A file, the files that an index lists, or the shards of all ranks. There are no checksums in them."""
 
     format = "safetensors"
 
     def __init__(self, path: FilePath) -> None:
         self._path = path
         self._options = IOOptions().for_core(False)
-        self._where: dict[str, _Where] = {}
+        self._shards: dict[str, list[_Shard]] = {}
         self._inputs: dict[str, Inputs] = {}
         self.notes: Mapping[str, str] = {}
-        self.items: list[Item] = []
         index = _index_of(path)
         listed = None if index is None else _weight_map(index)
-        files = [path] if index is None or listed is None else [index.parent / name for name in _unique(listed)]
+        files = _files_of(path) if index is None or listed is None else [index.parent / one for one in _unique(listed)]
         for file in files:
             self._add(file, listed)
         self.files = len(files)
-        if listed is not None and (missing := [name for name in listed if name not in self._where]):
+        if listed is not None and (missing := [name for name in listed if name not in self._shards]):
             raise CorruptCheckpointError(
                 f"{missing[0]!r} is not in {listed[missing[0]]!r}, where the index says", str(index)
             )
+        self.items = [self._item(name, shards) for name, shards in self._shards.items()]
 
     def _add(self, path: FilePath, listed: dict[str, str] | None) -> None:
         # Hubs' caches hold links to files elsewhere, and it was the user who named them.
         real = path.resolve()
         header, begin = _read_header(real)
-        self.notes = {**self.notes, **header.pop(_NOTES, {})}
+        notes = header.pop(_NOTES, {})
+        starts = _offsets_of(notes, header, real)
+        self.notes = {**self.notes, **{name: text for name, text in notes.items() if name not in _OF_SHARDS}}
         for name, entry in header.items():
             if listed is not None and listed.get(name) != path.name:
                 continue
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            self._where[name] = _Where(str(real.parent), real.name, begin + entry["data_offsets"][0])
-            self.items.append(Item(name, name, (name,), shape, dtype, dtype))
+            lengths = tuple(entry["shape"])
+            where = (str(real.parent), real.name, begin + entry["data_offsets"][0])
+            shard = _Shard(*where, starts.get(name, (0,) * len(lengths)), lengths, _DTYPES[entry["dtype"]])
+            self._shards.setdefault(name, []).append(shard)
+
+    def _item(self, name: str, shards: list[_Shard]) -> Item:
+        """The tensor that the shards make up."""
+        first = shards[0]
+        others = [shard.dtype for shard in shards if shard.dtype != first.dtype]
+        if others or len({len(shard.lengths) for shard in shards}) > 1:
+            what = f"{first.dtype} and {others[0]}" if others else "of different numbers of dimensions"
+            raise CorruptCheckpointError(f"{name!r}: its shards are {what}", str(self._path))
+        shape = tuple(
+            map(max, zip(*([o + n for o, n in zip(s.offsets, s.lengths, strict=True)] for s in shards), strict=True))
+        )
+        wrong = wrong_boxes(shape, [(shard.offsets, shard.lengths) for shard in shards])
+        if wrong:
+            files = _some(list(dict.fromkeys(shard.file for shard in shards)))
+            raise CorruptCheckpointError(
+                f"{name!r} cannot be put together: {wrong}. It is in {files}; the files of all ranks that saved are "
+                "needed, and none of another save",
+                str(self._path),
+            )
+        return Item(name, name, (name,), shape, first.dtype, first.dtype)
 
     def read(self, parts: Sequence[Part]) -> None:
-        for directory in {self._where[part.item.source].directory for part in parts}:
-            chosen = [part for part in parts if self._where[part.item.source].directory == directory]
-            inputs = self._inputs_of(directory)
-            reads = [self._read_of(part, inputs) for part in chosen]
-            try:
-                _C.load(inputs.core, reads, [part.tensor for part in chosen], self._options)
-            except CorruptCheckpointError as error:
-                item = chosen[getattr(error, "item", None) or 0].item
-                raise CorruptCheckpointError(f"{item.source!r}: {error.args[0]}", error.path, error.offset) from error
+        found: dict[str, list[tuple[Part, _Shard, Tensor, tuple[int, ...]]]] = {}
+        for part in parts:
+            for shard in self._shards[part.item.source]:
+                overlap = overlap_of(shard.offsets, shard.lengths, part.offsets, tuple(part.tensor.shape))
+                if overlap is not None:
+                    in_shard, in_part, lengths = overlap
+                    target = narrowed(part.tensor, in_part, lengths)
+                    found.setdefault(shard.directory, []).append((part, shard, target, in_shard))
+        for directory, reads in found.items():
+            self._read_from(directory, reads)
 
     def _inputs_of(self, directory: str) -> Inputs:
         if directory not in self._inputs:
-            files = sorted({where.file for where in self._where.values() if where.directory == directory})
+            shards = (shard for shards in self._shards.values() for shard in shards)
+            files = sorted({shard.file for shard in shards if shard.directory == directory})
             self._inputs[directory] = Inputs(directory, files)
         return self._inputs[directory]
 
-    def _read_of(self, part: Part, inputs: Inputs) -> tuple[Any, ...]:
-        item, where = part.item, self._where[part.item.source]
-        assert item.stored is not None
-        payload = (where.offset, item.numel * item.stored.itemsize, None, None)
-        return (inputs.numbers[where.file], *payload, item.shape, part.offsets, tuple(part.tensor.shape))
+    def _read_from(self, directory: str, reads: list[tuple[Part, _Shard, Tensor, tuple[int, ...]]]) -> None:
+        inputs = self._inputs_of(directory)
+        boxes: list[tuple[Any, ...]] = [
+            (
+                *(inputs.numbers[shard.file], shard.offset, math.prod(shard.lengths) * shard.dtype.itemsize),
+                *(None, None, shard.lengths, start, tuple(target.shape)),
+            )
+            for _, shard, target, start in reads
+        ]
+        try:
+            _C.load(inputs.core, boxes, [target for _, _, target, _ in reads], self._options)
+        except CorruptCheckpointError as error:
+            item = reads[getattr(error, "item", None) or 0][0].item
+            raise CorruptCheckpointError(f"{item.source!r}: {error.args[0]}", error.path, error.offset) from error
 
     def object_bytes(self, item: Item) -> bytes:
         raise AssertionError("safetensors files hold no objects")
@@ -141,12 +197,47 @@ def is_safetensors(path: FilePath) -> bool:
 
 
 def find_in(directory: FilePath) -> FilePath:
-    """The index in a directory, or else the only safetensors file."""
+    """The index in a directory, or else the only safetensors file; the directory, where ranks left their shards."""
     found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob("*.safetensors"))
+    if len(found) > 1 and all(map(_is_shard, found)):
+        return directory
     if len(found) != 1:
         names = ", ".join(path.name for path in found[:_MOST_NAMED])
         raise CheckpointError(f"{directory} holds several models; name one of {names}")
     return found[0]
+
+
+def _is_shard(path: FilePath) -> bool:
+    return path.suffix == ".safetensors" and _SHARDING in _read_header(path.resolve())[0].get(_NOTES, {})
+
+
+def _files_of(path: FilePath) -> list[FilePath]:
+    """The file itself, or all shards in a directory. One rank's shard is no model."""
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    others = [one for one in path.parent.glob("shard-*") if _SHARD_FILE.fullmatch(one.name) and one.name != path.name]
+    if others and _SHARD_FILE.fullmatch(path.name) and _is_shard(path):
+        raise CheckpointError(
+            f"{path} holds one rank's part of each tensor, and {len(others)} other files beside it the others; name "
+            f"the directory, {path.parent}"
+        )
+    return [path]
+
+
+def _offsets_of(notes: Mapping[str, str], header: Mapping[str, Any], path: FilePath) -> dict[str, tuple[int, ...]]:
+    """Where in its tensor each shard of a file begins; nothing where the file holds whole tensors."""
+    if _SHARDING not in notes:
+        return {}
+    try:
+        listed = json.loads(notes[_SHARDING], object_pairs_hook=without_twice)
+        found = {name: tuple(listed[name]["saved_offsets"]) for name in header}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its {_SHARDING} is damaged ({error!s:.200})", str(path)) from error
+    for name, offsets in found.items():
+        good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
+        if not good or len(offsets) != len(header[name]["shape"]):
+            raise CorruptCheckpointError(f"its {_SHARDING} has {offsets!r:.100} for {name!r}", str(path))
+    return found
 
 
 def _index_of(path: FilePath) -> FilePath | None:

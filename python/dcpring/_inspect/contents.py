@@ -210,7 +210,7 @@ class Contents(Mapping[str, Entry]):
         records: list[tuple[Entry, Record]] = []
         for number, (key, start, part) in enumerate(parts):
             entry, size = self.entries[key], tuple(part.shape)
-            overlaps = ((record, _overlap(record, start, size)) for record in entry.records)
+            overlaps = ((record, overlap_of(record.offsets, record.lengths, start, size)) for record in entry.records)
             # A chunk that is listed twice is read once.
             found = {overlap[1:]: (record, overlap) for record, overlap in overlaps if overlap}
             if not _C.tiles(size, list(found)):
@@ -327,18 +327,17 @@ class _Records:
         return None if entry.dtype is None else (record.lengths, entry.dtype)
 
 
-def _overlap(
-    record: Record, start: Sequence[int], size: Sequence[int]
+def overlap_of(
+    offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Of a record and a part: where in the record, where in the part, and how much; None where there is none."""
-    low = tuple(max(a, b) for a, b in zip(record.offsets, start, strict=True))
-    ends = zip(record.offsets, record.lengths, start, size, strict=True)
-    high = tuple(min(a + n, b + m) for a, n, b, m in ends)
+    """Of two boxes in a tensor: where in the first, where in the second, and how much they share; None for nothing."""
+    low = tuple(max(a, b) for a, b in zip(offsets, start, strict=True))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, start, size, strict=True))
     if any(a >= b for a, b in zip(low, high, strict=True)):
         return None
-    in_record = tuple(a - b for a, b in zip(low, record.offsets, strict=True))
-    in_part = tuple(a - b for a, b in zip(low, start, strict=True))
-    return in_record, in_part, tuple(b - a for a, b in zip(low, high, strict=True))
+    in_first = tuple(a - b for a, b in zip(low, offsets, strict=True))
+    in_second = tuple(a - b for a, b in zip(low, start, strict=True))
+    return in_first, in_second, tuple(b - a for a, b in zip(low, high, strict=True))
 
 
 def _read_item(

@@ -14,7 +14,7 @@ import os
 import random
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -401,19 +401,23 @@ def _metadata_problems(contents: Contents, trusted: bool) -> Iterator[Problem]:
 
 def _wrong_chunks(entry: Entry) -> str:
     """Whether a tensor's chunks make it up; "" where they do."""
-    shape = entry.shape
-    if shape is None:
+    if entry.shape is None:
         return ""
-    if len(entry.records) == 1 and entry.records[0].lengths == shape and not any(entry.records[0].offsets):
+    if len(entry.records) == 1 and entry.records[0].lengths == entry.shape and not any(entry.records[0].offsets):
         return ""
-    for offsets, lengths, _ in entry.records:
+    return wrong_boxes(entry.shape, [(offsets, lengths) for offsets, lengths, _ in entry.records])
+
+
+def wrong_boxes(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Whether boxes (offsets, lengths) make up a tensor; "" where they do."""
+    for offsets, lengths in boxes:
         if not len(offsets) == len(lengths) == len(shape):
             return "a chunk has another number of dimensions than its tensor"
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(offsets, lengths, shape, strict=True)):
             return f"a chunk lies outside of its tensor of shape {list(shape)}"
-    if sum(_measure(r.offsets, r.lengths) for r in entry.records) == _measure((0,) * len(shape), shape):
+    if sum(_measure(offsets, lengths) for offsets, lengths in boxes) == _measure((0,) * len(shape), shape):
         return ""
-    held, whole = sum(_volume(record.lengths) for record in entry.records), _volume(shape)
+    held, whole = sum(_volume(lengths) for _, lengths in boxes), _volume(shape)
     if held == whole:
         return "its chunks overlap, and leave a gap"
     return f"its chunks {'overlap' if held > whole else 'leave a gap'}: they hold {held} of {whole} elements"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
@@ -103,7 +103,8 @@ class LoadPolicy:
         )
         if fatal:
             shown = replace(fatal, unexpected=diff.unexpected, dtypes=dtypes)
-            raise KeyMismatchError(f"rank {rank}: the checkpoint does not fit the state dict:\n{shown}")
+            words = _words_of_stock(fatal, wanted, metadata)
+            raise KeyMismatchError(f"rank {rank}: the checkpoint does not fit the state dict:\n{shown}\n{words}")
         if diff.missing and self.missing == "warn":
             logger.warning("rank %d: these stay as they are:\n%s", rank, KeyDiff(diff.missing))
         self.report([item.key for item in diff.unexpected], rank)
@@ -115,6 +116,19 @@ class LoadPolicy:
 
     def _may_miss(self, key: str) -> bool:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.allow_missing)
+
+
+def _words_of_stock(diff: KeyDiff, wanted: Mapping[str, Any], metadata: Metadata) -> str:
+    """What stock says of the first key that is missing, and of the first that does not fit: programs look for it."""
+    words = [f"Missing key in checkpoint state_dict: {item.key}." for item in diff.missing[:1]]
+    for item in diff.shapes[:1]:
+        entry, value = metadata.state_dict_metadata[item.key], wanted[item.key]
+        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
+            words.append(f"Size mismatch between saved {entry.size} and current: {value.size()} for {item.key}")
+        elif isinstance(entry, TensorStorageMetadata):
+            kind = f"expected BytesStorageMetadata but found {type(entry)}"
+            words.append(f"Invalid checkpoint metadata for {item.key}, {kind}")
+    return "\n".join(words)
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:

@@ -36,7 +36,7 @@ from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
 from dcpring._trace.phases import Phases
 from dcpring._unpickler import RefusedError, Safe
-from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats, make_watch
 from dcpring.torchside.dcp import StorageInfo, attributes_of
@@ -555,9 +555,10 @@ class Loader:
 
     def _check_target(self, item: ReadItem, target: Tensor, stored: torch.dtype) -> None:
         if target.size() != item.lengths:
-            raise CheckpointError(
+            raise PlanError(
                 f"{self._name(item)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
-                f"{list(target.size())}; load into tensors of the shape that was saved"
+                f"{list(target.size())}; load into tensors of the shape that was saved (req {item.storage_index} "
+                f"mismatch sizes {target.size()} vs {item.lengths})"
             )
         if target.dtype == stored:
             return

@@ -22,7 +22,7 @@ from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring._objects import Judge
 from dcpring._plan import BYTES_ROW, Items, same_memory
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, PlanError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
 from dcpring.torchside.dcp import StorageInfo
@@ -270,8 +270,9 @@ class FileSave:
     def _checked(self, positions: Sequence[int], tensors: list[Any]) -> list[Tensor]:
         for position, tensor in zip(positions, tensors, strict=True):
             if not isinstance(tensor, Tensor):
-                raise CheckpointError(
-                    f"cannot save {self._source.name(position)!r}: planned as a tensor, but it is a {type(tensor)}"
+                raise PlanError(
+                    f"cannot save {self._source.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
+                    f"items, and it is a {type(tensor)}"
                 )
             if tensor.is_meta:
                 raise CheckpointError(
@@ -311,8 +312,9 @@ class FileSave:
         data = self._source.resolve([position])[0]
         if isinstance(data, io.BytesIO):
             return data
-        raise CheckpointError(
-            f"cannot save {self._source.name(position)!r}: the planner gave a {type(data)}, not a BytesIO"
+        raise PlanError(
+            f"cannot save {self._source.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
+            f"planner gave a {type(data)}"
         )
 
     def _tensor_bytes(self, position: int) -> io.BytesIO:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"]
+__all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "PlanError", "UntrustedCheckpointError"]
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be saved or loaded as asked; the message says which key, file and rank, and the cure."""
 
 
-class CorruptCheckpointError(CheckpointError):
+class CorruptCheckpointError(CheckpointError, RuntimeError):
     """The bytes on disk are not those that were written, or contradict themselves.
+
+    A ``RuntimeError`` too, as that is what torch raises for archives that are damaged.
 
     Attributes:
         path: the file concerned, "" where there is none.
@@ -35,4 +37,11 @@ class KeyMismatchError(CheckpointError, RuntimeError, ValueError):
     """Names, shapes or dtypes of a state dict and of what is to be loaded do not match; the message lists all of them.
 
     A ``RuntimeError`` and a ``ValueError`` too, as that is what stock raises for missing keys and for other shapes.
+    """
+
+
+class PlanError(CheckpointError, ValueError, AssertionError):
+    """The plans of ranks do not fit together, or a planner hands out what does not fit its plan.
+
+    A ``ValueError`` and an ``AssertionError`` too, as stock raises these.
     """

@@ -43,7 +43,7 @@ from dcpring._plan import (
 )
 from dcpring._strategy import Choice, Writers
 from dcpring._trace import phases as _trace
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, PlanError
 from dcpring.options import IOStats
 from dcpring.report import PlanReport, RankReport
 from dcpring.torchside.dcp import keep_plans_apart
@@ -259,7 +259,7 @@ class RingSavePlanner(DefaultSavePlanner):
         for message, layout in zip(messages, layouts, strict=True):
             with _as_checkpoint_error(f"the plan of rank {message.rank}"):
                 merge.add(layout, message.fingerprints)
-        with _as_checkpoint_error("the plans do not fit together"):
+        with _as_checkpoint_error("Failed to validate global plan: the plans do not fit together"):
             for place, message in enumerate(messages):
                 for row, first in message.ties:
                     merge.tie(place, row, first)
@@ -547,7 +547,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise PlanError(f"{what}: {error}") from error
 
 
 def _note_io(rank: RankReport, stats: IOStats) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -146,8 +147,9 @@ class RingReader(FileSystemReader):
     def _read_metadata(self, path: Path) -> Metadata:
         try:
             data = read_regular(path)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(error.errno, _layout.what_there_is(path.parent, path), str(path)) from None
+        except FileNotFoundError:
+            what = f"{os.strerror(errno.ENOENT)}: {_layout.what_there_is(path.parent, path)}"
+            raise FileNotFoundError(errno.ENOENT, what, str(path)) from None
         parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)

@@ -63,7 +63,7 @@ class _Request:
     def __init__(self, model: nn.Module, options: StateDictOptions | None) -> None:
         options = options or StateDictOptions()
         if options.broadcast_from_rank0 and not options.full_state_dict:
-            raise ValueError("broadcast_from_rank0=True needs full_state_dict=True")
+            raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
         self.model = model
         self.keys = model_keys(model, options.dsd_fqn_modifiers)
         fsdp_modules: list[nn.Module] = list(FSDP.fsdp_modules(model))
@@ -105,7 +105,7 @@ def _fsdp_state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterat
 def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     found = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     if not found:
-        raise RuntimeError("no optimizers were given")
+        raise RuntimeError("Optimizers are not passed in but optim_only is set to True.")
     return found
 
 
@@ -215,7 +215,9 @@ def _spread(request: _Request, state: dict[str, Any]) -> tuple[dict[str, Any], b
     assign = torch.device("meta") in devices
     devices.discard(torch.device("meta"))
     if len(devices) > 1:
-        raise ValueError(f"full_state_dict=True needs a model on one device, not on {sorted(map(str, devices))}")
+        raise ValueError(
+            f"Multiple devices found: full_state_dict=True needs a model on one, not on {sorted(map(str, devices))}"
+        )
     device = devices.pop() if devices else device_of()
     if info.broadcast_from_rank0:
         stock.broadcast(state, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
@@ -234,7 +236,10 @@ def _check_not_empty(request: _Request, state: Mapping[str, Any]) -> None:
         or not request.keys.names
     )
     if not state and not may_be_empty:
-        raise RuntimeError("the model's state dict is empty; to load nothing, pass StateDictOptions(strict=False)")
+        raise RuntimeError(
+            "The option indicates that model state_dict is required to save or load, but model state_dict is empty. To "
+            "load nothing, pass StateDictOptions(strict=False)"
+        )
 
 
 @torch.no_grad()
@@ -268,7 +273,13 @@ def _names_of_missing(keys: ModelKeys, missing: list[str]) -> list[str]:
 
 
 def _mismatch(missing: list[str], unexpected: list[str]) -> KeyMismatchError:
-    return KeyMismatchError(f"the state dict does not fit the model:\n{describe_names(missing, unexpected)}")
+    words = [
+        "{} key(s) in state_dict: {}.".format(what, ", ".join(map('"{}"'.format, names)))
+        for what, names in (("Missing", missing), ("Unexpected", unexpected))
+        if names
+    ]
+    described = describe_names(missing, unexpected)
+    return KeyMismatchError("\n".join(["the state dict does not fit the model:", described, *words]))
 
 
 # ---- optimizers: saving ----
@@ -454,9 +465,15 @@ def _split(request: _Request, optimizer: torch.optim.Optimizer, loaded: _Loaded)
     if missing and request.info.strict:
         raise KeyMismatchError(
             f"the optimizer's state dict lacks {len(missing)} keys that {type(optimizer).__name__} needs:\n"
-            f"{_some_keys(missing)}\nto load the rest, pass StateDictOptions(strict=False)"
+            f"{_some_keys(missing)}\n{_words_of_stock(missing)}to load the rest, pass StateDictOptions(strict=False)"
         )
     return {_STATE: state, _GROUPS: result}
+
+
+def _words_of_stock(missing: list[str]) -> str:
+    """What stock says of the first parameter without a state: programs look for it."""
+    states = [key.removeprefix(f"{_STATE}.") for key in missing if key.startswith(f"{_STATE}.")]
+    return f"Missing optimizer state for parameter '{states[0]}' in checkpoint. " if states else ""
 
 
 def _empty_groups(groups: list[_Group], loaded: _Loaded) -> dict[int, int]:
@@ -467,8 +484,8 @@ def _empty_groups(groups: list[_Group], loaded: _Loaded) -> dict[int, int]:
         return {}
     if len(empty) != 1 or len(saved) != 1:
         raise ValueError(
-            f"the optimizer has {len(empty)} parameter groups without parameters, the state dict {len(saved)}: which "
-            "belongs to which cannot be told unless there is one of each"
+            "There are param groups that have zero parameters. In such a case, DSD only support exactly one param "
+            f"group with zero parameters. The optimizer has {len(empty)}, the state dict {len(saved)}"
         )
     return {empty[0]: saved[0]}
 
@@ -493,8 +510,9 @@ def _with_options(group: _Group, loaded: _Loaded, empty: int | None, missing: li
             there, value = loaded.option(name, option)
             if there and not _same(value, options[option]):
                 raise RuntimeError(
-                    f"{_GROUPS}.{name}.{option} is {value}, and that of {group.sources[0]} is {options[option]}, but "
-                    "both are in one parameter group of this optimizer; give it the groups that were saved"
+                    "All the parameters in the same parameter group should have the same saved param_group value. But "
+                    f"{group.sources[0]}.{option} is {options[option]} while other(s) is {value}: that of {name}. Give "
+                    "the optimizer the groups that were saved"
                 )
     return {**options, _PARAMS: group.names}
 
@@ -531,7 +549,9 @@ def _to_fsdp(request: _Request, optimizer: torch.optim.Optimizer, state: dict[st
 def _only_device(state: dict[str, Any]) -> torch.device:
     devices = {value.device for value in state.values() if isinstance(value, Tensor) and value.dim() > 0}
     if len(devices) > 1:
-        raise ValueError(f"full_state_dict=True needs an optimizer on one device, not on {sorted(map(str, devices))}")
+        raise ValueError(
+            f"Device mismatch: full_state_dict=True needs an optimizer on one, not on {sorted(map(str, devices))}"
+        )
     return devices.pop() if devices else torch.device("cpu")
 
 
@@ -557,7 +577,10 @@ def _spread_optimizer(request: _Request, optimizer: torch.optim.Optimizer, state
 def _set_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, ...], given: Mapping[str, Any]) -> None:
     info = request.info
     if not given and request.has_everything and not (info.cpu_offload and info.full_state_dict):
-        raise RuntimeError("the optimizer's state dict is empty")
+        raise RuntimeError(
+            "The option indicates that model state_dict is required to save, or load but optim state_dict is empty. "
+            f"{dict(given)}"
+        )
     loaded = _Loaded(given)
     for optimizer in optimizers:
         stock.init_optim_state(optimizer)

@@ -201,7 +201,7 @@ class RingWriter(FileSystemWriter):
         _C.make_directory(str(self.path), self.sync_files)
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
             raise RuntimeError(
-                f"a checkpoint exists already in {self.path}, and overwrite=False; choose another directory"
+                f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
             )
         if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
             self._refuse_objects(plan.values)

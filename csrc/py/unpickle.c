@@ -19,7 +19,7 @@
 
 enum {
     KEY_DEPTH = 100,
-    KEY_PARTS = 10000,
+    KEY_PARTS = 1000,
     OPCODES_BETWEEN_SIGNALS = 1 << 16,
 };
 
@@ -140,8 +140,9 @@ static bool is_small(PyObject *object, int depth, int *parts) {
     if (!PyTuple_Check(object))
         return true;
     Py_ssize_t count = PyTuple_Size(object);
-    if (depth == 0 || (*parts -= (int)(count < KEY_PARTS ? count : KEY_PARTS)) < 0)
+    if (depth == 0 || count > *parts)
         return false;
+    *parts -= (int)count;
     for (Py_ssize_t i = 0; i < count; i++)
         if (!is_small(PyTuple_GetItem(object, i), depth - 1, parts))
             return false;
@@ -505,7 +506,7 @@ static int find(struct machine *m, PyObject *module, PyObject *name) {
 
 static int run_global(struct machine *m, const struct dr_opcode *op) {
     PyObject *module = PyUnicode_DecodeUTF8((const char *)op->text, (Py_ssize_t)op->size, NULL);
-    PyObject *name = PyUnicode_DecodeUTF8((const char *)op->name, (Py_ssize_t)op->name_size, NULL);
+    PyObject *name = module ? PyUnicode_DecodeUTF8((const char *)op->name, (Py_ssize_t)op->name_size, NULL) : NULL;
     return find(m, module, name);
 }
 

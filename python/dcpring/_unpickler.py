@@ -451,7 +451,7 @@ class Unpickler:
         """
         try:
             return _C.unpickle(self._data, self)
-        except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
+        except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
             raise ValueError(f"the pickle is damaged: {error}") from error
 
     # ---- what the machine asks for ----

@@ -161,21 +161,17 @@ def _bit_generator(which: Any = "MT19937") -> Any:
 
 def _set_bit_generator(generator: Any, state: Any) -> None:
     """NumPy 2 pickles what it was seeded with beside the state."""
-    seed = None
+    whole = state
     if type(state) is tuple:
-        require(len(state) == 2 and type(state[0]) is dict)
-        state, seed = state
+        require(len(state) == 2 and type(state[1]) in (np.random.SeedSequence, type(None)))
+        state = state[0]
     name = type(generator).__name__
     require(type(state) is dict and state.get("bit_generator") == name and _is_state(state))
     if name in _PLACES:
         key, last = _PLACES[name]
         place = state["state"].get(key) if name == "MT19937" else state.get(key)
         require(type(place) is int and 0 <= place <= last)
-    if seed is not None:
-        require(type(seed) is np.random.SeedSequence)
-        generator.__setstate__((state, seed))
-    else:
-        generator.state = state
+    generator.__setstate__(whole)
 
 
 def _is_state(state: Any) -> bool:

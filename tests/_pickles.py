@@ -36,9 +36,9 @@ VALUES = {
     "defaultdict": collections.defaultdict(int, a=1),
     "counter": collections.Counter("a"),
     "ordered dict": collections.OrderedDict(a=1),
-    "datetime": datetime.datetime(2020, 1, 2, 3, 4, 5, 6, datetime.UTC),
+    "datetime": datetime.datetime(2020, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),  # noqa: UP017
     "date": datetime.date(2020, 1, 2),
-    "time": datetime.time(1, 2, fold=1),
+    "time": datetime.time(1, 2),
     "timedelta": datetime.timedelta(1, 2, 3),
     "timezone": datetime.timezone(datetime.timedelta(hours=1), "x"),
     "decimal": decimal.Decimal("1.50"),

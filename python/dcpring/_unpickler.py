@@ -277,19 +277,16 @@ for _cls in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath, 
 know(pathlib.PureWindowsPath, "pathlib:WindowsPath", "pathlib._local:WindowsPath")
 
 
-def _set_buffer(instance: io.BytesIO, state: Any) -> None:
-    require(type(state) is tuple and [*map(type, state[:2])] == [bytes, int] and len(state) == 3 and not state[2])
-    instance.__setstate__((*state[:2], None))  # type: ignore[attr-defined]
-
-
-def _set_text_buffer(instance: io.StringIO, state: Any) -> None:
-    require(type(state) is tuple and len(state) == 4 and not state[3])
-    require(type(state[0]) is str and type(state[1]) in (str, type(None)) and type(state[2]) is int)
-    instance.__setstate__((*state[:3], None))  # type: ignore[attr-defined]
+def _set_buffer(instance: Any, state: Any) -> None:
+    """Content, place, and attributes, of which there are none; a text buffer's ends of lines are the second."""
+    kinds = [bytes, int] if type(instance) is io.BytesIO else [str, type(state[1]), int]
+    require(type(state) is tuple and [*map(type, state[:-1])] == kinds and kinds[1] in (int, str, type(None)))
+    require(type(state[-1]) in (dict, type(None)) and not state[-1])
+    instance.__setstate__(state)
 
 
 know(io.BytesIO, "_io:BytesIO", "io:BytesIO", make=typed(io.BytesIO), build=_set_buffer)
-know(io.StringIO, "_io:StringIO", "io:StringIO", make=typed(io.StringIO), build=_set_text_buffer)
+know(io.StringIO, "_io:StringIO", "io:StringIO", make=typed(io.StringIO), build=_set_buffer)
 
 
 def _array(code: str, values: list[Any]) -> Any:
@@ -376,6 +373,8 @@ for _record in (
 ):
     know(_record, f"{_record.__module__}:{_record.__qualname__}", make=bare(_record))
     _RECORDS[_record] = {}
+# RingSavePlanner's, where stock has pickled it.
+_CALL[id(dcp_metadata.Metadata)] = typed(dcp_metadata.Metadata, *[object] * 5, least=1)
 # They are hashed, by what is in them.
 _RECORDS[dcp_metadata.MetadataIndex] = {
     "fqn": (str,),

@@ -85,7 +85,7 @@ class RingWriter(FileSystemWriter):
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
         objects: what to do about objects that a load refuses by default, as they are more than plain data (see
-            docs/format.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
+            docs/objects.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
             fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.

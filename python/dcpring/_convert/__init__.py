@@ -96,7 +96,8 @@ def convert(
 
     Args:
         source: directory of a DCP checkpoint, file of ``torch.save`` (since torch 1.6), safetensors file, its index, or
-            a directory with either.
+            a directory with either, or with the shards of ``HuggingFaceStorageWriter(save_distributed=True)``: these
+            do not say how large a tensor is, so that the last rank's must not be missing.
         target: to be made. Without ``to``, its name says what: ``.safetensors`` one such file; ``.pt``, ``.pth``,
             ``.bin``, ``.ckpt``, ``.tar`` a file of ``torch.save``; any other a directory, of DCP.
         to: "dcp", "torch" or "safetensors". With the last, a name without ``.safetensors`` is a directory of shards.

@@ -23,7 +23,9 @@ DESCRIPTION = """Converts between DCP checkpoints (directories), files of torch.
 
 DST's name says what is made, unless --to does: NAME.safetensors is one such file; .pt, .pth, .bin, .ckpt and .tar are
 files of torch.save; any other name is the directory of a DCP checkpoint, or, with --shard-size, of safetensors files.
-SRC is recognised by what is in it. Data flow through a few buffers: half a GiB of memory is enough for any size.
+SRC is recognised by what is in it. The shards that HuggingFaceStorageWriter(save_distributed=True) leaves in a
+directory are one model; they do not say how large a tensor is, so that the last rank's file must not be missing.
+Data flow through a few buffers: half a GiB of memory is enough for any size.
 
 DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
 is what was in SRC, bit by bit, unless --dtype casts it. Checksums that SRC has are compared on the way: where one is

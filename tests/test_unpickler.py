@@ -335,6 +335,8 @@ BAD_ARGUMENTS = {
     ),
     "dtype of objects": called("numpy.dtype", text("O"), value(False), value(True)),
     "dtype of a text": called("numpy.dtype", text("f8, O"), value(False), value(True)),
+    "dtype of a repetition": called("numpy.dtype", text("3i4"), value(False), value(True)),
+    "dtype of an expression": called("numpy.dtype", text("(2,3)f8"), value(False), value(True)),
     "dtype of a large text": called("numpy.dtype", text("U99999999999"), value(False), value(True)),
     "dtype of a dict": called("numpy.dtype", value({"names": ["a"], "formats": ["O"]}), value(False), value(True)),
     "array of objects": called(RECONSTRUCT, b"cnumpy\nndarray\n", value((0,)), value(b"O")),
@@ -802,6 +804,17 @@ BAD_TENSORS = {
     "with hooks": rebuilt(
         storage_of(4), hooks=called("collections.OrderedDict") + value(1) + b"cbuiltins\nbytearray\ns"
     ),
+    **{
+        f"with {name}": b"\x80\x02"
+        + called(
+            "torch._tensor._rebuild_from_type_v2",
+            b"ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n",
+            rebuilt(storage_of(4))[2:-2].split(b"(", 1)[1].join((b"(", b"")),
+            b"}" + text(name) + b"ctorch\nTensor\ns",
+        )
+        + b"."
+        for name in ("__class__", "__setstate__", "_backward_hooks")
+    },
     "of a strange id": b"\x80\x02(" + text("module") + b"NNNNtQ.",
     "of a longer id": b"\x80\x02("
     + text("storage")

@@ -47,8 +47,8 @@ _HARMLESS = re.compile(
 """What can be read whatever its arguments are."""
 
 
-class _NeedsTensorsError(Exception):
-    pass
+class _NeedsTensorsError(RefusedError):
+    """Not for others to see."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _WithoutTensors(Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            raise _NeedsTensorsError
+            raise _NeedsTensorsError("it holds tensors", "")
         return super().find_class(module, name)
 
 

@@ -336,19 +336,28 @@ for _name, _value in vars(torch).items():
 
 
 def _rebuild(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch._utils; a hook is a function that a tensor calls, and no pickle of torch's has one."""
+    """A function of torch's that makes a tensor; hooks are functions that a tensor calls, and torch pickles none."""
 
     def checked(*args: Any) -> Any:
         require(not any(type(value) is collections.OrderedDict and value for value in args))
         require(not any(isinstance(value, type) and not issubclass(value, torch.Tensor) for value in args))
+        _check_attributes(args)
         return function(*args)
 
     return checked
 
 
+def _check_attributes(states: Iterable[Any]) -> None:
+    """Of attributes that will be set, by name: none of Python's own, and no hooks."""
+    for state in states:
+        if isinstance(state, dict):
+            require(all(type(name) is str and not name.startswith(("__", "_backward_hooks")) for name in state))
+
+
 def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     require(any(function is known for known in REBUILDERS.values()) and type(args) is tuple)
     require(isinstance(cls, type) and issubclass(cls, torch.Tensor))
+    _check_attributes(state if type(state) is tuple else (state,))
     rebuilt = _CALL[id(function)](*args)
     return REBUILD_AS_TYPE[1](lambda: rebuilt, cls, (), state)
 
@@ -450,7 +459,9 @@ class Unpickler:
         """
         try:
             return _C.unpickle(self._data, self)
-        except (TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
+        except (RefusedError, ValueError, MemoryError):
+            raise
+        except Exception as error:  # what is wrong with arguments ends in errors of any kind
             raise ValueError(f"the pickle is damaged: {error}") from error
 
     # ---- what the machine asks for ----

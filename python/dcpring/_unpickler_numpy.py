@@ -8,6 +8,7 @@ that is set; an array's bytes must be as many as its shape and dtype say.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from dcpring._unpickler import know, require, typed
 
 _BYTE_ORDERS = ("<", ">", "|", "=")
 _MOST_FIELDS = 1000
+_CODE = re.compile(r"\?|[a-zA-Z]\d{0,9}", re.ASCII)
+"""A kind and a size: what else NumPy takes, it evaluates."""
 
 _bool = (bool, int)
 
@@ -30,7 +33,7 @@ def _names(module: str, *attributes: str) -> list[str]:
 
 def _dtype(code: str, align: Any, copy: Any) -> np.dtype[Any]:
     """Always a copy: its state may follow, and others are shared by the process."""
-    require(len(code) <= 32 and code.isascii() and code.isalnum())
+    require(_CODE.fullmatch(code) is not None)
     made: np.dtype[Any] = np.dtype(code, align=bool(align), copy=True)
     require(not made.hasobject and made.kind in "biufcmMOSUV")
     return made

@@ -31,6 +31,7 @@ from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._objects import Loaded
 from dcpring._objects import load as load_object
+from dcpring._placements import check_chunk
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
@@ -233,6 +234,8 @@ class Loader:
     ) -> None:
         """Loads the items, and what can be read ``straight``, once all that can be checked before has been."""
         self._catalog = catalog
+        if straight is None and not makes_tensors(planner):
+            _check_chunks(items, planner)
         infos = [self._info(item) for item in items]
         with self._opened(items, infos, straight):
             self._load(items, infos, planner, straight)
@@ -650,6 +653,15 @@ class Loader:
         if isinstance(error, MemoryError):
             return CheckpointError(f"{where}: there is not enough memory for it{note}")
         return CorruptCheckpointError(f"{where}: {error}{note}", self._path)
+
+
+def _check_chunks(items: list[ReadItem], planner: LoadPlanner) -> None:
+    """Items of DTensors must be filled into what this rank holds of them."""
+    values = getattr(planner, "state_dict", None) or {}
+    for item in items:
+        offset, name = item.dest_index.offset, item.dest_index.fqn
+        if item.type == LoadItemType.TENSOR and offset is not None:
+            check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
 
 
 def _sum_up(sums: RunningCrcs, name: str, box: tuple[Any, ...], data: Tensor) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring._key_diff import check_state_dict
+from dcpring._placements import Part, parts_of, tensor_at
 from dcpring._strategy import Choice
 from dcpring.errors import CheckpointError
 from dcpring.report import RankReport
@@ -48,10 +49,10 @@ from dcpring.torchside.dcp import (
 from dcpring.torchside.tensors import (
     PLAIN_TYPES,
     ShardedTensor,
+    StridedShard,
     are_plain,
     global_size,
     is_plain,
-    local_shape_and_offset,
     local_tensor,
 )
 
@@ -299,7 +300,7 @@ def describes_itself(value: Any) -> bool:
 
 
 class Describer:
-    """Describes the values of one state dict as rows. Layouts of DTensors are remembered: many tensors share one.
+    """Describes the values of one state dict as rows.
 
     Args:
         rows_of: describes what is neither a plain tensor nor a DTensor of plain tensors, by what stock says of it: a
@@ -308,7 +309,6 @@ class Describer:
 
     def __init__(self, rows_of: RowsOf) -> None:
         self._rows_of = rows_of
-        self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def value(self, name: str, value: Any) -> Any:
         """A value that is no plain tensor, as ``_C.make_table`` takes it: a row, rows, None or ..."""
@@ -328,19 +328,31 @@ class Describer:
         return rows[0] if len(rows) == 1 else rows or ...
 
     def _dtensor(self, name: str, value: DTensor) -> Any:
-        mesh = value.device_mesh
-        if mesh.get_coordinate() is None:
-            return ...
         local = local_tensor(value)
-        if type(value) is not DTensor or not is_plain(local) or any(p.is_partial() for p in value.placements):
+        strided = any(isinstance(placement, StridedShard) for placement in value.placements)
+        partial = any(placement.is_partial() for placement in value.placements)
+        if type(value) is not DTensor or partial or plans_for_itself(local) or not (versions.tested or strided):
             return self._by_stock(name, value)
-        key = (value.shape, value.placements, id(mesh))
-        if key not in self._layouts:
-            self._layouts[key] = local_shape_and_offset(value.shape, mesh, value.placements)
-        lengths, offsets = self._layouts[key]
-        flags = DIVISIBLE if local.layout == torch.strided and tuple(local.shape) == tuple(lengths) else 0
+        parts = parts_of(name, value)
+        if not parts:
+            return ...
+        if not is_plain(local):
+            return self._checked(name, value, parts)
+        flags = DIVISIBLE if local.layout == torch.strided else 0
         properties = properties_of(value.to_local())
-        return _row(SHARD_ROW, value.shape, offsets, lengths, properties, flags)
+        rows = [_row(SHARD_ROW, value.shape, part.offsets, part.lengths, properties, flags) for part in parts]
+        return rows if len(rows) > 1 else rows[0]
+
+    def _checked(self, name: str, value: DTensor, parts: tuple[Part, ...]) -> list[Row]:
+        """The rows that stock makes of a DTensor of another kind of tensors, if they are what it holds."""
+        rows = self._rows_of(name, value) or []
+        if [(row[2], row[3]) for row in rows] != [(part.offsets, part.lengths) for part in parts]:
+            raise CheckpointError(
+                f"{name!r} with the placements {value.placements} holds several chunks on a rank, or another than DCP "
+                f"says, which cannot be cut out of a {type(local_tensor(value)).__name__}; redistribute it to Shard or "
+                "Replicate first"
+            )
+        return rows
 
 
 RowsOf = Callable[[str, Any], list[Row] | None]
@@ -434,12 +446,16 @@ def _flags(values: list[Any], plain: list[bool]) -> bytearray:
 
 def _mark_hashed(originals: list[Any], values: list[Any], flags: bytearray, hashed: Callable[[Any], bool]) -> None:
     for index, (original, value) in enumerate(zip(originals, values, strict=True)):
-        if value is ... or isinstance(value, list) or not hashed(original):
+        if value is ... or not hashed(original):
             continue
-        if isinstance(value, tuple):
-            values[index] = (*value[:-1], value[-1] | HASHED) if isinstance(original, Tensor) else value
-        else:
+        if not isinstance(value, tuple | list):
             flags[index] |= HASHED << _ROW_FLAGS_SHIFT
+        elif isinstance(original, Tensor):
+            values[index] = _hashed_row(value) if isinstance(value, tuple) else list(map(_hashed_row, value))
+
+
+def _hashed_row(row: Any) -> Any:
+    return *row[:-1], row[-1] | HASHED
 
 
 def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | None) -> _C.Table:
@@ -462,17 +478,38 @@ def table_of_items(items: Sequence[WriteItem], mappings: Mapping[str, Path] | No
 
 def tied_rows(flat: Flat, table: _C.Table) -> tuple[tuple[int, int], ...]:
     """Pairs of rows of whole tensors that are the same memory, the later first."""
-    values = [flat.values[name] for name in table.names()]
-    whole = zip(values, are_plain(values), strict=True)
-    tensors = {row: value if plain else memory_of(value) for row, (value, plain) in enumerate(whole)}
-    known = {row: tensor for row, tensor in tensors.items() if tensor is not None and _has_memory(tensor)}
+    tensors = enumerate(memory_of_rows(table, flat.values))
+    known = {row: tensor for row, tensor in tensors if tensor is not None and _has_memory(tensor)}
     return tuple(same_memory(known).items())
+
+
+def memory_of_rows(table: _C.Table, values: Mapping[str, Any]) -> list[Tensor | None]:
+    """The plain tensor, or the view of one, that each row of a flat state dict stands for; None where there is none."""
+    names = table.names()
+    memory: list[Any] = [values[name] for name in names]
+    plain = are_plain(memory)
+    if all(plain):
+        return memory
+    scattered = len(set(names)) < len(names)
+    for row, value in enumerate(memory):
+        local = memory[row] = value if plain[row] else memory_of(value)
+        if scattered and local is not None and isinstance(value, DTensor):
+            memory[row] = tensor_at(names[row], value, table.row(row)[3])
+    return memory
 
 
 def memory_of(value: Any) -> Tensor | None:
     """The plain tensor of which a value is made on this rank; None where there is none."""
     local = local_tensor(value) if type(value) is DTensor else value
     return local if is_plain(local) else None
+
+
+def part_of(values: Mapping[str, Any], index: MetadataIndex) -> Tensor | None:
+    """The view that an index stands for, where it is one of several parts of a DTensor on this rank; else None."""
+    value = values.get(index.fqn)
+    if not isinstance(value, DTensor) or memory_of(value) is None or len(parts_of(index.fqn, value)) < 2:
+        return None
+    return tensor_at(index.fqn, value, index.offset)
 
 
 def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:

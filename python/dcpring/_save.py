@@ -21,6 +21,7 @@ from dcpring import _C
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring._objects import Judge
+from dcpring._placements import check_chunk
 from dcpring._plan import BYTES_ROW, Items, same_memory
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.options import IOStats, overrides
@@ -72,7 +73,20 @@ class Source(Protocol):
 def source_of(items: Any, planner: SavePlanner) -> Source:
     if isinstance(items, Items) and items.untouched and not makes_tensors(planner):
         return TableSource(items, planner)
-    return ItemSource(list(items), planner)
+    made = list(items)
+    if not makes_tensors(planner) and not isinstance(planner, RingSavePlanner):
+        _check_chunks(made, planner)
+    return ItemSource(made, planner)
+
+
+def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
+    """Items of DTensors must be what the planner will hand out for them: this rank's part of each."""
+    values = getattr(planner, "state_dict", None) or {}
+    for item in items:
+        if item.type == WriteItemType.SHARD and item.tensor_data is not None:
+            name, lengths = item.index.fqn, item.tensor_data.chunk.sizes
+            offsets = item.tensor_data.chunk.offsets
+            check_chunk(name, values.get(name), offsets, (0,) * len(lengths), lengths, "RingSavePlanner")
 
 
 class ItemSource:

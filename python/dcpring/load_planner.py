@@ -34,7 +34,8 @@ from dcpring._plan import (
     flatten,
     host_id,
     make_table,
-    memory_of,
+    memory_of_rows,
+    part_of,
     rebuilt,
     rows_of_stored,
     rows_to_fill,
@@ -44,7 +45,7 @@ from dcpring.errors import KeyMismatchError
 from dcpring.options import IOStats, overrides
 from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
-from dcpring.torchside.tensors import ShardedTensor, are_plain
+from dcpring.torchside.tensors import ShardedTensor
 
 __all__ = ["RingLoadPlanner"]
 
@@ -280,6 +281,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         logger.info("load plan: %s", self._report.summary())
         return self._own_plan
 
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """What an item is read into; of a tensor that is in several chunks on this rank, the view of one."""
+        part = part_of(self.state_dict, index)
+        return super().lookup_tensor(index) if part is None else part
+
     # ---- the report ----
 
     def report(self) -> LoadReport:
@@ -313,8 +319,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def targets(self, wanted: _C.Table) -> list[Tensor | None]:
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
-        values = [self.state_dict[name] for name in wanted.names()]
-        return [value if plain else memory_of(value) for value, plain in zip(values, are_plain(values), strict=True)]
+        return memory_of_rows(wanted, self.state_dict)
 
     def exchange(self, plan: RingLoadPlan) -> _handon.Exchange | None:
         """Hands on; None where every rank reads for itself."""

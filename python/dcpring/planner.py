@@ -37,6 +37,7 @@ from dcpring._plan import (
     host_id,
     make_table,
     open_sharded_tensors,
+    part_of,
     path_code,
     table_of_items,
     tied_rows,
@@ -238,12 +239,12 @@ class RingSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What an item stands for; for a part of a tensor that was cut, a view."""
+        """What an item stands for; for a part of a tensor that was cut, or is in several chunks, a view."""
         piece = self._save.pieces.get((index.fqn, index.offset))
-        if piece is None:
-            return super().lookup_object(index)
-        chunk, start, rows = piece
-        return super().lookup_object(chunk).narrow(0, start, rows)
+        chunk = index if piece is None else piece[0]
+        part = part_of(self.state_dict, chunk)
+        found = super().lookup_object(chunk) if part is None else part
+        return found if piece is None else found.narrow(0, *piece[1:])
 
     # ---- the coordinator ----
 

@@ -8,7 +8,7 @@ shards of a larger one. So one that has any attributes is shown to stock, whose 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import create_write_items
-from dcpring.torchside.versions import function, optional
+from dcpring.torchside.versions import optional
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -33,10 +33,8 @@ else:
     ShardedTensor = optional("torch.distributed._shard.sharded_tensor", "ShardedTensor", _Absent)
     Shard = optional("torch.distributed._shard.sharded_tensor", "Shard", _Absent)
 
-local_shape_and_offset: Callable[[Any, Any, Any], tuple[tuple[int, ...], tuple[int, ...]]] = function(
-    "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
-)
-"""Lengths and offsets of this rank's part of a DTensor: its shape, mesh and placements."""
+StridedShard: Any = optional("torch.distributed.tensor.placement_types", "_StridedShard", _Absent)
+"""The placement that cuts a dimension into pieces, and takes a share of each."""
 
 
 def are_plain(values: Sequence[Any]) -> list[bool]:
@@ -106,6 +104,18 @@ def keep_attributes(source: Any, copied: Any) -> Any:
 def local_tensor(value: DTensor) -> Tensor:
     """This rank's part of a DTensor, as it is: ``to_local`` gives another object, or waits for it."""
     return value._local_tensor
+
+
+def order_of_cuts(value: DTensor) -> tuple[Any, bool]:
+    """What a DTensor says of the order in which mesh dimensions cut it, besides its placements.
+
+    Returns:
+        For each dimension of the tensor that is cut its number and the mesh dimensions, the first cut first, or None;
+        and whether strided shards stand for such an order, where they can.
+    """
+    spec = value._spec
+    encoded = getattr(spec, "use_strided_shard_as_shard_order", None)
+    return getattr(spec, "shard_order", None), encoded is not False
 
 
 def with_shards(value: ShardedTensor, shards: list[Shard]) -> ShardedTensor:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import inspect
 import io
 import os
 import pickle
+import threading
 import time
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -40,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcpring import CheckpointError, RingReader, RingSavePlanner, RingWriter
+from dcpring import CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 
 
 def _state(seed: int = 0) -> dict[str, Any]:
@@ -890,3 +893,41 @@ def test_a_save_uses_no_global_lock(tmp_path: Path) -> None:
         longest, last = max(longest, now - last), now
     future.result()
     assert writer.stats is not None and longest < max(0.5, writer.stats.seconds / 2)
+
+
+# ---- the collector ----
+
+
+@pytest.mark.parametrize("kind", ("ring", "stock"))
+def test_the_collector_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It belongs to the whole process: nothing is switched off while DCP works, or in a thread beside training."""
+    path = tmp_path / kind
+    stacks: list[list[str]] = []
+    for switch in ("disable", "freeze"):
+        monkeypatch.setattr(gc, switch, lambda: stacks.append([frame.name for frame in traceback.extract_stack()]))
+    planners = {"planner": RingSavePlanner()} if kind == "ring" else {}
+    loaders = {"planner": RingLoadPlanner()} if kind == "ring" else {}
+
+    def both() -> None:
+        dcp.save(_state(3), storage_writer=RingWriter(path), **planners)
+        state = _blank()
+        dcp.load(state, storage_reader=RingReader(path), **loaders)
+        assert _holds(state, 3)
+
+    both()
+    assert not [stack for stack in stacks if {"write_data", "read_data"} & set(stack)]
+    stacks.clear()
+    thread = threading.Thread(target=both)
+    thread.start()
+    thread.join()
+    assert not stacks
+
+
+def test_a_collector_that_is_off_stays_off(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        save(_state(), tmp_path)
+        _loaded(tmp_path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -13,6 +13,7 @@ import io
 import json
 import pickle
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -112,21 +113,34 @@ class Trailer:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection: making many small objects that all stay would only run it for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """No cyclic garbage collection in a loop that makes many small objects, which all stay: it would run for nothing.
+
+    The collector is the whole process's, so this is for loops that end soon, in the main thread: nothing that reads,
+    writes or waits belongs into it, but for a command's, which has its process to itself. In other threads it does
+    nothing.
+    """
+    pauses = gc.isenabled() and _in_main_thread()
+    if pauses:
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
+        if pauses:
             gc.enable()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def as_old(load: Callable[[], Any]) -> Any:
     """Runs ``load`` without collections; what it makes counts as old, as if it had survived those left out.
 
-    Young garbage is collected before, so that none of it grows old with the rest.
+    Young garbage is collected before, so that none of it grows old with the rest. A thread beside training leaves all
+    that alone.
     """
+    if not _in_main_thread():
+        return load()
     gc.collect(1)
     with collection_paused():
         result = load()

@@ -25,7 +25,7 @@ from dcpring._group import rank_in
 from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
-from dcpring._metadata import TENSOR, collection_paused
+from dcpring._metadata import TENSOR
 from dcpring._plan import (
     BYTES_ROW,
     Flat,
@@ -191,11 +191,10 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._phases = _trace.accept()
         self._own_plan = None
         self._report = LoadReport()
-        with collection_paused():
+        flat = self._flat(state_dict)
+        if any(_is_meta(value) for value in flat.values.values()):
+            init_state_dict(state_dict)
             flat = self._flat(state_dict)
-            if any(_is_meta(value) for value in flat.values.values()):
-                init_state_dict(state_dict)
-                flat = self._flat(state_dict)
         kinds = set(map(type, flat.values.values()))
         if self.flatten_sharded_tensors and any(issubclass(kind, ShardedTensor) for kind in kinds):
             super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -233,27 +232,26 @@ class RingLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         if self.key_map is not None:
             self._rename()
-        with collection_paused():
-            chunks = _chunks_of(self.metadata)
-            codes = [b""] * len(self.state_dict)
-            wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
-            try:
-                match = _C.Match(wanted, chunks.table)
-            except ValueError as error:
-                self._explain(error)
-                raise
-            missing = match.missing()
-            if missing and self._is_of_version_2_3(chunks):
-                return super().create_local_plan()
-            if missing and self.policy.missing != "allow":
-                self._explain()
-            else:
-                self._report_unexpected(chunks)
-            items: Any = ReadItems(match, wanted, chunks.table)
-            if self._stored_names:
-                return self._stored_as(LoadPlan(list(items)))
-            self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
-            self._add_needs(self._own_plan)
+        chunks = _chunks_of(self.metadata)
+        codes = [b""] * len(self.state_dict)
+        wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
+        try:
+            match = _C.Match(wanted, chunks.table)
+        except ValueError as error:
+            self._explain(error)
+            raise
+        missing = match.missing()
+        if missing and self._is_of_version_2_3(chunks):
+            return super().create_local_plan()
+        if missing and self.policy.missing != "allow":
+            self._explain()
+        else:
+            self._report_unexpected(chunks)
+        items: Any = ReadItems(match, wanted, chunks.table)
+        if self._stored_names:
+            return self._stored_as(LoadPlan(list(items)))
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
+        self._add_needs(self._own_plan)
         return self._own_plan
 
     @_trace.hook

@@ -24,7 +24,6 @@ from dcpring import _C, _replicas, _strategy
 from dcpring._group import rank_in, world_size
 from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring._lazy import Chunks, LazyMetadata
-from dcpring._metadata import collection_paused
 from dcpring._plan import (
     HASHED,
     NAME_ROW,
@@ -151,17 +150,16 @@ class RingSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._save = _Save(phases=_trace.accept())
         self._phases.begin(_trace.LOCAL_PLAN)
-        with collection_paused():
-            if self.flatten_state_dict:
-                self._save.flat = flatten(state_dict)
-            else:
-                self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
-            if self.flatten_sharded_tensors:
-                self._save.flat = open_sharded_tensors(self._save.flat)
-            if self.key_map is not None:
-                names = self.key_map.rename(self._save.flat.values)
-                self._save.flat = rename_flat(self._save.flat, names)
-                self.key_table = self.key_map.used(names)
+        if self.flatten_state_dict:
+            self._save.flat = flatten(state_dict)
+        else:
+            self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
+        if self.flatten_sharded_tensors:
+            self._save.flat = open_sharded_tensors(self._save.flat)
+        if self.key_map is not None:
+            names = self.key_map.rename(self._save.flat.values)
+            self._save.flat = rename_flat(self._save.flat, names)
+            self.key_table = self.key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
         self.is_coordinator = is_coordinator
@@ -174,11 +172,10 @@ class RingSavePlanner(DefaultSavePlanner):
         flat = self._save.flat
         if self.state_dict is not flat.values:  # a subclass has put another in its place
             flat = Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
-        with collection_paused():
-            table = make_table(flat, hashed=_replicas.is_hashed if compared else None)
-            if compared:
-                self._save.fingerprints = _fingerprints(table, flat)
-            self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
+        table = make_table(flat, hashed=_replicas.is_hashed if compared else None)
+        if compared:
+            self._save.fingerprints = _fingerprints(table, flat)
+        self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
         self.plan = RingPlan(items=Items(table), seal=self._seal, values=flat.values)  # type: ignore[arg-type]
         self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
@@ -203,17 +200,16 @@ class RingSavePlanner(DefaultSavePlanner):
     @_trace.hook
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self._phases.begin(_trace.GLOBAL_PLAN)
-        with collection_paused():
-            messages = _messages(all_plans)
-            cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
-            layouts = cache.restore(messages)
-            outcome = self._outcome(messages, layouts, cache)
-            plans: list[SavePlan] = []
-            for rank, plan in enumerate(all_plans):
-                items, known = Items(layouts[rank], outcome.answers[rank]), cache.has_answer(rank, messages, outcome)
-                answer = Answer(None if known else outcome.answers[rank], outcome.choice, outcome.ranks[rank])
-                plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=answer))  # type: ignore[arg-type]
-            cache.keep(layouts, messages, outcome)
+        messages = _messages(all_plans)
+        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
+        layouts = cache.restore(messages)
+        outcome = self._outcome(messages, layouts, cache)
+        plans: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            items, known = Items(layouts[rank], outcome.answers[rank]), cache.has_answer(rank, messages, outcome)
+            answer = Answer(None if known else outcome.answers[rank], outcome.choice, outcome.ranks[rank])
+            plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=answer))  # type: ignore[arg-type]
+        cache.keep(layouts, messages, outcome)
         flattened = any(message.flattened for message in messages)
         metadata = LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
         self.global_plan, self.metadata = plans, metadata

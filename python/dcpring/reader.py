@@ -24,7 +24,6 @@ from dcpring._load import Loader, ObjectCatalog
 from dcpring._metadata import (
     METADATA_NAME,
     Trailer,
-    collection_paused,
     metadata_id,
     read_trailer,
     split_metadata,
@@ -226,7 +225,7 @@ class RingReader(FileSystemReader):
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, self._metadata, self._rank())
-        with self._meter, collection_paused():
+        with self._meter:
             self._load(loader, plan, planner)
         self.stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):

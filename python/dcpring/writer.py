@@ -26,7 +26,6 @@ from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import (
     METADATA_NAME,
     Trailer,
-    collection_paused,
     id_of,
     join_metadata,
     metadata_id,
@@ -230,7 +229,7 @@ class RingWriter(FileSystemWriter):
         _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = IOStats(items=len(plan.items))
-        with self._meter, collection_paused():
+        with self._meter:
             results = self._write_files(plan, planner, self.stats)
         self.stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingSavePlanner):

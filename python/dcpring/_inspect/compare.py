@@ -29,7 +29,7 @@ from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
 from dcpring._load import split_box, windows
-from dcpring._metadata import TENSOR, collection_paused
+from dcpring._metadata import TENSOR
 from dcpring.errors import CheckpointError
 
 __all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_checkpoints"]
@@ -167,7 +167,6 @@ class Comparison:
         bytes: that ``run`` will read, of both sides together.
     """
 
-    @collection_paused()
     def __init__(
         self,
         a: str | os.PathLike[str],
@@ -245,7 +244,6 @@ class Comparison:
                     break
                 yield Part(name, offsets, lengths)
 
-    @collection_paused()
     def _compare_batch(self, batch: list[Part], left: list[_Value], right: list[_Value]) -> None:
         parts: list[Part] = []
         lefts: list[Tensor] = []
@@ -340,7 +338,6 @@ class _Side:
         records = self.entries[name].records
         return len(records) == 1 and records[0].place.kind != TENSOR and records[0].place.length <= _LARGEST_RECORD
 
-    @collection_paused()
     def read_tensors(self, parts: list[Part]) -> list[_Value]:
         """Of tensors; they are good until the next but one are read."""
         self._buffers.rotate()

@@ -32,7 +32,6 @@ from dcpring._metadata import (
     Parts,
     Trailer,
     as_old,
-    collection_paused,
     ring_info,
     split_metadata,
 )
@@ -196,7 +195,6 @@ class Contents(Mapping[str, Entry]):
         self.read_into(places)
         return [tensor for _, _, tensor in places]
 
-    @collection_paused()
     def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
         """Reads parts of any number of tensors at once.
 
@@ -225,7 +223,6 @@ class Contents(Mapping[str, Entry]):
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
         return self.read_objects([key])[0]
 
-    @collection_paused()
     def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
         """As ``read_object``, but one read for all."""
         into = _Into([])

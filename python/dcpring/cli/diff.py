@@ -75,6 +75,13 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring._metadata import collection_paused
+
+    with collection_paused():  # the process is the command's own
+        return _compare(args, out)
+
+
+def _compare(args: argparse.Namespace, out: Output) -> int:
     from dcpring._inspect.compare import Comparison
     from dcpring._progress import progress_bar
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import torch.distributed as dist
 
 from dcpring.torchside.groups import default_store
 
+_attempts_lock = threading.Lock()
 _attempts: Counter[str] = Counter()
 """How often this process has begun each thing that ranks agree on."""
 
@@ -30,5 +32,7 @@ def agree(what: str, proposal: str) -> str:
     """What the first rank to ask has proposed, for the n-th time that each does this; "" where there is no store."""
     if not has_group():
         return ""
-    _attempts[what] += 1
-    return bytes(default_store().compare_set(f"{what}/{_attempts[what]}", "", proposal)).decode()
+    with _attempts_lock:
+        _attempts[what] += 1
+        attempt = _attempts[what]
+    return bytes(default_store().compare_set(f"{what}/{attempt}", "", proposal)).decode()

@@ -288,6 +288,21 @@ class KeyMap:
         return KeyTable(changed, source=table.source, target=table.target)
 
 
+def check_one_map(storage: KeyMap, planner: KeyMap) -> None:
+    """A storage and a planner may have the same key map, which is then applied once.
+
+    Raises:
+        CheckpointError: they have different ones.
+    """
+    tables = storage.table, planner.table
+    same = storage.given == planner.given if None in tables else tables[0] == tables[1]
+    if not same:
+        raise CheckpointError(
+            "the storage and the planner have different key maps, by which names would change twice; give key_map= to "
+            "one of the two"
+        )
+
+
 # ---- metadata ----
 
 
@@ -303,6 +318,22 @@ def new_path(path: Any, old: str, new: str) -> Any:
         kept.append(step)
         rest = rest[len(str(step)) + 1 :]
     return (*kept, rest)
+
+
+_RENAMED_BY = "dcpring_key_map"
+"""An attribute of metadata that a reader has renamed."""
+
+
+def renamed_by(metadata: Metadata) -> KeyMap | None:
+    """The key map by which a reader has renamed a checkpoint's metadata."""
+    return getattr(metadata, _RENAMED_BY, None)
+
+
+def renamed(metadata: Metadata, key_map: KeyMap) -> Metadata:
+    """A reader's metadata under new names; ``renamed_by`` knows it."""
+    new = rename_metadata(metadata, key_map.rename(metadata.state_dict_metadata))
+    setattr(new, _RENAMED_BY, key_map)
+    return new
 
 
 def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bool = True) -> Metadata:

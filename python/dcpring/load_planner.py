@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcpring import _C, _handon, _strategy
 from dcpring._group import rank_in
-from dcpring._key_map import KeyMap, KeyMapLike, rename_index, rename_metadata
+from dcpring._key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import TENSOR
@@ -206,7 +206,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def _rename(self) -> None:
         """Shows this planner the checkpoint under the state dict's names."""
-        assert self.metadata is not None and self.key_map is not None
+        assert self.metadata is not None
+        self._stored_names = {}
+        if self.key_map is None:
+            return
+        if (done := renamed_by(self.metadata)) is not None:
+            check_one_map(done, self.key_map)
+            if self.key_map.given != "normalize":  # which does no harm twice, and sees both sides here
+                return
         names = match_names(self.key_map, list(self.state_dict), list(self.metadata.state_dict_metadata))
         self._stored_names = {new: old for old, new in names.items() if new != old}
         if self._stored_names:
@@ -230,8 +237,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     @_trace.hook
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        if self.key_map is not None:
-            self._rename()
+        self._rename()
         chunks = _chunks_of(self.metadata)
         codes = [b""] * len(self.state_dict)
         wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,6 +150,7 @@ class RingSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._save = _Save(phases=_trace.accept())
+        self.key_table = None
         self._phases.begin(_trace.LOCAL_PLAN)
         if self.flatten_state_dict:
             self._save.flat = flatten(state_dict)
@@ -477,15 +479,17 @@ class _Cache:
 
 
 _MOST_CACHES = 8
+_caches_lock = threading.Lock()
 _caches: OrderedDict[str, _Cache] = OrderedDict()
 """By planner; the oldest go. Of the module, as a planner that is pickled for every save would lose its own."""
 
 
 def _cache_of(key: str) -> _Cache:
-    cache = _caches.setdefault(key, _Cache())
-    _caches.move_to_end(key)
-    while len(_caches) > _MOST_CACHES:
-        _caches.popitem(last=False)
+    with _caches_lock:
+        cache = _caches.setdefault(key, _Cache())
+        _caches.move_to_end(key)
+        while len(_caches) > _MOST_CACHES:
+            _caches.popitem(last=False)
     return cache
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.futures import Future
 
 from dcpring import _layout
 from dcpring._group import rank_in
-from dcpring._key_map import KeyMap, KeyMapLike, rename_metadata
+from dcpring._key_map import KeyMap, KeyMapLike, renamed
 from dcpring._key_policy import Casts, LoadPolicy, Unexpected
 from dcpring._lazy import LazyMetadata, StoredChunks, has_known_tables
 from dcpring._load import Loader, ObjectCatalog
@@ -37,6 +39,33 @@ from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 
 __all__ = ["RingReader"]
+
+
+@dataclass
+class _Load:
+    """What a reader knows of the load it is at.
+
+    Attributes:
+        metadata: of the checkpoint, as DCP has it.
+        is_coordinator: whether this rank plans for all.
+        meter: counts the bytes that are read.
+        storage_data: where items are stored; None until somebody asks.
+    """
+
+    metadata: Metadata | None = None
+    is_coordinator: bool = False
+    meter: Meter = field(default_factory=Meter)
+    storage_data: dict[MetadataIndex, Any] | None = None
+
+
+class _Loads(threading.local):
+    """A reader's loads: DCP makes all calls of one on one thread, and several threads may load at a time."""
+
+    def __init__(self) -> None:
+        self.current = _Load()
+
+    def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
+        return _Loads, ()
 
 
 class RingReader(FileSystemReader):
@@ -93,7 +122,7 @@ class RingReader(FileSystemReader):
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._tracer = _trace.Tracer(trace)
-        self._storage_data: dict[MetadataIndex, Any] | None = None
+        self._loads = _Loads()
         super().__init__(path, _extension_registry)
         self.options = IOOptions(
             engine=engine,
@@ -108,10 +137,7 @@ class RingReader(FileSystemReader):
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
         self.progress = checked_progress(progress)
-        self._meter = Meter()
         self.stats: IOStats | None = None
-        self._metadata: Metadata | None = None
-        self._is_coordinator = False
 
     @property
     def _phases(self) -> _trace.Phases:
@@ -140,7 +166,7 @@ class RingReader(FileSystemReader):
             path = directory / _layout.rank_metadata_name(rank)
         metadata = self._read_metadata(path)
         if self.key_map is not None:
-            return rename_metadata(metadata, self.key_map.rename(metadata.state_dict_metadata))
+            return renamed(metadata, self.key_map)
         return metadata
 
     def _read_metadata(self, path: Path) -> Metadata:
@@ -170,17 +196,15 @@ class RingReader(FileSystemReader):
         use_collectives: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._metadata = metadata
-        self._storage_data = None
+        meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        self._loads.current = _Load(metadata, is_coordinator, meter)
         self.rank = rank
         self.use_collectives = use_collectives
-        self._meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._is_coordinator = is_coordinator
         self._phases.join(is_coordinator, not use_collectives)
 
     @_trace.hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self._phases.begin(_trace.GATHER_PLANS if self._is_coordinator else _trace.SCATTER_PLANS)
+        self._phases.begin(_trace.GATHER_PLANS if self._loads.current.is_coordinator else _trace.SCATTER_PLANS)
         return super().prepare_local_plan(plan)
 
     @_trace.hook
@@ -193,14 +217,15 @@ class RingReader(FileSystemReader):
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
         """Where items are stored, as the metadata has it."""
-        if self._storage_data is None:
-            self._storage_data = {} if self._metadata is None else self._metadata.storage_data
-        assert self._storage_data is not None
-        return self._storage_data
+        load = self._loads.current
+        if load.storage_data is None:
+            load.storage_data = {} if load.metadata is None else load.metadata.storage_data
+        assert load.storage_data is not None
+        return load.storage_data
 
     @storage_data.setter
     def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
-        self._storage_data = value
+        self._loads.current.storage_data = value
 
     @_trace.hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -208,8 +233,9 @@ class RingReader(FileSystemReader):
         self._phases.begin(_trace.READ)
         _trace.receive(self._phases, plan)
         started = time.perf_counter()
-        self.stats = IOStats(items=len(plan.items))
-        if self._metadata is None:
+        self.stats = stats = IOStats(items=len(plan.items))
+        load = self._loads.current
+        if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
         loader = Loader(
             path=str(self.path),
@@ -217,19 +243,19 @@ class RingReader(FileSystemReader):
             options=self.options,
             trusted=self.trusted,
             safe_globals=self.safe_globals,
-            stats=self.stats,
+            stats=stats,
             rank=self._rank(),
             casts=self.policy.casts,
-            meter=self._meter,
+            meter=load.meter,
             phases=self._phases,
         )
         if not isinstance(planner, RingLoadPlanner):
-            self.policy.report_unexpected(planner, self._metadata, self._rank())
-        with self._meter:
+            self.policy.report_unexpected(planner, load.metadata, self._rank())
+        with load.meter:
             self._load(loader, plan, planner)
-        self.stats.seconds = time.perf_counter() - started
+        stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):
-            planner.note_read(self.stats)
+            planner.note_read(stats)
         self._phases.finish()
         future: Future[None] = Future()
         future.set_result(None)
@@ -247,8 +273,9 @@ class RingReader(FileSystemReader):
                     exchange.fail(error)
                 raise
             return
-        assert self._metadata is not None
-        loader.load(list(plan.items), ObjectCatalog(self._metadata, self.storage_data), planner)
+        metadata = self._loads.current.metadata
+        assert metadata is not None
+        loader.load(list(plan.items), ObjectCatalog(metadata, self.storage_data), planner)
 
     def _rank(self) -> int:
         if self.rank is not None:

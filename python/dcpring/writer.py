@@ -7,7 +7,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,16 @@ from torch.futures import Future
 
 from dcpring import _C, _layout
 from dcpring._group import agree, world_size
-from dcpring._key_map import KeyMap, KeyMapLike, KeyTable, dump_tables, load_tables, rename_metadata, rename_results
+from dcpring._key_map import (
+    KeyMap,
+    KeyMapLike,
+    KeyTable,
+    check_one_map,
+    dump_tables,
+    load_tables,
+    rename_metadata,
+    rename_results,
+)
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import (
     METADATA_NAME,
@@ -56,6 +68,25 @@ from dcpring.torchside.tensors import keep_attributes
 __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
+
+
+@dataclass
+class _Save:
+    """What a writer knows of the save it is at; each has its own, so that one which failed leaves nothing behind.
+
+    Attributes:
+        is_coordinator: whether this rank commits.
+        meter: counts the bytes that it writes.
+        group_id: with ``use_collectives=False``, what all ranks call the save.
+        plans: those of all ranks, on the coordinator.
+        planner: dcpring's, where that plans, from ``write_data`` on.
+    """
+
+    is_coordinator: bool = False
+    meter: Meter = field(default_factory=Meter)
+    group_id: str = ""
+    plans: list[SavePlan] = field(default_factory=list)
+    planner: Callable[[], RingSavePlanner | None] = lambda: None
 
 
 class RingWriter(FileSystemWriter):
@@ -154,13 +185,17 @@ class RingWriter(FileSystemWriter):
         self.progress = checked_progress(progress)
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
-        self._meter = Meter()
         self._tracer = _trace.Tracer(trace)
-        self._group_id = ""
-        self._plans: list[SavePlan] = []
-        self._planner: RingSavePlanner | None = None
-        self._is_coordinator = False
+        self._save = _Save()
         self.stats: IOStats | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each."""
+        return {name: value for name, value in self.__dict__.items() if name != "_save"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._save = _Save()
 
     @property
     def _directory(self) -> Path:
@@ -186,12 +221,13 @@ class RingWriter(FileSystemWriter):
         self._tracer.staged(staging)
 
     def storage_meta(self) -> Any:
-        """DCP asks for it first of all; ``finish`` does, too."""
-        if self._phases.name != _trace.COMMIT:
-            self._begin_save()
+        """DCP asks for it first of all."""
+        self._begin_save()
         return super().storage_meta()
 
     def _begin_save(self) -> None:
+        self._save = _Save()
+        self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
         self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
         _trace.offer(self._phases)
 
@@ -204,7 +240,7 @@ class RingWriter(FileSystemWriter):
             )
         if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
             self._refuse_objects(plan.values)
-        self._phases.begin(_trace.GATHER_PLANS if self._is_coordinator else _trace.SCATTER_PLANS)
+        self._phases.begin(_trace.GATHER_PLANS if self._save.is_coordinator else _trace.SCATTER_PLANS)
         return plan
 
     def _refuse_objects(self, values: Mapping[str, Any]) -> None:
@@ -218,26 +254,28 @@ class RingWriter(FileSystemWriter):
         self._phases.begin(_trace.GLOBAL_PLAN)
         with self._phases.span(_trace.CLEAN_UP):
             _layout.remove_leftovers(self._directory, self._own_rank_only)
-        self._plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        self._save.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
         self._phases.begin(_trace.SCATTER_PLANS)
-        return self._plans
+        return self._save.plans
 
     @_trace.hook
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
         self._phases.begin(_trace.WRITE)
         _trace.receive(self._phases, plan)
+        if isinstance(planner, RingSavePlanner) and planner.key_map is not None and self.key_map is not None:
+            check_one_map(self.key_map, planner.key_map)
         started = time.perf_counter()
-        self.stats = IOStats(items=len(plan.items))
-        with self._meter:
-            results = self._write_files(plan, planner, self.stats)
-        self.stats.seconds = time.perf_counter() - started
+        self.stats = stats = IOStats(items=len(plan.items))
+        with self._save.meter:
+            results = self._write_files(plan, planner, stats)
+        stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingSavePlanner):
-            planner.note_written(self.stats)
-            self._planner = planner if self._is_coordinator else None
+            planner.note_written(stats)
+            self._save.planner = weakref.ref(planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
-        if self._is_coordinator or not self.use_collectives:
+        if self._save.is_coordinator or not self.use_collectives:
             self._phases.begin(_trace.GATHER_RESULTS)
             self._phases.flush()
         else:
@@ -247,11 +285,11 @@ class RingWriter(FileSystemWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         rank, tag = self._plan_rank(plan), _layout.new_tag()
         source = source_of(plan.items, planner)
-        self._meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
+        self._save.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
         placed: dict[int, Placed] = {}
         judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
-        watch = make_watch(self._meter.counter, self._phases.room)
+        watch = make_watch(self._save.meter.counter, self._phases.room)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
                 names.append(_layout.data_file_name(rank, index, tag))
@@ -304,10 +342,11 @@ class RingWriter(FileSystemWriter):
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
         self._phases.begin(_trace.COMMIT)
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = super().storage_meta()
         refused = _refused_in(results)
-        table: KeyTable | None = None if self._planner is None else self._planner.key_table
-        if self.key_map is not None:
+        planner = self._save.planner()
+        table: KeyTable | None = None if planner is None else planner.key_table
+        if self.key_map is not None and table is None:
             names = self.key_map.rename(metadata.state_dict_metadata)
             made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
             metadata, results = rename_metadata(metadata, names), rename_results(made, names)
@@ -322,8 +361,7 @@ class RingWriter(FileSystemWriter):
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
         if refused:
             logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
-        self._plans = []
-        planner, self._planner = self._planner, None
+        self._save.plans = []
         if planner is not None and all(isinstance(part, Results) for part in results):
             planner.note_committed([part.stats for part in results])
         self._phases.finish()
@@ -349,7 +387,7 @@ class RingWriter(FileSystemWriter):
         return sizes, join_metadata(pickle_metadata(metadata), self._trailer(sorted(sizes), metadata))
 
     def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
-        return part.of(self._plans[rank].items) if isinstance(part, Results) else part
+        return part.of(self._save.plans[rank].items) if isinstance(part, Results) else part
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         superseded = set() if self.keep_superseded else _layout.superseded_files(self._directory, self._own_rank_only)
@@ -381,18 +419,18 @@ class RingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._is_coordinator = is_coordinator
-        self._meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         if self._phases.is_sure:  # nobody has asked for storage_meta()
             self._begin_save()
+        self._save.is_coordinator = is_coordinator
+        self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._phases.join(is_coordinator, not self.use_collectives)
-        self._group_id = "" if self.use_collectives else agree_on_id(str(self.path))
-        self._phases.share(self._group_id)
+        self._save.group_id = "" if self.use_collectives else agree_on_id(str(self.path))
+        self._phases.share(self._save.group_id)
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
-            trailer.group_id = self._group_id
+            trailer.group_id = self._save.group_id
             trailer.world_size = world_size()
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer

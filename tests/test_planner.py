@@ -22,8 +22,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcpring._handon
 import dcpring._load
 import dcpring.load_planner
-from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _plan
 from dcpring._metadata import join_metadata, split_metadata
+from dcpring.load_planner import ReadItems
 from dcpring.planner import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
@@ -128,6 +129,26 @@ def test_tied_tensors_are_written_once(tmp_path: Path, writers: str) -> None:
     results = _distributed.run(3, tied, str(tmp_path), writers)
     written = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert all(good for good, _ in results) and written < results[0][1] - (1 << 12) * 16 * 4 + 50_000
+
+
+def items_made(path: str, writers: Any) -> tuple[int, int, bool]:
+    """How many of DCP's items a save and a load make."""
+    state = hsdp_state(1)
+    with mock.patch("dcpring._plan._make_item", side_effect=_plan._make_item) as made:
+        planner = RingSavePlanner(writers=writers, split_bytes=4096)
+        dcp.save(state, storage_writer=RingWriter(path), planner=planner)
+    loaded = hsdp_state(2)
+    with mock.patch.object(ReadItems, "make", autospec=True, side_effect=ReadItems.make) as read:
+        dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
+    return made.call_count, read.call_count, same(loaded, state)
+
+
+@pytest.mark.parametrize("writers", ("balanced", "split"))
+def test_items_are_made_for_objects_alone(tmp_path: Path, writers: str) -> None:
+    """Not for DTensors, nor for what is cut, nor for what lies beside an object: there are two of these."""
+    results = _distributed.run(4, items_made, str(tmp_path), writers)
+    assert sum(saved for saved, _, _ in results) == 2 and [read for _, read, _ in results] == [2] * 4
+    assert all(good for _, _, good in results)
 
 
 # ---- errors ----

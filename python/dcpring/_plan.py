@@ -490,12 +490,22 @@ def memory_of_rows(table: _C.Table, values: Mapping[str, Any]) -> list[Tensor | 
     plain = are_plain(memory)
     if all(plain):
         return memory
-    scattered = len(set(names)) < len(names)
-    for row, value in enumerate(memory):
-        local = memory[row] = value if plain[row] else memory_of(value)
-        if scattered and local is not None and isinstance(value, DTensor):
-            memory[row] = tensor_at(names[row], value, table.row(row)[3])
-    return memory
+    scattered = has_scattered(names)
+    return [value if plain[row] else memory_of_row(table, row, value, scattered) for row, value in enumerate(memory)]
+
+
+def has_scattered(names: Sequence[str]) -> bool:
+    """Whether any name of a table has several rows, as a DTensor in several chunks has."""
+    return len(set(names)) < len(names)
+
+
+def memory_of_row(table: _C.Table, row: int, value: Any, scattered: bool = True) -> Tensor | None:
+    """The same for one row, with ``scattered`` of its table."""
+    local = memory_of(value)
+    if scattered and local is not None and isinstance(value, DTensor):
+        name, _, _, offsets, _, _, _ = table.row(row)
+        return tensor_at(name, value, offsets)
+    return local
 
 
 def memory_of(value: Any) -> Tensor | None:
@@ -565,13 +575,20 @@ class Items(Sequence[WriteItem]):
 
     @property
     def untouched(self) -> bool:
-        """No item has been made, so none was changed."""
+        """Nobody has looked at the items, so none was changed."""
         return "made" not in self.__dict__
 
     @functools.cached_property
     def made(self) -> list[WriteItem]:
-        properties = RowProperties(self.table.properties())
-        return [_make_item(self.table, kept, properties) for kept in self.kept]
+        return [self.make(position) for position in range(len(self.kept))]
+
+    def make(self, position: int) -> WriteItem:
+        """One item, which is not kept."""
+        return _make_item(self.table, self.kept[position], self._properties)
+
+    @functools.cached_property
+    def _properties(self) -> RowProperties:
+        return RowProperties(self.table.properties())
 
     def __len__(self) -> int:
         return len(self.kept)

@@ -22,7 +22,7 @@ from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring._objects import Judge
 from dcpring._placements import check_chunk
-from dcpring._plan import BYTES_ROW, Items, same_memory
+from dcpring._plan import BYTES_ROW, Items, has_scattered, memory_of_row, same_memory
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
@@ -123,9 +123,10 @@ class TableSource:
         self._items = items
         self._planner = planner
         self._state_dict: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-        rows = [kept if isinstance(kept, int) else kept[0] for kept in items.kept]
+        self._rows = rows = [kept if isinstance(kept, int) else kept[0] for kept in items.kept]
         names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
         self._names = [names[row] for row in rows]
+        self._scattered = has_scattered(names)
         self._bytes = [sizes[row] for row in rows]
         self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
         for position in self._cut:
@@ -141,15 +142,25 @@ class TableSource:
         return self._bytes[position]
 
     def item(self, position: int) -> WriteItem:
-        return self._items[position]
+        return self._items.make(position)
 
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         names, state_dict = self._names, self._state_dict
         values = [state_dict[names[position]] for position in positions]
-        for index, plain in enumerate(are_plain(values)):
+        for index, (value, plain) in enumerate(zip(values, are_plain(values), strict=True)):
             if not plain or (self._cut and positions[index] in self._cut):
-                values[index] = self._planner.resolve_data(self.item(positions[index]))
+                values[index] = self._resolve_one(positions[index], value)
         return values
+
+    def _resolve_one(self, position: int, value: Any) -> Any:
+        """Of a DTensor its part on this rank; of what is cut the part that this rank writes; else what stock has."""
+        tensor = memory_of_row(self._items.table, self._rows[position], value, self._scattered)
+        if tensor is None:
+            return self._planner.resolve_data(self.item(position))
+        if position in self._cut:
+            _, start, rows = self._items.kept[position]  # type: ignore[misc]
+            return tensor.detach().narrow(0, start, rows)
+        return tensor
 
     def as_planned(self, position: int, tensor: Tensor) -> bool:
         return True

@@ -17,15 +17,17 @@ bool dr_buffer_grow(struct dr_buffer *buffer, size_t size) {
     return true;
 }
 
+size_t dr_put_varint(uint8_t data[DR_VARINT_BYTES], uint64_t value) {
+    size_t n = 0;
+    for (; value >= 128; value >>= 7)
+        data[n++] = (uint8_t)(value | 128);
+    data[n++] = (uint8_t)value;
+    return n;
+}
+
 void dr_buffer_varint(struct dr_buffer *buffer, uint64_t value) {
     uint8_t bytes[DR_VARINT_BYTES];
-    size_t n = 0;
-    while (value >= 128) {
-        bytes[n++] = (uint8_t)(value | 128);
-        value >>= 7;
-    }
-    bytes[n++] = (uint8_t)value;
-    dr_buffer_put(buffer, bytes, n);
+    dr_buffer_put(buffer, bytes, dr_put_varint(bytes, value));
 }
 
 void dr_buffer_destroy(struct dr_buffer *buffer) {

@@ -27,6 +27,9 @@ static inline void dr_put_le(uint8_t *data, uint64_t value, unsigned bytes) {
         data[i] = (uint8_t)(value >> (8 * i));
 }
 
+/* Returns how many bytes it took. */
+size_t dr_put_varint(uint8_t data[DR_VARINT_BYTES], uint64_t value);
+
 /* ---- out ---- */
 
 /* Bytes appended to one another. When memory is gone `failed` is set, and the buffer is empty and stays so, without room. */

@@ -24,12 +24,8 @@ size_t dr_strides_encode(const int64_t *lengths, const int64_t *strides, int ndi
         return size;
     }
     out[size++] = DR_STRIDED;
-    for (int d = 0; d < ndim; d++) {
-        uint64_t stride = (uint64_t)strides[d];
-        for (; stride >= 128; stride >>= 7)
-            out[size++] = (char)((stride & 127) | 128);
-        out[size++] = (char)stride;
-    }
+    for (int d = 0; d < ndim; d++)
+        size += dr_put_varint((uint8_t *)out + size, (uint64_t)strides[d]);
     return size;
 }
 

@@ -13,7 +13,7 @@
 #include "table.h"
 
 enum dr_stride_kind { DR_NO_STRIDES, DR_CONTIGUOUS, DR_STRIDED };
-enum { DR_MAX_STRIDES_BYTES = 1 + 10 * DR_TABLE_MAX_DIMS };
+enum { DR_MAX_STRIDES_BYTES = 1 + DR_VARINT_BYTES * DR_TABLE_MAX_DIMS };
 
 /* Writes the strides of a tensor of these lengths to `out`, which has DR_MAX_STRIDES_BYTES; returns how many bytes. */
 size_t dr_strides_encode(const int64_t *lengths, const int64_t *strides, int ndim, char *out);

@@ -240,13 +240,19 @@ def test_a_busy_save_is_skipped_or_waited_for(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("call", ("save", "load", "wait", "close"))
-def test_an_error_in_the_background_comes_with_the_next_call(tmp_path: Path, call: str) -> None:
+def test_an_error_in_the_background_comes_with_the_next_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
     checkpointer = small(tmp_path, Counter())
     checkpointer.save(1)
     with fault("fdatasync"):
         checkpointer.save(2, blocking=False)
-        assert checkpointer._pending is not None
-        checkpointer._pending.exception(60)
+        assert checkpointer._background is not None
+        deadline = time.monotonic() + 60
+        while not checkpointer._background.is_done and time.monotonic() < deadline:
+            time.sleep(0.01)
+    logged = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(logged) == 1 and "in the background has failed" in logged[0] and os.strerror(5) in logged[0]
     message = error_of(getattr(checkpointer, call), *([3] if call == "save" else []))
     assert f"cannot save {tmp_path / 'step-2'}" in message
     assert os.strerror(5) in message
@@ -530,8 +536,7 @@ def failing_take_over(folder: Path) -> str:
 
 def test_a_component_that_refuses_its_state(tmp_path: Path) -> None:
     for message in _distributed.run(2, failing_take_over, tmp_path):
-        assert "component 'extra': RuntimeError: I do not want it" in message
-        assert "rank 1: " in message
+        assert message.endswith("component 'extra': rank 1: RuntimeError: I do not want it")
 
 
 def corrupt_loads(folder: Path, keys: list[str]) -> list[tuple[str, str, bool]]:

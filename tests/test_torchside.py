@@ -176,6 +176,19 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "torch.distributed._state_dict_utils._flatten_state_dict": ("state_dict",),
     "torch.distributed._state_dict_utils._unflatten_state_dict": ("state_dict", "paths"),
     "torch.distributed.distributed_c10d._get_default_store": (),
+    "torch.distributed.distributed_c10d._new_process_group_helper": (
+        *("size", "rank", "ranks", "backend", "store", "name"),
+        {"timeout": "timeout", "group_desc": "words"},
+    ),
+    "torch.distributed.distributed_c10d._set_pg_timeout": ("timeout", "group"),
+    "torch.distributed.checkpoint.state_dict_saver._save_state_dict": (
+        *("state_dict", "writer"),
+        {"process_group": None, "no_dist": True, "planner": "planner"},
+    ),
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
+        *("state_dict", "reader"),
+        {"process_group": None, "no_dist": True, "planner": "planner"},
+    ),
     "torch.nn.modules.module._IncompatibleKeys": ("missing_keys", "unexpected_keys"),
     "torch._utils._rebuild_tensor_v2": ("storage", "offset", "size", "stride", "requires_grad", "hooks"),
     "torch._utils._rebuild_tensor_v3": ("storage", "offset", "size", "stride", "requires_grad", "hooks", "dtype"),
@@ -210,6 +223,7 @@ NOT_CALLED: dict[str, set[str]] = {
     # Pickles say what these are called with.
     **{f"torch._utils._rebuild_{name}": set() for name in _REBUILDERS},
     "torch._tensor._rebuild_from_type_v2": set(),
+    "torch.distributed.distributed_c10d._world": {"pg_group_ranks"},
 }
 """The others, and attributes that they must have."""
 
@@ -281,6 +295,7 @@ def test_objects_have_what_is_reached_for() -> None:
     assert isinstance(torch.autograd.profiler._is_profiler_enabled, bool)
     assert isinstance(torch.distributed.tensor.DTensor._local_tensor, object)
     assert hasattr(torch.distributed.ProcessGroup, "_device_types")
+    assert hasattr(torch.distributed.ProcessGroup, "bound_device_id")
 
 
 def test_the_names_of_wrappers_are_those_of_classes() -> None:

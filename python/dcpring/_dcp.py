@@ -1,4 +1,4 @@
-"""What the Checkpointer saves and loads with: the planners, and the state dicts of models and optimizers."""
+"""What the Checkpointer saves and loads with: DCP, the planners, and the state dicts of models and optimizers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dcpring.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from dcpring.torchside.dcp import load, save
 
 __all__ = [
     "LoadPlanner",
@@ -19,6 +20,8 @@ __all__ = [
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "load",
+    "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
 ]

@@ -1,30 +1,62 @@
-"""The ranks of a job: how they exchange small things, and fail together."""
+"""The ranks of a job: what they do together, a word of each at a time, and how they fail together.
+
+Whatever a rank does alone, between two words, is inside an operation: what it raises there is told to the others with
+its next word, and raised on all. So no rank waits for one that has left.
+
+    with ranks.operation("save") as joint:
+        state = collect()                               # may raise on one rank: all others learn of it ...
+        notes = joint.gather("notes", note_of(state))   # ... here
+        joint.run_dcp("cannot save", lambda group: dcp.save(..., process_group=group))
+
+An exception that leaves one of DCP's collectives on one rank alone is the one thing that cannot be told so, as the
+others still wait there. Then the group is given up, which ends their wait, and the next operation makes a new one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+import contextlib
+import gc
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcpring import _group
 from dcpring._stored import spans
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.torchside.groups import destroy_group, new_group
 
 T = TypeVar("T")
 
+_KINDS = (CorruptCheckpointError, UntrustedCheckpointError)
+
+_AGAIN_SECONDS = 300.0
+"""How long ranks wait for each other to make a new group in the place of one that was given up."""
+
+# ---- failures ----
+
 
 class Failure(NamedTuple):
-    """What a rank tells the others of an exception."""
+    """What a rank tells the others of an exception.
+
+    Attributes:
+        kind: of the error that all raise.
+        text: of the exception.
+        what: could not be done because of it; "" where the text says it all.
+    """
 
     kind: type[CheckpointError]
     text: str
+    what: str = ""
 
 
-def failure_of(error: BaseException) -> Failure:
-    known = next((k for k in (CorruptCheckpointError, UntrustedCheckpointError) if isinstance(error, k)), None)
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return Failure(known or CheckpointError, text)
+def failure_of(error: BaseException, what: str = "") -> Failure:
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), CheckpointError)
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return Failure(kind, text, what)
 
 
 def described(failures: dict[int, Failure]) -> str:
@@ -35,10 +67,143 @@ def described(failures: dict[int, Failure]) -> str:
     return "; ".join(f"{spans(failed)}: {text}" for text, failed in by_text.items())
 
 
-def together(what: str, failures: dict[int, Failure]) -> CheckpointError:
+def together(failures: dict[int, Failure]) -> CheckpointError:
     """One error for all ranks."""
     kinds = {failure.kind for failure in failures.values()}
-    return (kinds.pop() if len(kinds) == 1 else CheckpointError)(f"{what}: {described(failures)}")
+    parts = []
+    for what in dict.fromkeys(failure.what for failure in failures.values()):
+        who = described({rank: failure for rank, failure in failures.items() if failure.what == what})
+        parts.append(f"{what}: {who}" if what else who)
+    return (kinds.pop() if len(kinds) == 1 else CheckpointError)("; ".join(parts))
+
+
+# ---- words ----
+
+
+class Word(NamedTuple):
+    """What a rank says when it is its turn, as all do.
+
+    Attributes:
+        call: the operation.
+        label: the place in it.
+        failure: what this rank has raised since its last word.
+        value: what the others are to know.
+    """
+
+    call: str
+    label: str
+    failure: Failure | None = None
+    value: Any = None
+
+
+class Channel(Protocol):
+    """How words travel."""
+
+    def gather(self, data: bytes, is_first: bool) -> list[bytes]:
+        """The bytes of all ranks. Raises Lost where the others cannot be reached."""
+        ...
+
+
+class Lost(CheckpointError):
+    """The other ranks cannot be reached."""
+
+
+class Joint:
+    """One operation of some ranks: a word of each at a time.
+
+    Args:
+        channel: to the others.
+        call: what all of them have called.
+    """
+
+    def __init__(self, channel: Channel, call: str) -> None:
+        self._channel = channel
+        self._call = call
+        self._is_first = True
+        self._is_told = False
+        self._failed: tuple[BaseException, str] | None = None
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The error of all ranks says that ``what`` has failed, where this has."""
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is None or self._failed[0] is not error:
+                self._failed = error, what
+            raise
+
+    def gather(self, label: str, value: T) -> list[T]:
+        """The values of all ranks. Where one has raised before, all raise here; where one is elsewhere, too."""
+        words = self._exchange(Word(self._call, label, None, value))
+        self._is_told = True
+        if any(word.failure for word in words):
+            raise together(_failures(words))
+        if len({(word.call, word.label) for word in words}) > 1:
+            raise CheckpointError(_diverged(words))
+        self._is_told = False
+        return [word.value for word in words]
+
+    def settle(self, label: str) -> None:
+        """Ends a step: all ranks go on, or all raise what was raised on some."""
+        self.gather(label, None)
+
+    def tell(self, error: BaseException) -> BaseException:
+        """Tells the others what this rank has raised, unless they know, and gives what it is to raise now."""
+        if self._is_told:
+            return error
+        what = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
+        own = failure_of(error, what)
+        try:
+            words = self._exchange(Word(self._call, "", own))
+        except Lost:
+            return error
+        if not isinstance(error, Exception):
+            return error
+        is_mistake = isinstance(error, CheckpointError | ValueError | TypeError) and not what
+        if is_mistake and all(word.failure == own for word in words):
+            return error  # of the caller, on all ranks alike
+        return together(_failures(words))
+
+    def _exchange(self, word: Word) -> list[Word]:
+        data = pickle.dumps(word)
+        is_first, self._is_first = self._is_first, False
+        self._is_told = True  # as far as can be, should it fail
+        gathered = self._channel.gather(data, is_first)
+        self._is_told = False
+        return [pickle.loads(each) for each in gathered]
+
+
+def _failures(words: Sequence[Word]) -> dict[int, Failure]:
+    return {rank: word.failure for rank, word in enumerate(words) if word.failure is not None}
+
+
+J = TypeVar("J", bound=Joint)
+
+
+def _diverged(words: Sequence[Word]) -> str:
+    by_place: dict[str, list[int]] = {}
+    is_in_one = len({word.call for word in words}) == 1
+    for rank, word in enumerate(words):
+        by_place.setdefault(f"in {word.call}(), {word.label}" if is_in_one else f"in {word.call}()", []).append(rank)
+    found = "; ".join(f"{spans(ranks)} {place}" for place, ranks in by_place.items())
+    return f"all ranks must make the same calls in the same order, and have not: {found}"
+
+
+@contextlib.contextmanager
+def joined(joint: J) -> Iterator[J]:
+    """An operation: what is raised in it on one rank is raised on all."""
+    try:
+        yield joint
+        joint.settle("end")
+    except BaseException as error:
+        final = joint.tell(error)
+        if final is error:
+            raise
+        raise final from error
+
+
+# ---- groups ----
 
 
 class Ranks:
@@ -46,54 +211,170 @@ class Ranks:
 
     Args:
         parent: the process group whose members these are; None: all, or this process where there is no group.
+
+    Raises:
+        ValueError: this process is no member.
+        Lost: not all members have come.
+
+    Attributes:
+        rank, world_size: this process's place among them, and their number.
+        group: None where this process is alone, and after the group was given up.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self.rank, self.world_size = 0, 1
-        self._is_part = parent is not None
-        if dist.is_available() and dist.is_initialized():
+        members: list[int] = []
+        if _group.has_group():
             members = dist.get_process_group_ranks(parent or dist.group.WORLD)
             if dist.get_rank() not in members:
                 raise ValueError(f"rank {dist.get_rank()} is no member of the process group given, {spans(members)}")
-            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=self._is_part)
-            self.rank, self.world_size = dist.get_rank(self.group), len(members)
+        self._begin(members, lambda: _group.name_for(members))
+
+    def twin(self) -> Ranks:
+        """The same ranks with another group: collectives of two threads must not meet in one."""
+        twin = Ranks.__new__(Ranks)
+        twin._begin(self._members, lambda: f"{self._name}/twin")
+        return twin
+
+    def _begin(self, members: list[int], name: Callable[[], str]) -> None:
+        self._members = members
+        self.rank, self.world_size = members.index(dist.get_rank()) if members else 0, len(members) or 1
+        self.group: dist.ProcessGroup | None = None
+        self._name = self._lost = ""
+        if members:
+            self._connect(name)
+
+    def _connect(self, name: Callable[[], str]) -> None:
+        try:
+            self._name = name()
+        except TimeoutError as error:
+            raise Lost(f"not all ranks have come to make a process group: {error}") from error
+        self.group = new_group(self._members, self._name)
+
+    @contextlib.contextmanager
+    def operation(self, call: str) -> Iterator[Operation]:
+        """What all members do together; all of them call it, in the same order. See the module's docstring."""
+        with joined(Operation(self, call)) as operation:
+            yield operation
 
     def close(self) -> None:
-        # A group that only its members made is named after them; another of that name would meet what it left behind.
-        if self.group is not None and dist.is_initialized() and not self._is_part:
-            dist.destroy_process_group(self.group)
+        """Gives the group back. Members that wait for this one get an error."""
+        if self.group is not None:
+            _group.forget_finished()
+            destroy_group(self.group, self._name)
         self.group = None
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks."""
+    # ---- the channel ----
+
+    def gather(self, data: bytes, is_first: bool) -> list[bytes]:
+        if not self._members:
+            return [data]
+        if is_first and self.group is None:
+            self._connect_again()
+        try:
+            return self._gather(data)
+        except Lost:
+            if not is_first or self._lost:
+                raise
+        self._connect_again()  # one has given the group up after this one's part in the last operation was over
+        return self._gather(data)
+
+    def _gather(self, data: bytes) -> list[bytes]:
         if self.group is None:
-            return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    def attempt(self, what: str, work: Callable[[], T]) -> T:
-        """Runs ``work``; where it raises on some ranks, all raise an error that says ``what`` and names them."""
-        result: T | None = None
-        error: Exception | None = None
+            raise Lost(self._lost)
         try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        outcomes = self.gather(failure_of(error) if error is not None else None)
-        failures = {rank: failure for rank, failure in enumerate(outcomes) if failure is not None}
-        if failures:
-            raise together(what, failures) from error
-        return result  # type: ignore[return-value]
+            return _group.gather(self.group, data, self._look)
+        except Lost:
+            self.close()
+            raise
+        except _group.Interrupted as interrupted:
+            self.give_up(f"rank {self.rank}: {interrupted}")
+            raise interrupted.error from None
+        except (RuntimeError, ValueError) as error:
+            note = _group.find_note(self._broken)
+            if not note:
+                self._lost = f"the other ranks cannot be reached any more, as one has ended or closed: {error}"
+            self.close()
+            raise Lost(note or self._lost) from error
 
-    def with_dcp(self, what: str, work: Callable[[], T]) -> T:
-        """Runs one of DCP's collectives, whose own exception already tells of all ranks."""
+    # ---- a group that is given up, as ranks are no longer in step in it ----
+
+    @property
+    def _broken(self) -> str:
+        """Where a rank that gives the group up leaves why."""
+        return f"{self._name}/broken"
+
+    def _look(self) -> None:
+        note = _group.find_note(self._broken)
+        if note:
+            raise Lost(note)
+
+    def check(self) -> None:
+        """Raises Lost if a rank has given the group up."""
+        if self.group is not None:
+            self._look()
+
+    def give_up(self, text: str) -> str:
+        """Ends the group, and so the waits of others in it; gives the text of the first rank that has done so."""
+        if self.group is None:
+            return text
+        first = _group.leave_note(self._broken, text)
+        self.close()
+        return first
+
+    def _connect_again(self) -> None:
+        if self._lost:
+            raise Lost(self._lost)
+        old = self._broken
+        self._connect(lambda: _group.assemble(f"{self._name}/again", self.world_size, _AGAIN_SECONDS))
+        if self.rank == 0:
+            _group.remove_note(old)
+
+
+class Operation(Joint):
+    """A Joint of Ranks, which may have DCP's collectives in it."""
+
+    def __init__(self, ranks: Ranks, call: str) -> None:
+        super().__init__(ranks, call)
+        self._ranks = ranks
+
+    def run_dcp(
+        self, label: str, what: str, work: Callable[[dist.ProcessGroup | None], T], is_wanted: bool = True
+    ) -> T | None:
+        """Runs one of DCP's collectives, whose own exception tells all ranks of each one's.
+
+        Args:
+            label: the place in the operation.
+            what: could not be done, where it fails.
+            work: the call, in the group that it is given; it raises nothing outside of DCP's collective.
+            is_wanted: where it is on no rank, nothing is done.
+        """
+        if not any(self.gather(label, is_wanted)):
+            return None
+        self._ranks.check()
         try:
-            return work()
+            return work(self._ranks.group)
         except CheckpointException as error:
-            own = error.failures.get(self.rank)
+            self._is_told = True
+            own = error.failures.get(self._ranks.rank)
             if own is not None and isinstance(own[0], KeyboardInterrupt):
                 raise own[0] from None
-            failures = {rank: failure_of(cause) for rank, (cause, _) in error.failures.items()}
-            raise together(what, failures) from error
+            failures = {rank: failure_of(cause, what) for rank, (cause, _) in error.failures.items()}
+            raise together(failures) from error
+        except BaseException as error:  # of this rank alone: the others wait for it in DCP
+            self._is_told = True
+            text = str(together({self._ranks.rank: failure_of(error, what)}))
+            _release_frames(error)
+            text = self._ranks.give_up(text)
+            if isinstance(error, Exception):
+                raise CheckpointError(text) from error
+            raise
+
+
+def _release_frames(error: BaseException) -> None:
+    """Frames of DCP that have ended, and are kept for the traceback, hold the group, and its connections."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
+    del link
+    gc.collect()

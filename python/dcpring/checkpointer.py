@@ -1,8 +1,9 @@
 """Checkpointer: what a training script holds to save all of its state, and to go on from it on any number of ranks.
 
 Checkpoints are folders ``step-N``; one counts once its ``.metadata`` is there, which RingWriter's last rename brings
-about. The calling thread collects and compares states, and copies them for a save in the background; one thread of
-the Checkpointer's own writes that, over a process group of its own, so that it never meets the training's collectives.
+about. The calling thread collects and compares states, and copies them for a save in the background; a thread
+(``_background``) writes that. Each call is an operation of all ranks (``_ranks``), over a process group of the
+Checkpointer's own: what is raised in it on one rank is raised on all, and nobody waits for a rank that has left.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from dcpring import _dcp, _layout, _tree
+from dcpring._background import Background
 from dcpring._metadata import METADATA_NAME
-from dcpring._ranks import Failure, Ranks, described, failure_of, together
+from dcpring._ranks import Failure, Operation, Ranks, described, failure_of
 from dcpring._recognise import as_component, model_of
 from dcpring._staging import StagingBuffer
 from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored, ranks, spans
@@ -128,25 +127,26 @@ class Checkpointer:
         writer_options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
-        if busy not in ("wait", "skip"):
-            raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
-        self.folder = Path(folder)
-        self.components = _recognised(components)
-        self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
-        self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
-        self._parent = process_group
         self._ranks = Ranks(process_group)
         self._place = Place(self._ranks.rank, self._ranks.world_size)
-        self._background: Ranks | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-        self._staging = StagingBuffer()
-        self._is_open = True
-        if self._ranks.group is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # that is intended
+        try:
+            with self._ranks.operation("Checkpointer"):
+                for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+                    if value is not None and (not isinstance(value, int) or value < 1):
+                        raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
+                if busy not in ("wait", "skip"):
+                    raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+                self.folder = Path(folder)
+                self.components = _recognised(components)
+                self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
+                self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
+                self._background: Background | None = None
+                self._staging = StagingBuffer()
+                self._pid = os.getpid()
+                self._is_open = True
+        except BaseException:
+            self._ranks.close()
+            raise
 
     # ---- what is there ----
 
@@ -179,62 +179,84 @@ class Checkpointer:
             CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
         """
         self._require_open()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step={step!r}: must be an int of at least 0")
-        if not self._settle(may_skip=not blocking):
-            return False
+        with self._ranks.operation("save") as joint:
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise ValueError(f"step={step!r}: must be an int of at least 0")
+            is_saved = self._settle(joint, may_skip=not blocking)
+            if is_saved:
+                self._save(joint, step, blocking)
+        if is_saved and blocking:
+            self._remove_old(step)
+        return is_saved
+
+    def _save(self, joint: Operation, step: int, blocking: bool) -> None:
         try:
-            state = self._collect(step)
+            state = self._collect(joint, step, blocking)
             if blocking:
-                self._write(state, step, self._ranks)
+                self._write(joint, state, step)
             else:
-                self._start(state, step)
-        finally:
-            for component in self.components.values():
-                component.done()
-        return True
+                self._start(joint, state, step)
+        except BaseException:
+            _warn(self._each_component("done"))
+            raise
+        errors = self._each_component("done")
+        if errors:
+            raise errors[0]
+
+    def _each_component(self, method: Literal["done", "undo"]) -> list[Exception]:
+        """Calls a method of all components, and gives what it has raised."""
+        errors: list[Exception] = []
+        for component in self.components.values():
+            try:
+                getattr(component, method)()
+            except Exception as error:
+                errors.append(error)
+        return errors
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises what went wrong with the last one in the background."""
         self._require_open()
-        self._settle(may_skip=False)
+        with self._ranks.operation("wait") as joint:
+            self._settle(joint, may_skip=False)
 
-    def _settle(self, may_skip: bool) -> bool:
+    def _settle(self, joint: Operation, may_skip: bool) -> bool:
         """Waits for the save in the background, or says no if it is to be skipped for."""
-        if self._pending is None:
+        background = self._background
+        if background is None or not background.is_pending:
             return True
-        if may_skip and self.busy == "skip" and not all(self._ranks.gather(self._pending.done())):
+        if may_skip and self.busy == "skip" and not all(joint.gather("is the last one written?", background.is_done)):
             return False
-        pending, self._pending = self._pending, None
-        pending.result()
+        background.settle()
         return True
 
-    def _collect(self, step: int) -> dict[str, Any]:
+    def _collect(self, joint: Operation, step: int, blocking: bool) -> dict[str, Any]:
         """What this rank hands to DCP, once all ranks agree that it makes one checkpoint."""
         states: dict[str, Any] = {}
         notes: dict[str, Any] = {}
-        failures: dict[str, Failure] = {}
-        cause: Exception | None = None
+        failed: tuple[str, Exception] | None = None
         for name, component in self.components.items():
             try:
                 states[name] = component.state()
                 if not component.in_place:
                     self._check_plain(states[name])
                 notes[name] = component.note(states[name], self._place)
-            except Exception as error:
-                failures[name], cause = failure_of(error), cause or error
-        gathered = self._ranks.gather((notes, failures, (step, list(self.components))))
-        _refuse_other_calls([call for _, _, call in gathered])
-        self._raise_failures(f"cannot save step {step}", [failed for _, failed, _ in gathered], cause)
-        by_name = {name: [noted[name] for noted, _, _ in gathered] for name in self.components}
-        self._raise_disagreements(step, states, by_name)
-        parts = {
-            name: component.to_save(states[name], by_name[name], self._place)
-            for name, component in self.components.items()
-        }
-        state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
-        if self._place.rank == 0:
-            state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
+            except Exception as error:  # the others go on, too, as components may have collectives of their own
+                failed = failed or (name, error)
+        if failed:
+            with joint.doing(f"cannot save step {step}: component {failed[0]!r}"):
+                raise failed[1]
+        gathered = joint.gather("notes", (notes, (step, blocking, list(self.components))))
+        _refuse_other_calls([call for _, call in gathered])
+        by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
+        self._raise_disagreements(joint, step, states, by_name)
+        with joint.doing(f"cannot save step {step}"):
+            parts = {
+                name: component.to_save(states[name], by_name[name], self._place)
+                for name, component in self.components.items()
+            }
+            state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
+            if self._place.rank == 0:
+                state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
         return state
 
     def _check_plain(self, state: Any) -> None:
@@ -242,18 +264,15 @@ class Checkpointer:
         if not self._reader_options.get("trusted", False):
             _tree.refuse_unloadable(state, list(self._reader_options.get("safe_globals", ())))
 
-    def _raise_failures(self, what: str, failures: Sequence[dict[str, Failure]], cause: Exception | None) -> None:
-        names = [name for name in self.components if any(name in failed for failed in failures)]
-        for name in names:
-            by_rank = {rank: failed[name] for rank, failed in enumerate(failures) if name in failed}
-            raise together(f"{what}: component {name!r}", by_rank) from cause
-
-    def _raise_disagreements(self, step: int, states: dict[str, Any], notes: dict[str, list[Any]]) -> None:
+    def _raise_disagreements(
+        self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]
+    ) -> None:
         for name, component in self.components.items():
-            problems = component.disagreements(notes[name])
+            with joint.doing(f"cannot save step {step}: component {name!r}"):
+                problems = component.disagreements(notes[name])
             if not problems:
                 continue
-            items = [set(digests.items()) for digests in self._ranks.gather(_tree.digests(states[name]))]
+            items = [set(digests.items()) for digests in joint.gather("digests", _tree.digests(states[name]))]
             differing = {key for each in items for key, _ in each ^ items[0] if key}
             where = f" ({some_are(differing)} not the same)" if differing else ""
             raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")
@@ -272,69 +291,53 @@ class Checkpointer:
             known["objects"] = "allow"
         return {name: value for name, value in known.items() if name not in self._writer_options}
 
-    def _write(self, state: dict[str, Any], step: int, group: Ranks, staging: Staging | None = None) -> None:
-        path = self.path(step)
-        writer = RingWriter(path, **self._known_to_load(), **self._writer_options)
-        if staging is not None:
-            writer.note_staged(staging)
-        group.with_dcp(
-            f"cannot save {path}",
-            lambda: dcp.save(
-                state,
-                storage_writer=writer,
-                planner=_dcp.SavePlanner(),
-                process_group=group.group,
-                no_dist=group.group is None,
-            ),
-        )
-        if group.rank == 0:
-            self._remove_old(step)
+    def _write(self, joint: Operation, state: dict[str, Any], step: int, staging: Staging | None = None) -> None:
+        what = f"cannot save {self.path(step)}"
+        with joint.doing(what):
+            writer = RingWriter(self.path(step), **self._known_to_load(), **self._writer_options)
+            planner = _dcp.SavePlanner()
+            if staging is not None:
+                writer.note_staged(staging)
+        joint.run_dcp("writing", what, lambda group: _dcp.save(state, writer, planner, group))
 
-    # ---- save in the background ----
-
-    def _start(self, state: dict[str, Any], step: int) -> None:
-        """Copies the state and has it written; a copy that failed on one rank fails the save on all."""
+    def _start(self, joint: Operation, state: dict[str, Any], step: int) -> None:
+        """Copies the state and has it written."""
+        with joint.doing(f"cannot save step {step}: copying the state"), Staging.timed() as staging:
+            staged = self._staging.stage(state)
+        joint.settle("copied")
         if self._background is None:
-            self._background = Ranks(self._parent)
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
-        assert self._executor is not None
-        try:
-            with Staging.timed() as staging:
-                staged, error = self._staging.stage(state), None
-        except Exception as caught:
-            staged, error = None, caught
-        self._pending = self._executor.submit(self._write_staged, staged, error, staging, step, self._background)
+            self._background = Background(self._ranks)
+        self._background.start(
+            lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
+        )
 
-    def _write_staged(self, staged: Any, error: Exception | None, staging: Staging, step: int, group: Ranks) -> None:
-        def check() -> None:
-            if error is not None:
-                raise error
-
-        group.attempt(f"cannot save step {step}: copying the state", check)
-        self._write(staged, step, group, staging)
-
-    # ---- retention, on rank 0 ----
+    # ---- retention ----
 
     def _remove_old(self, saved: int) -> None:
         """Removes what a checkpoint that was just committed makes superfluous; a failure is none of the save."""
+        if self._place.rank != 0:
+            return
+        try:
+            self._remove_superfluous(saved)
+        except Exception as error:
+            logger.warning("older checkpoints stay in %s: %s", self.folder, error)
+
+    def _remove_superfluous(self, saved: int) -> None:
         newer = [step for step in self.steps() if step > saved]
         if newer:
             logger.warning(
                 "%s is older than step %d, which latest() still gives; it stays", self.path(saved), newer[-1]
             )
-        try:
-            for doomed in [path for path in self.folder.iterdir() if _DOOMED.fullmatch(path.name)]:
-                shutil.rmtree(doomed)
-            for step in self._superfluous(saved):
-                doomed = self.folder / f".step-{step}.removed"
-                self.path(step).rename(doomed)
-                shutil.rmtree(doomed)
-            for step in set(_step_folders(self.folder)) - set(self.steps()):
-                _layout.remove_leftovers(self.path(step))
-                with contextlib.suppress(OSError):  # holds files that no save made
-                    self.path(step).rmdir()
-        except OSError as error:
-            logger.warning("older checkpoints stay in %s: %s", self.folder, error)
+        for doomed in [path for path in self.folder.iterdir() if _DOOMED.fullmatch(path.name)]:
+            shutil.rmtree(doomed)
+        for step in self._superfluous(saved):
+            doomed = self.folder / f".step-{step}.removed"
+            self.path(step).rename(doomed)
+            shutil.rmtree(doomed)
+        for step in set(_step_folders(self.folder)) - set(self.steps()):
+            _layout.remove_leftovers(self.path(step))
+            with contextlib.suppress(OSError):  # holds files that no save made
+                self.path(step).rmdir()
 
     def _superfluous(self, saved: int) -> list[int]:
         if self.keep_last is None:
@@ -365,49 +368,52 @@ class Checkpointer:
                 data turned out to be damaged while a model's or optimizer's tensors were read; the message says so.
         """
         self._require_open()
-        self._settle(may_skip=False)
-        found = self._choose_step(step)
+        with self._ranks.operation("load") as joint:
+            self._settle(joint, may_skip=False)
+            wanted = None if components is None else set(components)
+            return self._load(joint, step, wanted, set(exclude), missing_ok)
+
+    def _load(
+        self, joint: Operation, step: int | None, wanted: set[str] | None, left_out: set[str], missing_ok: bool
+    ) -> ResumeReport:
+        found = self._choose_step(joint, step)
         if found is None:
             if not missing_ok:
                 raise CheckpointError(f"there is no checkpoint in {self.folder}")
             return ResumeReport(None, world_size=self._place.world_size)
         path = self.path(found)
-        reader = OnceReader(path, **self._reader_options)
-        stored = self._ranks.attempt(f"cannot load {path}", lambda: Stored(reader))
-        chosen = self._ranks.attempt(
-            f"cannot load {path}", lambda: self._choose_components(stored, components, exclude)
-        )
-        if len(set(map(tuple, self._ranks.gather(list(chosen))))) > 1:
+        with joint.doing(f"cannot load {path}"):
+            stored = Stored(OnceReader(path, **self._reader_options))
+            chosen = self._choose_components(stored, wanted, left_out)
+        if len(set(map(tuple, joint.gather("components", list(chosen))))) > 1:
             raise CheckpointError(f"cannot load {path}: ranks chose different components; call load() alike on all")
         try:
-            plans = self._plan(stored, chosen)
-            self._read(stored, plans, in_place=False)
-            ready = self._prepare(stored, plans, in_place=False)
-            self._read(stored, plans, in_place=True)
+            plans = self._plan(joint, stored, chosen)
+            self._read(joint, stored, plans, in_place=False)
+            ready = self._prepare(joint, stored, plans, in_place=False)
+            self._read(joint, stored, plans, in_place=True)
         except BaseException:
-            for name in chosen:
-                self.components[name].undo()
+            _warn(self._each_component("undo"))
             raise
-        ready |= self._prepare(stored, plans, in_place=True)
-        self._apply(path, plans, ready)
+        ready |= self._prepare(joint, stored, plans, in_place=True)
+        self._apply(joint, path, plans, ready)
         return self._report(found, stored, plans)
 
-    def _choose_step(self, step: int | None) -> int | None:
+    def _choose_step(self, joint: Operation, step: int | None) -> int | None:
         """The step that rank 0 sees, for all."""
-        found = self._ranks.gather((step, self.latest() if step is None else step))
-        if len({asked for asked, _ in found}) > 1:
-            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _ in found})}")
-        chosen = found[0][1]
-        if step is not None and not all(self._ranks.gather((self.path(step) / METADATA_NAME).is_file())):
-            raise CheckpointError(f"there is no checkpoint in {self.path(step)}; there are steps {self.steps()}")
-        return chosen
+        with joint.doing(f"cannot look into {self.folder}"):
+            last = self.latest() if step is None else step
+            is_there = step is None or (self.path(step) / METADATA_NAME).is_file()
+        found = joint.gather("step", (step, last, is_there))
+        if len({asked for asked, _, _ in found}) > 1:
+            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _, _ in found})}")
+        if not all(there for _, _, there in found):
+            raise CheckpointError(f"there is no checkpoint in {self.path(last or 0)}; there are steps {self.steps()}")
+        return found[0][1]
 
-    def _choose_components(
-        self, stored: Stored, components: Iterable[str] | None, exclude: Iterable[str]
-    ) -> dict[str, Component]:
+    def _choose_components(self, stored: Stored, asked: set[str] | None, left_out: set[str]) -> dict[str, Component]:
         """Those to load, in the order in which they are applied."""
-        left_out = set(exclude)
-        wanted = set(self.components if components is None else components)
+        wanted = set(self.components) if asked is None else asked
         for name, component in self.components.items():
             if isinstance(component, ModelState) and stored.manifest is None:
                 stored.adopt_flat(name, set(component.state()), self.components)
@@ -420,7 +426,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components"
             )
-        unclaimed = stored.keys.keys() - self.components.keys() - left_out if components is None else set()
+        unclaimed = stored.keys.keys() - self.components.keys() - left_out if asked is None else set()
         chosen = {name: component for name, component in self.components.items() if name in wanted - left_out}
         absent = [name for name in chosen if name not in stored.keys]
         if unclaimed or absent:
@@ -433,7 +439,7 @@ class Checkpointer:
         lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
         return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])
 
-    def _plan(self, stored: Stored, chosen: dict[str, Component]) -> dict[str, Plan]:
+    def _plan(self, joint: Operation, stored: Stored, chosen: dict[str, Component]) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
         for name, component in chosen.items():
             try:
@@ -441,7 +447,7 @@ class Checkpointer:
             except Exception as error:
                 logger.debug("planning the load of %s", name, exc_info=True)
                 plans[name] = Plan(problems=[failure_of(error).text])
-        seen = self._ranks.gather({name: (plan.problems, plan.unexpected) for name, plan in plans.items()})
+        seen = joint.gather("plans", {name: (plan.problems, plan.unexpected) for name, plan in plans.items()})
         problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
         if any(problems.values()):
             raise CheckpointError(self._refusal(stored, plans, problems))
@@ -459,27 +465,21 @@ class Checkpointer:
             lines.append(f"  {name} ({kind}): {outcome}")
         return "\n".join([*lines, f"To load the rest: exclude={bad}"])
 
-    def _read(self, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
+    def _read(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
         chosen = [name for name in plans if self.components[name].in_place == in_place]
         target = {key: value for name in chosen for key, value in plans[name].target.items()}
-        if not any(self._ranks.gather(bool(target))):
-            return
         nested = _below_their_heads(target)
         changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
-        self._ranks.with_dcp(
+        joint.run_dcp(
+            "reading in place" if in_place else "reading",
             f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
-            lambda: dcp.load(
-                nested,
-                storage_reader=stored.reader,
-                planner=_dcp.LoadPlanner(process_group=self._ranks.group),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            ),
+            lambda group: _dcp.load(nested, stored.reader, _dcp.LoadPlanner(process_group=group), group),
+            is_wanted=bool(target),
         )
         for name in chosen:
             plans[name].target = {key: _taken(nested, key) for key in plans[name].target}
 
-    def _prepare(self, stored: Stored, plans: dict[str, Plan], in_place: bool) -> dict[str, Any]:
+    def _prepare(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> dict[str, Any]:
         ready: dict[str, Any] = {}
         failures: dict[str, Failure] = {}
         cause: Exception | None = None
@@ -491,7 +491,7 @@ class Checkpointer:
                 ready[name] = component.prepare(name, stored, plan.target, self._place)
             except Exception as error:
                 failures[name], cause = failure_of(error), cause or error
-        seen = self._ranks.gather(failures)
+        seen = joint.gather("prepared", failures)
         problems: dict[str, list[str]] = {name: [] for name in plans}
         for name in {name for each in seen for name in each}:
             problems[name] = [described({rank: each[name] for rank, each in enumerate(seen) if name in each})]
@@ -499,17 +499,20 @@ class Checkpointer:
             raise CheckpointError(self._refusal(stored, plans, problems)) from cause
         return ready
 
-    def _apply(self, path: Path, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
-        def work() -> None:
-            applied: list[Component] = []
-            for name in plans:
-                try:
-                    self.components[name].apply(ready[name], applied)
-                except Exception as error:
-                    raise CheckpointError(f"component {name!r}: {failure_of(error).text}") from error
+    def _apply(self, joint: Operation, path: Path, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
+        applied: list[Component] = []
+        failed: tuple[str, Exception] | None = None
+        for name in plans:
+            try:
+                self.components[name].apply(ready[name], applied)
+            except Exception as error:  # the others go on, too, as components may have collectives of their own
+                failed = failed or (name, error)
+            else:
                 applied.append(self.components[name])
-
-        self._ranks.attempt(f"{path} was read, but could not be taken over; make the components anew", work)
+        if failed:
+            what = f"{path} was read, but could not be taken over; make the components anew"
+            with joint.doing(f"{what}: component {failed[0]!r}"):
+                raise failed[1]
 
     def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> ResumeReport:
         reports: dict[str, ComponentReport] = {}
@@ -527,18 +530,17 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the save in the background, and gives back the thread, the buffer and the process groups."""
-        if not self._is_open:
+        if not self._is_open or os.getpid() != self._pid:
             return
+        self._is_open = False
         try:
-            self._settle(may_skip=False)
+            if self._background is not None:
+                self._background.settle()
         finally:
-            self._is_open = False
-            if self._executor is not None:
-                self._executor.shutdown()
+            if self._background is not None:
+                self._background.close()
             self._staging.release()
-            for group in (self._background, self._ranks):
-                if group is not None:
-                    group.close()
+            self._ranks.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -546,11 +548,23 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise  # else it has been logged, and what ends the body is not to be hidden
 
     def _require_open(self) -> None:
         if not self._is_open:
             raise ValueError("this Checkpointer has been closed")
+        if os.getpid() != self._pid:
+            raise ValueError(f"this Checkpointer belongs to process {self._pid}; make another in a forked process")
+
+
+def _warn(errors: Sequence[Exception]) -> None:
+    """Of what has failed on the way out of something that has failed."""
+    for error in errors:
+        logger.warning("while that failed: %s", failure_of(error).text)
 
 
 def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
@@ -580,11 +594,14 @@ def _taken(nested: dict[str, Any], key: str) -> Any:
     return nested[key] if key in nested else nested[head][rest]
 
 
-def _refuse_other_calls(calls: Sequence[tuple[int, list[str]]]) -> None:
+def _refuse_other_calls(calls: Sequence[tuple[int, bool, list[str]]]) -> None:
     """All ranks save the same step of the same components, in the same order."""
     others = [rank for rank, call in enumerate(calls) if call != calls[0]]
     if others:
-        first, other = (f"step {step} of {', '.join(names)}" for step, names in (calls[0], calls[others[0]]))
+        first, other = (
+            f"step {step} of {', '.join(names)}{'' if blocking else ', in the background'}"
+            for step, blocking, names in (calls[0], calls[others[0]])
+        )
         raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
 
 

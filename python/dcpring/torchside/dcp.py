@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -192,3 +194,30 @@ def keep_plans_apart(planner: DefaultSavePlanner, key: str) -> None:
 def attributes_of(info: StorageInfo) -> Mapping[str, Any]:
     """The fields of a StorageInfo, and what else it holds. A field that is None is left out when it is pickled."""
     return vars(info)
+
+
+_save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")
+_load = optional(f"{_DCP}.state_dict_loader", "_load_state_dict")
+
+
+def save(
+    state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None
+) -> None:
+    """What ``dcp.save`` does with a state dict of plain values; without a group, this process's alone.
+
+    ``dcp.save`` itself warns of each save without a process group, as if that were not intended.
+    """
+    if _save is None:
+        dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    else:
+        _save(state_dict, writer, process_group=group, no_dist=group is None, planner=planner)
+
+
+def load(
+    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None
+) -> None:
+    """What ``dcp.load`` does, likewise."""
+    if _load is None:
+        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    else:
+        _load(state_dict, reader, process_group=group, no_dist=group is None, planner=planner)

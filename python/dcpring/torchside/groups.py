@@ -2,18 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dcpring.torchside.versions import function
+from dcpring.torchside.versions import function, optional
 
-default_store: Callable[[], dist.Store] = function("torch.distributed.distributed_c10d", "_get_default_store")
+_C10D = "torch.distributed.distributed_c10d"
+
+default_store: Callable[[], dist.Store] = function(_C10D, "_get_default_store")
 """The key-value store of the default process group."""
+
+_new_process_group: Callable[..., Any] = function(_C10D, "_new_process_group_helper")
+_world: Any = optional(_C10D, "_world")
+_set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = function(_C10D, "_set_pg_timeout")
+
+_CONNECT_SECONDS = 300.0
+"""How long the members of a new group look for each other, once all of them have begun to."""
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors must lie for a group, None for all ranks, to send them: the CPU where it can."""
-    devices = [torch.device(device.type) for device in (group or dist.group.WORLD)._device_types]  # type: ignore[union-attr]
-    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+    """Where tensors must lie for a group, None for all ranks, to send them.
+
+    That is the CPU where it can, else the device that the group is bound to, else the current one of its kind.
+    """
+    group = group or dist.group.WORLD
+    kinds = [device.type for device in group._device_types]  # type: ignore[union-attr]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    bound: torch.device | None = group.bound_device_id  # type: ignore[union-attr]
+    return bound if bound is not None and bound.type in kinds else torch.device(kinds[0])
+
+
+def new_group(members: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A gloo group of these ranks, in this order. All members call this, and nobody else.
+
+    ``dist.new_group`` names a group by how many there are in this process: ranks that are members of different numbers
+    of groups wait for each other by different names, for ever.
+
+    Args:
+        members: global ranks.
+        name: the same on all, and of no other group.
+    """
+    group: dist.ProcessGroup
+    group, _ = _new_process_group(
+        *(len(members), list(members).index(dist.get_rank()), list(members), "gloo", default_store(), name),
+        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        group_desc="dcpring",
+    )
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    _set_timeout(dist.default_pg_timeout, group)
+    return group
+
+
+def destroy_group(group: dist.ProcessGroup, name: str) -> None:
+    """Gives back a group that ``new_group`` made, unless all groups have been destroyed since."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        place = dist.get_rank(group)
+        dist.destroy_process_group(group)
+        default_store().delete_key(f"{name}//cpu//0/{place}")  # gloo leaves the address of each member
+
+
+def group_of_caller() -> dist.ProcessGroup | None:
+    """The process group of the ``dcp.save`` or ``dcp.load`` that is calling; None: all ranks, or DCP is not calling.
+
+    DCP does not tell its storage which group it was given. Its wrapper of that group is a local variable of the
+    function that calls the storage.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
+            group = getattr(frame.f_locals.get("distW"), "group", None)
+            if group is not None:
+                return group
+        frame = frame.f_back
+    return None

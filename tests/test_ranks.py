@@ -1,0 +1,343 @@
+"""What ranks do together: groups of any history, errors that all raise, and ranks that leave."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+from _resume import error_of
+from fault._support import run_python
+
+from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, Sharded
+from dcpring._ranks import Ranks
+from dcpring.torchside.groups import default_store
+
+
+class Counter:
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.tensors = {"w": torch.arange(1000.0), "b": torch.ones(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tensors
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = state
+
+
+def some_state() -> dict[str, Any]:
+    return {"weights": Sharded(Weights()), "step": Replicated(Counter(3)), "mine": PerRank(Counter(dist.get_rank()))}
+
+
+def parts_are_right(parts: dict[str, Any]) -> bool:
+    weights = parts["weights"].object.tensors["w"]
+    return torch.equal(weights, torch.arange(1000.0)) and parts["mine"].object.value == dist.get_rank()
+
+
+# ---- groups ----
+
+
+def of_other_histories(folder: Path) -> list[bool]:
+    """Each rank has been in another number of groups, and some have been destroyed again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in range(rank):
+        group = dist.new_group([rank], use_local_synchronization=True)
+        if count % 2:
+            dist.destroy_process_group(group)
+    pairs = [[0, 1], [2, 3]]
+    groups = [dist.new_group(pair) for pair in pairs]
+    mine = groups[rank // 2]
+    found = []
+    for turn in range(3):
+        together = Checkpointer(folder / "all", some_state())
+        apart = Checkpointer(folder / f"pair-{rank // 2}", some_state(), process_group=mine)
+        if rank >= 2:  # more Checkpointers on some ranks than on others
+            Checkpointer(folder / "more", some_state(), process_group=mine).close()
+        for checkpointer in (apart, together):
+            checkpointer.save(turn, blocking=turn != 1)
+            checkpointer.wait()
+            found.append(checkpointer.load().step == turn and parts_are_right(checkpointer.components))
+        apart.close()
+        together.close()
+    assert world == 4
+    return found
+
+
+def test_members_of_different_numbers_of_groups(tmp_path: Path) -> None:
+    assert _distributed.run(4, of_other_histories, tmp_path) == [[True] * 6] * 4
+
+
+def other_order(folder: Path) -> list[int]:
+    """The ranks of a Checkpointer are those of its process group, in their order."""
+    can_choose = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    group = dist.new_group([2, 0], **({"sort_ranks": False} if can_choose else {}))
+    if dist.get_rank() == 1:
+        return []
+    with Checkpointer(folder, {"mine": PerRank(Counter(dist.get_rank()))}, process_group=group) as checkpointer:
+        checkpointer.save(1)
+        return [checkpointer._place.rank, dist.get_rank(group)]
+
+
+def test_the_order_of_the_group(tmp_path: Path) -> None:
+    for found in _distributed.run(3, other_order, tmp_path):
+        assert not found or found[0] == found[1]
+
+
+def what_is_held() -> tuple[int, int, int, int]:
+    gc.collect()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("dcpring")]
+    keys = default_store().num_keys()
+    groups = torch.distributed.distributed_c10d._world.pg_names
+    return len(os.listdir("/proc/self/fd")), len(threads), keys, len(groups)
+
+
+def made_and_closed(folder: Path) -> list[tuple[int, int, int, int]]:
+    def once() -> tuple[int, int, int, int]:
+        with Checkpointer(folder, some_state()) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.save(2, blocking=False)
+            checkpointer.wait()
+            checkpointer.load()
+            with pytest.raises(CheckpointError, match="rank 1: RuntimeError: no"):
+                _fail_alone(checkpointer)
+        dist.barrier()
+        held = what_is_held()
+        dist.barrier()  # until then the other does not begin anew
+        return held
+
+    return [once() for _ in range(5)]
+
+
+def _fail_alone(checkpointer: Checkpointer) -> None:
+    with checkpointer._ranks.operation("test"):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no")
+
+
+def test_nothing_is_left_of_closed_ones(tmp_path: Path) -> None:
+    for first, *others in _distributed.run(2, made_and_closed, tmp_path):
+        assert others == [first] * 4
+
+
+# ---- one operation ----
+
+
+def one_word_fails(where: str) -> tuple[str, str, list[int]]:
+    ranks = Ranks()
+    rank = dist.get_rank()
+
+    def call() -> None:
+        with ranks.operation("test") as joint:
+            if where == "first":
+                _raise_on(1)
+            joint.gather("one", rank)
+            with joint.doing("cannot count"):
+                if where == "doing":
+                    _raise_on(1)
+            if where == "unpicklable":
+                joint.gather("two", (lambda: None) if rank == 1 else 0)
+            joint.gather("two", rank)
+            if where == "last":
+                _raise_on(1)
+            if where == "all":
+                raise ValueError("a mistake")
+            if where == "all but one" and rank:
+                raise ValueError(f"a mistake of {rank}")
+
+    try:
+        call()
+        text, kind = "", ""
+    except BaseException as error:
+        text, kind = str(error), type(error).__name__
+    with ranks.operation("test") as joint:
+        found = joint.gather("one", rank)
+    ranks.close()
+    return text, kind, found
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "kind"),
+    (
+        ("first", "rank 1: RuntimeError: boom", "CheckpointError"),
+        ("doing", "cannot count: rank 1: RuntimeError: boom", "CheckpointError"),
+        ("unpicklable", "rank 1: ", "CheckpointError"),
+        ("last", "rank 1: RuntimeError: boom", "CheckpointError"),
+        ("all", "a mistake", "ValueError"),
+        ("all but one", "rank 1: ValueError: a mistake of 1; rank 2: ValueError: a mistake of 2", "CheckpointError"),
+    ),
+)
+def test_what_is_raised_on_one_is_raised_on_all(where: str, text: str, kind: str) -> None:
+    for found, raised, after in _distributed.run(3, one_word_fails, where):
+        assert found.startswith(text) if where == "unpicklable" else found == text
+        assert (raised, after) == (kind, [0, 1, 2])
+
+
+def large_words() -> list[int]:
+    ranks = Ranks()
+    with ranks.operation("test") as joint:
+        found = joint.gather("one", b"x" * (dist.get_rank() * 5000))
+    ranks.close()
+    return list(map(len, found))
+
+
+def test_words_of_any_size() -> None:
+    assert _distributed.run(3, large_words) == [[0, 5000, 10000]] * 3
+
+
+def different_calls(folder: Path) -> list[str]:
+    rank = dist.get_rank()
+    messages = []
+    with Checkpointer(folder, some_state(), busy="skip") as checkpointer:
+        checkpointer.save(1)
+        calls: list[Callable[[], Any]] = [lambda: checkpointer.save(2), checkpointer.load]
+        messages.append(error_of(calls[rank]))
+        calls = [checkpointer.wait, lambda: checkpointer.load(missing_ok=True)]
+        messages.append(error_of(calls[rank]))
+        messages.append(error_of(checkpointer.save, 2, blocking=bool(rank)))
+        checkpointer.save(2, blocking=False)
+        messages.append(error_of(checkpointer.save, 3, blocking=bool(rank)))
+        checkpointer.wait()
+        checkpointer.save(4)
+        assert checkpointer.steps() == [1, 2, 4]
+    return messages
+
+
+def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
+    results = _distributed.run(2, different_calls, tmp_path)
+    assert results[0] == results[1]
+    first, second, third, fourth = results[0]
+    assert first == (
+        "all ranks must make the same calls in the same order, and have not: rank 0 in save(); rank 1 in load()"
+    )
+    assert second.endswith("rank 0 in wait(); rank 1 in load()")
+    assert third.startswith("rank 0 saves step 2 of weights, step, mine, in the background, but rank 1: step 2 of")
+    assert "rank 0 in save(), is the last one written?; rank 1 in save(), notes" in fourth
+
+
+def bad_arguments_on_one(folder: Path) -> list[str]:
+    rank = dist.get_rank()
+    messages = []
+    bad: tuple[dict[str, Any], ...] = ({"keep_last": 0}, {"busy": "no"}, {"writer_options": 3})
+    for options in bad:
+        messages.append(error_of(Checkpointer, folder, some_state(), **(options if rank else {})))
+    messages.append(error_of(Checkpointer, folder, {"a": Counter()} if rank else some_state()))
+    with Checkpointer(folder, some_state()) as checkpointer:
+        messages.append(error_of(checkpointer.save, -1 if rank else 1))
+        checkpointer.save(1)
+        messages.append(error_of(checkpointer.load, exclude=5 if rank else ()))
+        checkpointer.load()
+    options = {"writer_options": {"engine": "warp"}} if rank else {}
+    with Checkpointer(folder, some_state(), **options) as checkpointer:
+        messages.append(error_of(checkpointer.save, 1))
+    return messages
+
+
+def test_arguments_that_are_wrong_on_one_rank(tmp_path: Path) -> None:
+    results = _distributed.run(2, bad_arguments_on_one, tmp_path)
+    assert results[0] == results[1]
+    found = results[0]
+    assert found[0] == "rank 1: ValueError: keep_last=0: must be an int of at least 1, or None"
+    assert all("rank 1: " in message for message in found)
+    assert "engine='warp'" in found[-1]
+
+
+# ---- ranks that leave ----
+
+
+def one_is_gone(folder: Path) -> str:
+    checkpointer = Checkpointer(folder, some_state())
+    checkpointer.save(1)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    began = time.monotonic()
+    message = error_of(checkpointer.save, 2)
+    message += error_of(checkpointer.load)
+    assert time.monotonic() - began < 20
+    checkpointer.close()
+    return message
+
+
+def test_a_rank_that_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(_distributed.RankFailure) as caught:
+        _distributed.run(3, one_is_gone, tmp_path, timeout=60)
+    assert caught.value.tracebacks == {1: "died, exit code -9\n"}, "the others have raised, and ended"
+
+
+# ---- what nobody hears of ----
+
+ENDS: dict[str, tuple[str, int]] = {
+    "ends": ("", 120),
+    "exits": ("sys.exit(3)", 120),
+    "no stderr": ("sys.stderr = None", 0),
+    "closed": ("checkpointer.close()", 1),
+    "told": ("try: checkpointer.wait()\nexcept Exception: pass", 0),
+    "forked": ("while not checkpointer._background.is_done: time.sleep(0.01)\nif os.fork(): os.wait()", 120),
+    "used in a fork": (
+        "if not os.fork():\n    try: checkpointer.wait()\n    except ValueError: os._exit(5)\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 5",
+        120,
+    ),
+    "body": ("with checkpointer: raise KeyError('of the body')", 1),
+}
+"""How a program ends whose save in the background has failed, and with which status."""
+
+PROGRAM = """
+import json, os, sys, time
+from test_ranks import ENDS, Counter
+from dcpring import Checkpointer, Replicated
+
+statuses = {}
+for number, (name, (body, _)) in enumerate(ENDS.items()):
+    child = os.fork()  # it has torch loaded already, and ends as a program does
+    if child == 0:
+        os.dup2(os.open(f"{sys.argv[1]}/{number}.txt", os.O_CREAT | os.O_WRONLY), 2)
+        break
+    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+else:
+    print(json.dumps(statuses))
+    os._exit(0)
+checkpointer = Checkpointer(
+    f"{sys.argv[1]}/{number}", {"t": Replicated(Counter(1))}, writer_options={"overwrite": False}
+)
+checkpointer.save(1)
+checkpointer.save(1, blocking=False)
+exec(body)
+"""
+
+
+def test_a_save_that_failed_and_nobody_asked(tmp_path: Path) -> None:
+    statuses = json.loads(run_python(PROGRAM, str(tmp_path)))
+    assert statuses == {name: status for name, (_, status) in ENDS.items()}
+    for number, (name, (_, status)) in enumerate(ENDS.items()):
+        said = (tmp_path / f"{number}.txt").read_text()
+        logged = "a save in the background has failed, and the next call will raise this: cannot save"
+        assert logged in said or name == "no stderr"
+        assert said.count("and no call has raised it:") == (status == 120)
+        assert ("dcpring.errors.CheckpointError: cannot save" in said) == (status == 120 or name == "closed")
+        assert name != "body" or said.rstrip().endswith("KeyError: 'of the body'")

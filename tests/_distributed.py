@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 120.0
+START_SECONDS = 300.0
+"""How long processes may take to start and to import what is called; a busy machine takes its time."""
 CACHES = (
     *("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans"),
     *("_cached_global_plan", "_cached_metadata"),
@@ -70,10 +72,19 @@ def close() -> None:
 atexit.register(close)
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+def run(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT_SECONDS,
+    grace: float = 3.0,
+) -> list[Any]:
     """Calls ``function(*args)`` in every rank of a gloo group; returns the results by rank.
 
-    The function must be one of a module's top level, and its results picklable.
+    Args:
+        function: one of a module's top level, with picklable results.
+        timeout: seconds for the call, once all ranks have begun it.
+        grace: seconds that are left to the others once one has failed: they may wait for it for ever.
 
     Raises:
         RankFailure: with the traceback of each rank that did not return.
@@ -84,30 +95,39 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(workers):
             worker.pipe.send((function, args, rank, world_size, str(Path(folder, "store")), timeout))
-        results, failures = _collect(workers, time.monotonic() + timeout)
+        results, failures = _collect(workers, timeout, grace)
     if failures:
         close()
         raise RankFailure(failures)
     return [results[rank] for rank in range(world_size)]
 
 
-def _collect(workers: list[_Worker], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(workers: list[_Worker], timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting: dict[Connection, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    begun: set[int] = set()
+    deadline = time.monotonic() + START_SECONDS
     while waiting:
-        # Once a rank has failed the others may wait for it for ever.
-        ready = wait_for(list(waiting), min(3.0 if failures else 1e9, max(0.0, deadline - time.monotonic())))
+        ready = wait_for(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             failures |= {rank: "no answer\n" for rank in waiting.values()}
             break
         for pipe in ready:
-            rank = waiting.pop(pipe)
+            rank = waiting[pipe]
             try:
                 good, value = pipe.recv()
             except EOFError:
                 good, value = False, f"died, exit code {_exit_code(workers[rank])}\n"
+            if good is None:
+                begun.add(rank)
+                if len(begun) == len(workers) and not failures:
+                    deadline = time.monotonic() + timeout
+                continue
+            del waiting[pipe]
             (results if good else failures)[rank] = value
+            if not good:
+                deadline = min(deadline, time.monotonic() + grace)
     return results, failures
 
 
@@ -123,6 +143,7 @@ def _serve(pipe: Connection) -> None:
             function, args, rank, world_size, store, timeout = pipe.recv()
         except EOFError:
             return
+        pipe.send((None, "begun"))
         faulthandler.dump_traceback_later(0.9 * timeout)
         try:
             answer = (True, _call(function, args, rank, world_size, store, timeout))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import _group
-from dcpring._stored import spans
+from dcpring._text import spans
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.torchside.groups import destroy_group, new_group
 

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcpring import _tree
 from dcpring._lazy import LazyMetadata
+from dcpring._text import ranks
 from dcpring._unpickler import RefusedError, Safe, unpickle
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.reader import RingReader, _spans
+from dcpring.reader import RingReader
 from dcpring.torchside.dcp import set_element
 
 MANIFEST_KEY = "dcpring"
@@ -204,10 +205,6 @@ class Stored:
         return _tree.decode(root.get("state"))
 
 
-def ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
-
-
 def unpickled(value: bytes, reader: RingReader) -> Any:
     """What torchtitan pickled before it gave it to DCP; data only, unless the checkpoint is trusted.
 
@@ -224,9 +221,3 @@ def unpickled(value: bytes, reader: RingReader) -> Any:
             f"a pickle inside of the checkpoint holds more than plain data, and loading it could run code: {error}. If "
             f"you trust the checkpoint, pass reader_options={{'trusted': True}}, or {{'safe_globals': [{error.name}]}}"
         ) from None
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Ranks as "rank 2" or "ranks 0-3, 7"."""
-    ordered = sorted(set(numbers))
-    return f"rank{'s' if len(ordered) != 1 else ''} {_spans(ordered)}"

@@ -27,7 +27,8 @@ from dcpring._metadata import METADATA_NAME
 from dcpring._ranks import Failure, Operation, Ranks, described, failure_of
 from dcpring._recognise import as_component, model_of
 from dcpring._staging import StagingBuffer
-from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored, ranks, spans
+from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored
+from dcpring._text import ranks, spans
 from dcpring._trace.phases import Staging
 from dcpring.components import Component, ModelState, Place, Plan, some, some_are
 from dcpring.errors import CheckpointError

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcpring import _dcp, _tree
-from dcpring._stored import PER_RANK, Stored, rank_key, ranks, spans, unpickled
+from dcpring._stored import PER_RANK, Stored, rank_key, unpickled
+from dcpring._text import ranks, spans
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import flatten_state_dict, set_element
 from dcpring.torchside.tensors import ShardedTensor, global_size

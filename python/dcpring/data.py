@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from dcpring import _group
-from dcpring._stored import spans
+from dcpring._text import spans
 from dcpring.errors import CheckpointError
 
 __all__ = ["ElasticDataset", "ElasticLoader", "ElasticSampler", "Permutation", "distributed_order", "torchdata_batches"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from dcpring._metadata import (
 )
 from dcpring._progress import Meter, ProgressOption, checked_progress, start_meter
 from dcpring._regular import read_regular
+from dcpring._text import numbers
 from dcpring._trace import phases as _trace
 from dcpring.errors import CheckpointError
 from dcpring.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
@@ -301,7 +301,7 @@ def refuse_stale(directory: Path) -> None:
     newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
     if newer:
         raise CheckpointError(
-            f"{path} is older than the metadata that ranks {_spans(newer)} saved with use_collectives=False; "
+            f"{path} is older than the metadata that ranks {numbers(newer)} saved with use_collectives=False; "
             f"remove {path} to load theirs, or their __*.metadata to load it"
         )
 
@@ -328,7 +328,7 @@ def refuse_mixed(directory: Path, rank: int) -> None:
     missing = [r for r in range(own.world_size) if r not in trailers]
     mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
     if missing or mixed:
-        problem = f"ranks {_spans(missing)} have none" if missing else f"ranks {_spans(sorted(mixed))} differ"
+        problem = f"ranks {numbers(missing)} have none" if missing else f"ranks {numbers(sorted(mixed))} differ"
         raise CheckpointError(
             f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
             "a save with use_collectives=False was interrupted. Load an earlier checkpoint"
@@ -337,17 +337,3 @@ def refuse_mixed(directory: Path, rank: int) -> None:
 
 def _save_of(trailer: Trailer) -> tuple[int, str]:
     return trailer.world_size, trailer.group_id
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """Numbers as "0-3, 7"."""
-    return ", ".join(_span(list(run)) for run in _runs(numbers))
-
-
-def _runs(numbers: Iterable[int]) -> Iterator[list[int]]:
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        yield [number for _, number in run]
-
-
-def _span(run: list[int]) -> str:
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dcpring._stored import ranks, spans
+from dcpring._text import ranks, spans
 from dcpring._trace.critical import CRC, LATE, OTHER, Analysis, RankTimes, Step
 from dcpring._trace.read import Operation
 from dcpring.cli._output import Output

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import _C, RingReader, RingWriter, _layout
-from dcpring._metadata import load_metadata
+from dcpring._metadata import load_metadata, read_trailer
 
 OLD, NEW = small_state(1), small_state(2)
 
@@ -506,6 +506,55 @@ def _missing_local(path: Path) -> str:
 def test_a_missing_rank_is_no_checkpoint(tmp_path: Path) -> None:
     for message in _distributed.run(2, _missing_local, tmp_path):
         assert "ranks 1 have none" in message
+
+
+def _in_subgroups(path: Path) -> list[str]:
+    """Ranks 1 and 2, then 0 and 2 of three save and load; rank 2 has saved more often than the others."""
+    found = []
+    for turn, members in enumerate(([1, 2], [0, 2], [1, 2], [0, 2])):
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            folder = path / "-".join(map(str, members))
+            for seed in (2 * turn, 2 * turn + 1):
+                state = {f"own {dist.get_rank(group)}": torch.full((50,), float(seed))}
+                dcp.save(state, storage_writer=RingWriter(folder), process_group=group, use_collectives=False)
+            loaded = blank(state)
+            dcp.load(loaded, storage_reader=RingReader(folder), process_group=group)
+            assert equal(loaded, state)
+            trailer = read_trailer(folder / f"__{dist.get_rank(group)}.metadata")
+            assert trailer is not None
+            found.append(f"{trailer.world_size}")
+            (path / f"id-{turn}-{dist.get_rank()}").write_text(trailer.group_id)
+        dist.barrier()
+    return found
+
+
+def test_local_saves_of_a_subgroup(tmp_path: Path) -> None:
+    """What is complete is told by the ranks that have saved, not by all that there are."""
+    assert _distributed.run(3, _in_subgroups, tmp_path) == [["2"] * 2, ["2"] * 2, ["2"] * 4]
+    ids = {
+        name: (tmp_path / f"id-{name}").read_text() for name in ("0-1", "0-2", "1-0", "1-2", "2-1", "2-2", "3-0", "3-2")
+    }
+    assert ids["0-1"] == ids["0-2"] != ids["2-1"] == ids["2-2"] and ids["1-0"] == ids["1-2"] != ids["3-0"]
+
+
+def _half_of_a_subgroup(path: Path) -> str:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 1:
+        dcp.save({"a": torch.ones(3)}, storage_writer=RingWriter(path), process_group=group, use_collectives=False)
+    if dist.get_rank() == 2:
+        dist.barrier(group)  # the one that ends DCP's save
+    dist.barrier()
+    try:
+        dcp.load({"a": torch.zeros(3)}, storage_reader=RingReader(path), no_dist=True)
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
+def test_half_of_a_subgroup_is_no_checkpoint(tmp_path: Path) -> None:
+    for message in _distributed.run(3, _half_of_a_subgroup, tmp_path):
+        assert "not of one save of 2 ranks: ranks 1 have none" in message
 
 
 def test_local_save_over_a_global_one_that_stock_wrote(tmp_path: Path) -> None:

@@ -73,6 +73,24 @@ def agree(what: str, proposal: str) -> str:
     return bytes(store.compare_set(f"{what}/{attempt}", "", proposal)).decode()
 
 
+def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
+    """What the first of some ranks to come proposes, for each time that all of them do; "" where there is no store.
+
+    Nobody waits: who comes when ``n`` times all have come takes part in the next time, whatever it has done before.
+    """
+    store = _store()
+    if store is None:
+        return ""
+    key = f"{what}/{_digest(members)}"
+    turn = (int(store.add(f"{key}/came", 1)) - 1) // len(members)
+    store.delete_key(f"{key}/{turn - 2}")  # all have left that one
+    return bytes(store.compare_set(f"{key}/{turn}", "", proposal)).decode()
+
+
+def _digest(members: Sequence[int]) -> str:
+    return hashlib.sha1(repr(list(members)).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
 def _pauses() -> Iterator[float]:
     """How long to sleep before each next look."""
     pause = 0.0005
@@ -187,8 +205,7 @@ def name_for(members: Sequence[int]) -> str:
     Raises:
         TimeoutError: some have not come.
     """
-    digest = hashlib.sha1(repr(list(members)).encode(), usedforsecurity=False).hexdigest()[:16]
-    return assemble(f"dcpring/group/{digest}", len(members), dist.default_pg_timeout.total_seconds())
+    return assemble(f"dcpring/group/{_digest(members)}", len(members), dist.default_pg_timeout.total_seconds())
 
 
 # ---- collectives ----

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C, _layout
-from dcpring._group import agree, world_size
+from dcpring._group import agree_among
 from dcpring._key_map import (
     KeyMap,
     KeyMapLike,
@@ -63,6 +63,7 @@ from dcpring._unpickler import Safe
 from dcpring.errors import CheckpointError
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.planner import RingSavePlanner
+from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes
 
 __all__ = ["RingWriter"]
@@ -78,6 +79,7 @@ class _Save:
         is_coordinator: whether this rank commits.
         meter: counts the bytes that it writes.
         group_id: with ``use_collectives=False``, what all ranks call the save.
+        world_size: how many they are then.
         plans: those of all ranks, on the coordinator.
         planner: dcpring's, where that plans, from ``write_data`` on.
     """
@@ -85,6 +87,7 @@ class _Save:
     is_coordinator: bool = False
     meter: Meter = field(default_factory=Meter)
     group_id: str = ""
+    world_size: int = 0
     plans: list[SavePlan] = field(default_factory=list)
     planner: Callable[[], RingSavePlanner | None] = lambda: None
 
@@ -424,14 +427,16 @@ class RingWriter(FileSystemWriter):
         self._save.is_coordinator = is_coordinator
         self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._phases.join(is_coordinator, not self.use_collectives)
-        self._save.group_id = "" if self.use_collectives else agree_on_id(str(self.path))
+        if not self.use_collectives:
+            members = members_of_caller()
+            self._save.group_id, self._save.world_size = agree_on_id(str(self.path), members), len(members)
         self._phases.share(self._save.group_id)
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
             trailer.group_id = self._save.group_id
-            trailer.world_size = world_size()
+            trailer.world_size = self._save.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 
@@ -442,6 +447,6 @@ def _refused_in(results: list[Any]) -> dict[str, str]:
     return {key: name for part in found for key, name in part.items()}
 
 
-def agree_on_id(path: str) -> str:
-    """The same random id on all ranks for their n-th save to a path, "" where there is no store to agree by."""
-    return agree(f"dcpring/{path}", _layout.new_tag())
+def agree_on_id(path: str, members: list[int]) -> str:
+    """The same random id on all of these ranks for one save, "" where there is no store to agree by."""
+    return agree_among(members, f"dcpring/{path}", _layout.new_tag())

@@ -69,17 +69,20 @@ def destroy_group(group: dist.ProcessGroup, name: str) -> None:
         default_store().delete_key(f"{name}//cpu//0/{place}")  # gloo leaves the address of each member
 
 
-def group_of_caller() -> dist.ProcessGroup | None:
-    """The process group of the ``dcp.save`` or ``dcp.load`` that is calling; None: all ranks, or DCP is not calling.
+def members_of_caller() -> list[int]:
+    """The global ranks that take part in the ``dcp.save`` or ``dcp.load`` that is calling; all ranks, if none is.
 
     DCP does not tell its storage which group it was given. Its wrapper of that group is a local variable of the
     function that calls the storage.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-            group = getattr(frame.f_locals.get("distW"), "group", None)
-            if group is not None:
-                return group
+            wrapper = frame.f_locals.get("distW")
+            if wrapper is not None:
+                group = getattr(wrapper, "group", None) or dist.group.WORLD
+                return dist.get_process_group_ranks(group) if wrapper.use_dist else [dist.get_rank()]
         frame = frame.f_back
-    return None
+    return dist.get_process_group_ranks(dist.group.WORLD)

@@ -449,7 +449,7 @@ def test_a_rank_that_fails_early_leaves_nobody_waiting(tmp_path: Path, share: st
         results = _distributed.run(2, early_failure, str(tmp_path), share, where, timeout=60)
     finally:
         _distributed.close()  # what was replaced in these processes goes with them
-    if where == "map":
+    if where in ("map", "memory"):
         assert results == ["", ""], "every rank reads for itself"
     else:
         assert all("boom" in message for message in results)
@@ -477,7 +477,7 @@ def failing_reader(path: str, share: str, hosts: str) -> str:
 @pytest.mark.parametrize(("share", "hosts"), (("host", "aaa"), ("all", "abc")))
 def test_a_reader_that_fails_leaves_nobody_waiting(tmp_path: Path, share: str, hosts: str) -> None:
     for message in _distributed.run(3, failing_reader, str(tmp_path), share, hosts, timeout=60):
-        assert "could not read what it was to hand on" in message and "__1_" in message
+        assert "a rank has failed that hands on what it reads: rank 1: Corrupt" in message and "__1_" in message
 
 
 def wrong_group(path: str) -> str:

@@ -17,6 +17,9 @@
 #include "record.h"
 #include "stream.h"
 
+/* A gap up to this inside one slice is read over rather than skipped: one large read is cheaper than two. */
+#define DR_SLICE_GAP ((uint64_t)128 * 1024)
+
 struct dr_read {
     size_t file;                         /* of the input */
     uint64_t payload_offset, payload_size;

@@ -9,9 +9,7 @@
 #include <assert.h>
 #include <errno.h>
 
-/* A gap up to this inside one slice is read over rather than skipped: one large read is cheaper than two. */
-#define SLICE_GAP ((uint64_t)128 * 1024)
-/* The same between extents of different slices (small records are separated by their heads and tails). */
+/* The same as DR_SLICE_GAP, between extents of different slices (small records are separated by their heads and tails). */
 #define EXTENT_GAP ((uint64_t)16 * 1024)
 /* An extent grows to whole CRC blocks, so that all of it is checked, where that adds at most 1/20 at each end. */
 #define CRC_GROWTH 20
@@ -95,7 +93,7 @@ static int add_read(struct dr_load_plan *plan, size_t index, const struct dr_opt
     struct dr_region region;
     dr_region_init(&region, &r->chunk, r->offsets, r->lengths, r->memory, r->strides);
     struct adding adding = {plan, r, index, options, error};
-    rc = dr_region_stretches(&region, SLICE_GAP, add_extent, &adding);
+    rc = dr_region_stretches(&region, DR_SLICE_GAP, add_extent, &adding);
     if (rc < 0 || !options->checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
     if (!plan->sums && !(plan->sums = dr_calloc(plan->read_count, sizeof *plan->sums)))

@@ -5,6 +5,7 @@
 
 #include "../core/box.h"
 #include "../core/crc.h"
+#include "../core/region.h"
 
 struct match {
     PyObject_HEAD
@@ -130,6 +131,35 @@ static PyObject *sizes(PyObject *object, PyObject *unused) {
             Py_CLEAR(list);
     }
     return list;
+}
+
+/* Whether reading an overlap reads over what is not wanted: its rows lie apart, by no more than one read spans. */
+static bool reads_over_gaps(const struct match *self, const struct dr_overlap *o) {
+    const struct dr_table *stored = stored_of(self);
+    const struct dr_row *row = &stored->rows[o->stored];
+    if (overlap_bytes(self, o) == 0)
+        return false;
+    const int64_t *sizes = dr_row_lengths(stored, row), *lengths = self->core.dims + o->dims + 2 * row->ndim;
+    uint64_t inner = stored->properties[row->properties].item_bytes, rows = 1;
+    for (int d = 0; d < row->ndim; d++)
+        rows *= (uint64_t)lengths[d];
+    for (int d = row->ndim - 1; d > 0; d--) {
+        rows /= (uint64_t)lengths[d];
+        uint64_t gap = (uint64_t)(sizes[d] - lengths[d]) * inner;
+        if (gap && gap <= DR_SLICE_GAP && rows > 1)
+            return true;
+        inner *= (uint64_t)sizes[d];
+    }
+    return false;
+}
+
+static PyObject *interleaved(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct match *self = (struct match *)object;
+    PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->core.count);
+    for (size_t i = 0; mask && i < self->core.count; i++)
+        PyBytes_AsString(mask)[i] = (char)reads_over_gaps(self, &self->core.overlaps[i]);
+    return mask;
 }
 
 /* ---- where it goes ---- */
@@ -311,12 +341,79 @@ static PyObject *load_matched(PyObject *module, PyObject *args) {
     return result;
 }
 
+/* ---- from memory ---- */
+
+/* Bytes of a record's payload that are in memory, and the overlap that takes what it wants of them. */
+struct taking {
+    struct dr_region region;
+    uint64_t first, end;
+    const uint8_t *data;
+};
+
+static int describe_taking(const struct planned *p, PyObject *entry, const struct tensor_view *memory,
+                           struct taking *out) {
+    unsigned long long position, first, end;
+    if (!PyArg_ParseTuple(entry, "KKK", &position, &first, &end))
+        return -1;
+    if (position >= p->match->core.count) {
+        PyErr_Format(PyExc_IndexError, "overlap %llu", position);
+        return -1;
+    }
+    const struct dr_overlap *o = &p->match->core.overlaps[position];
+    struct dr_read read;
+    uint64_t payload;
+    if (!is_straight(p->match, o, p->places, &p->targets->views[o->wanted]))
+        PyErr_Format(PyExc_ValueError, "overlap %llu cannot be copied straight into its target", position);
+    else if (describe_read(p, o, &read), !dr_shape_bytes(&read.chunk, &payload) || first > end || end > payload)
+        PyErr_SetString(PyExc_ValueError, "the bytes are not of the overlap's record");
+    else if (memory->kind != TENSOR_PLAIN || memory->ndim != 1 || !view_is_contiguous(memory) ||
+             memory->dtype->item_size != 1 || (uint64_t)memory->sizes[0] != end - first)
+        PyErr_SetString(PyExc_ValueError, "the memory is not that of the bytes");
+    else {
+        *out = (struct taking){.first = first, .end = end, .data = memory->data};
+        dr_region_init(&out->region, &read.chunk, read.offsets, read.lengths, read.memory, read.strides);
+        return 0;
+    }
+    return -1;
+}
+
+/* Copies what overlaps want of bytes that are in memory. */
+static PyObject *take_matched(PyObject *module, PyObject *args) {
+    PyObject *match, *places, *targets, *entries, *memory;
+    struct planned p;
+    struct module_state *state = module_state(module);
+    if (!PyArg_ParseTuple(args, "OOOO!O", &match, &places, &targets, &PyList_Type, &entries, &memory) ||
+        parse_planned(state, match, places, targets, &p) < 0)
+        return NULL;
+    const struct tensors *held = held_tensors(state, memory);
+    Py_ssize_t count = PyList_Size(entries);
+    if (!held || held->count != count)
+        return held ? PyErr_Format(PyExc_ValueError, "%zd entries, %zd tensors", count, held->count) : NULL;
+    struct taking *takings = PyMem_Calloc((size_t)count + 1, sizeof *takings);
+    if (!takings)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (describe_taking(&p, PyList_GetItem(entries, i), &held->views[i], &takings[i]) < 0) {
+            PyMem_Free(takings);
+            return NULL;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        dr_region_scatter(&takings[i].region, takings[i].first, takings[i].end, takings[i].data);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(takings);
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef methods[] = {
     {"missing", missing, METH_NOARGS, "missing() -> the wanted names that are not stored"},
     {"get", get, METH_O, "get(i) -> (wanted row, stored row, offsets in the wanted chunk, in the stored one, lengths)"},
     {"wanted_rows", wanted_rows, METH_NOARGS, "wanted_rows() -> a uint32 for each overlap"},
     {"stored_rows", stored_rows, METH_NOARGS, "stored_rows() -> a uint32 for each overlap"},
     {"sizes", sizes, METH_NOARGS, "sizes() -> the bytes of each overlap, 0 for objects"},
+    {"interleaved", interleaved, METH_NOARGS,
+     "interleaved() -> a byte for each overlap: 1 where reading it spans gaps between its rows"},
     {"file_bytes", file_bytes, METH_O, "file_bytes(places) -> {file: bytes of tensors wanted from it}"},
     {NULL, NULL, 0, NULL},
 };
@@ -375,5 +472,8 @@ PyMethodDef match_methods[] = {
      "straight(match, places, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
     {"load_matched", load_matched, METH_VARARGS,
      "load_matched(input, match, places, targets, mask, options) -> as load; the input's files are those of the places"},
+    {"take_matched", take_matched, METH_VARARGS,
+     "take_matched(match, places, targets, [(overlap, first, end)], memory): copies what overlaps want of the bytes "
+     "[first, end) of their records, which are in memory"},
     {NULL, NULL, 0, NULL},
 };

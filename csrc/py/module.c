@@ -4,6 +4,7 @@
 #include "../core/bar.h"
 #include "../core/crc.h"
 #include "../core/key.h"
+#include "../core/load.h"
 #include "../core/pool.h"
 #include "../core/record.h"
 
@@ -68,6 +69,7 @@ static int module_exec(PyObject *module) {
     if (PyModule_AddIntConstant(module, "CRC_BLOCK_BYTES", (long)DR_CRC_BLOCK) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT_BYTES", (long)DR_ALIGNMENT) < 0 ||
         PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0 ||
+        PyModule_AddIntConstant(module, "SLICE_GAP_BYTES", (long)DR_SLICE_GAP) < 0 ||
         PyModule_AddIntConstant(module, "KEY_PLAIN", DR_KEY_PLAIN) < 0 ||
         PyModule_AddIntConstant(module, "KEY_WRAPPED", DR_KEY_WRAPPED) < 0 ||
         PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0 ||

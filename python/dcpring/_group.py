@@ -261,33 +261,33 @@ _unfinished: list[tuple[dist.Work, Any]] = []
 """Collectives that were left, with all that they use: their group, too, must not go before they have ended."""
 
 
-def gather(group: dist.ProcessGroup, data: bytes, look: Callable[[], None] | None = None) -> list[bytes]:
+def gather(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[], None] | None = None) -> list[bytes]:
     """The bytes of all ranks of a group.
 
     Args:
+        held: holds Ctrl-C, as long as that is not urgent.
         look: called about once a second while this waits; what it raises ends the wait.
 
     Raises:
         RuntimeError: by torch: the connection to a rank has ended, or it did not come within the group's timeout.
-        Interrupted: Ctrl-C was pressed twice, or some seconds ago.
+        Interrupted: Ctrl-C is urgent.
     """
     forget_finished()
+    looked = time.monotonic()
+
+    def wait() -> None:
+        nonlocal looked
+        held.hear()
+        if look is not None and time.monotonic() > looked + 1:
+            look()
+            looked = time.monotonic()
+
     body = len(data).to_bytes(8, "little") + data
-    with Held() as held:
-        looked = time.monotonic()
-
-        def wait() -> None:
-            nonlocal looked
-            held.hear()
-            if look is not None and time.monotonic() > looked + 1:
-                look()
-                looked = time.monotonic()
-
-        heads = _all_gather(group, body[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), wait)
-        sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
-        tails = [b""] * len(heads)
-        if max(sizes) > _FIRST_BYTES:
-            tails = _all_gather(group, body[_FIRST_BYTES:].ljust(max(sizes) - _FIRST_BYTES, b"\0"), wait)
+    heads = _all_gather(group, body[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), wait)
+    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+    tails = [b""] * len(heads)
+    if max(sizes) > _FIRST_BYTES:
+        tails = _all_gather(group, body[_FIRST_BYTES:].ljust(max(sizes) - _FIRST_BYTES, b"\0"), wait)
     return [(head + tail)[8:size] for head, tail, size in zip(heads, tails, sizes, strict=True)]
 
 

@@ -31,6 +31,7 @@ from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._objects import Loaded
 from dcpring._objects import load as load_object
+from dcpring._pieces import Piece, common_bytes, split_box, take
 from dcpring._placements import check_chunk
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
@@ -309,10 +310,43 @@ class Loader:
             self._read_straight(straight, mask)
             self._load_sources([pair for position, pair in where.items() if position in positions], planner)
 
-        def part(position: int) -> Tensor:
-            return planner.resolve_tensor(straight.items.make(position))
+        def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
+            self._read_pieces(straight, pieces, filled)
 
-        straight.exchange.run(everything, read, part, self._stats, self._phases, self._meter.advance)
+        def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
+            return _take(straight, taken, planner)
+
+        straight.exchange.run(everything, read, read_pieces, take, self._stats, self._phases, self._meter.advance)
+
+    def _read_pieces(self, straight: Straight, pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
+        """Reads pieces of records as bytes.
+
+        Args:
+            filled: overlaps that have been overwritten already, for an error to say so.
+        """
+        numbers = self._inputs.numbers
+        boxes: list[tuple[Any, ...]] = []
+        for piece, _ in pieces:
+            place = straight.places.get(piece.row)
+            assert place is not None
+            name, _, _, _, offset, size, crcs, *_ = place
+            if size != piece.record_bytes:
+                raise CorruptCheckpointError(
+                    f"{self._name(straight.items.make(piece.overlaps[0]))}: the record has {size} bytes, its shape and "
+                    f"dtype need {piece.record_bytes}",
+                    f"{self._path}/{name}",
+                    offset,
+                )
+            boxes.append((numbers[name], offset, size, crcs or None, None, *piece.as_bytes()))
+        targets = [memory.view(box[-1]) for box, (_, memory) in zip(boxes, pieces, strict=True)]
+        try:
+            with self._phases.core(self._watch, "read tensors", self._inputs.names):
+                stats = _C.load(self._inputs.core, boxes, targets, self._options)
+        except _CORE_ERRORS as error:
+            first = [piece.overlaps[0] for piece, _ in pieces]
+            vars(error)["changed"] = list(range(len(first), len(first) + len(filled)))  # and not what was just read
+            raise self._explained(error, LazyItems(straight.items, [*first, *filled])) from error
+        self._count(stats)
 
     def _read_straight(self, straight: Straight, mask: bytes) -> None:
         if not any(mask):
@@ -664,6 +698,25 @@ def _check_chunks(items: list[ReadItem], planner: LoadPlanner) -> None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
 
 
+def _take(straight: Straight, taken: list[tuple[int, Piece, Tensor]], planner: LoadPlanner) -> list[int]:
+    """Fills overlaps with what they have of pieces that are in memory; the bytes of each."""
+    match, mask = straight.items.match, straight.mask
+    places = [match.get(position)[3:] for position, _, _ in taken]
+    in_core = [
+        at for at, (position, piece, data) in enumerate(taken) if mask[position] and piece.box is None and data.is_cpu
+    ]
+    ranges = [(taken[at][0], *taken[at][1].byte_range) for at in in_core]
+    memory = _C.Tensors([taken[at][2] for at in in_core])
+    _C.take_matched(match, straight.places, straight.tensors, ranges, memory)
+    rows = array.array("I", match.wanted_rows())
+    _bump_versions([straight.targets[row] for row in {rows[position] for position, _, _ in ranges}])
+    for at in set(range(len(taken))).difference(in_core):
+        position, piece, data = taken[at]
+        with torch.no_grad():
+            take(piece, data, *places[at], planner.resolve_tensor(straight.items.make(position)))
+    return [common_bytes(piece, *place) for (_, piece, _), place in zip(taken, places, strict=True)]
+
+
 def _sum_up(sums: RunningCrcs, name: str, box: tuple[Any, ...], data: Tensor) -> bool:
     """Takes what was read of a box; False: its record is damaged."""
     _, payload_offset, size, _, crc, sizes, offsets, lengths = box
@@ -715,23 +768,11 @@ def _wanted_bytes(
     wholes: list[tuple[ReadItem, _Whole]], sources: list[tuple[ReadItem, _Source]], straight: Straight | None
 ) -> int:
     rest = sum(whole.size for _, whole in wholes) + sum(map(_item_bytes, sources))
-    return rest + (sum(itertools.compress(straight.items.match.sizes(), straight.mask)) if straight else 0)
-
-
-def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offsets, lengths) of at most ``limit`` elements that make up a box, cut along the outermost axes."""
-    if _numel(lengths) <= max(limit, 1) or not lengths:
-        yield (0,) * len(lengths), lengths
-        return
-    inner = _numel(lengths[1:])
-    rows = limit // inner
-    if rows == 0:
-        for row in range(lengths[0]):
-            for offsets, sizes in split_box(lengths[1:], limit):
-                yield (row, *offsets), (1, *sizes)
-        return
-    for start in range(0, lengths[0], rows):
-        yield (start, *(0,) * (len(lengths) - 1)), (min(rows, lengths[0] - start), *lengths[1:])
+    if straight is None:
+        return rest
+    match = straight.items.match
+    surplus = 0 if straight.exchange is None else straight.exchange.surplus_bytes(lambda at: match.get(at)[3:])
+    return rest + surplus + sum(itertools.compress(match.sizes(), straight.mask))
 
 
 def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

@@ -99,8 +99,8 @@ class Word(NamedTuple):
 class Channel(Protocol):
     """How words travel."""
 
-    def gather(self, data: bytes, is_first: bool) -> list[bytes]:
-        """The bytes of all ranks. Raises Lost where the others cannot be reached."""
+    def gather(self, data: bytes, is_first: bool, held: _group.Held) -> list[bytes]:
+        """The bytes of all ranks. Raises Lost where the others cannot be reached, and Interrupted as a gather does."""
         ...
 
 
@@ -135,13 +135,14 @@ class Joint:
 
     def gather(self, label: str, value: T) -> list[T]:
         """The values of all ranks. Where one has raised before, all raise here; where one is elsewhere, too."""
-        words = self._exchange(Word(self._call, label, None, value))
-        self._is_told = True
-        if any(word.failure for word in words):
-            raise together(_failures(words))
-        if len({(word.call, word.label) for word in words}) > 1:
-            raise CheckpointError(_diverged(words))
-        self._is_told = False
+        with _group.Held() as held:
+            words = self._exchange(Word(self._call, label, None, value), held)
+            self._is_told = True
+            if any(word.failure for word in words):
+                raise together(_failures(words))
+            if len({(word.call, word.label) for word in words}) > 1:
+                raise CheckpointError(_diverged(words))
+            self._is_told = False
         return [word.value for word in words]
 
     def settle(self, label: str) -> None:
@@ -155,7 +156,9 @@ class Joint:
         what = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
         own = failure_of(error, what)
         try:
-            words = self._exchange(Word(self._call, "", own))
+            with _group.Held() as held:
+                words = self._exchange(Word(self._call, "", own), held)
+                self._is_told = True
         except Lost:
             return error
         if not isinstance(error, Exception):
@@ -165,12 +168,18 @@ class Joint:
             return error  # of the caller, on all ranks alike
         return together(_failures(words))
 
-    def _exchange(self, word: Word) -> list[Word]:
+    def _exchange(self, word: Word, held: _group.Held) -> list[Word]:
         data = pickle.dumps(word)
         is_first, self._is_first = self._is_first, False
-        self._is_told = True  # as far as can be, should it fail
-        gathered = self._channel.gather(data, is_first)
         self._is_told = False
+        try:
+            gathered = self._channel.gather(data, is_first, held)
+        except Lost:
+            self._is_told = True  # as far as can be
+            raise
+        except _group.Interrupted as interrupted:
+            self._is_told = True
+            raise interrupted.error from None
         return [pickle.loads(each) for each in gathered]
 
 
@@ -257,7 +266,11 @@ class Ranks:
             yield operation
 
     def close(self) -> None:
-        """Gives the group back. Members that wait for this one get an error."""
+        """Gives the group back, for good. Members that wait for this one get an error."""
+        self._lost = self._lost or "this rank has closed it"
+        self._drop()
+
+    def _drop(self) -> None:
         if self.group is not None:
             _group.forget_finished()
             destroy_group(self.group, self._name)
@@ -265,35 +278,35 @@ class Ranks:
 
     # ---- the channel ----
 
-    def gather(self, data: bytes, is_first: bool) -> list[bytes]:
+    def gather(self, data: bytes, is_first: bool, held: _group.Held) -> list[bytes]:
         if not self._members:
             return [data]
         if is_first and self.group is None:
             self._connect_again()
         try:
-            return self._gather(data)
+            return self._gather(data, held)
         except Lost:
             if not is_first or self._lost:
                 raise
         self._connect_again()  # one has given the group up after this one's part in the last operation was over
-        return self._gather(data)
+        return self._gather(data, held)
 
-    def _gather(self, data: bytes) -> list[bytes]:
+    def _gather(self, data: bytes, held: _group.Held) -> list[bytes]:
         if self.group is None:
             raise Lost(self._lost)
         try:
-            return _group.gather(self.group, data, self._look)
+            return _group.gather(self.group, data, held, self._look)
         except Lost:
-            self.close()
+            self._drop()
             raise
         except _group.Interrupted as interrupted:
             self.give_up(f"rank {self.rank}: {interrupted}")
-            raise interrupted.error from None
+            raise
         except (RuntimeError, ValueError) as error:
             note = _group.find_note(self._broken)
             if not note:
-                self._lost = f"the other ranks cannot be reached any more, as one has ended or closed: {error}"
-            self.close()
+                self._lost = _lost_text(error) or f"the other ranks cannot be reached any more: {error}"
+            self._drop()
             raise Lost(note or self._lost) from error
 
     # ---- a group that is given up, as ranks are no longer in step in it ----
@@ -318,7 +331,7 @@ class Ranks:
         if self.group is None:
             return text
         first = _group.leave_note(self._broken, text)
-        self.close()
+        self._drop()
         return first
 
     def _connect_again(self) -> None:
@@ -362,12 +375,22 @@ class Operation(Joint):
             raise together(failures) from error
         except BaseException as error:  # of this rank alone: the others wait for it in DCP
             self._is_told = True
-            text = str(together({self._ranks.rank: failure_of(error, what)}))
+            failure = failure_of(error, what)
+            text = str(together({self._ranks.rank: failure._replace(text=_lost_text(error) or failure.text)}))
             _release_frames(error)
             text = self._ranks.give_up(text)
             if isinstance(error, Exception):
                 raise CheckpointError(text) from error
             raise
+
+
+def _lost_text(error: BaseException) -> str:
+    """What an error of a collective means, if it tells no more than that others are gone; else ""."""
+    if not _group.has_group() and isinstance(error, ValueError):
+        return "the process groups have been destroyed; close the Checkpointer before that"
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"another rank has ended, or has closed its Checkpointer: {error}"
+    return ""
 
 
 def _release_frames(error: BaseException) -> None:

@@ -26,6 +26,7 @@ from dcpring._key_map import KeyMap, KeyMapLike, check_one_map, rename_index, re
 from dcpring._key_policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring._lazy import Chunks, LazyMetadata
 from dcpring._metadata import TENSOR
+from dcpring._pieces import Piece, covering, cut
 from dcpring._plan import (
     BYTES_ROW,
     Flat,
@@ -112,14 +113,14 @@ class RingLoadPlan(LoadPlan):
         reads: the rank's part of the report.
         needs: what the rank will read, where ranks hand on.
         sharing: the coordinator's answer to that.
-        positions: the overlap that each row of the needs stands for; only on its own rank.
+        pieces: what each row of the needs stands for; only on its own rank.
     """
 
     chunks: Chunks | None = field(default=None, repr=False)
     reads: ReadReport | None = None
     needs: _handon.Needs | None = field(default=None, repr=False)
     sharing: _handon.Sharing | None = field(default=None, repr=False)
-    positions: list[int] = field(default_factory=list, repr=False)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent: dict[str, Any] = {"items": [], "reads": self.reads, "needs": self.needs, "sharing": self.sharing}
@@ -138,11 +139,13 @@ class RingLoadPlanner(DefaultLoadPlanner):
             and RingSavePlanner have not written together.
         share: with a process group, read each byte of a tensor
 
-            - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage, else as "off": a direct read
-              from a local disk costs less than handing on;
-            - "host": once on every host, and hand it on through shared memory;
+            - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage. On a local disk a direct read
+              costs less than handing on: there only what would be read in full for some columns of it is handed on;
+            - "host": once on every host, and hand it on through shared memory, of some 140 MiB;
             - "all": once in all, and send it to other hosts through the process group as well;
             - "off": on every rank that needs it.
+
+            Ranks hand on if all come to do so within some seconds of each other, else each reads for itself.
         key_map: as for ``RingReader``; give it to one of the two. The planner sees both sides: with "normalize" it
             also finds names that text alone leaves ambiguous.
         missing: what to do about keys that the checkpoint lacks: "error", "warn" or "allow" (which is what
@@ -268,8 +271,12 @@ class RingLoadPlanner(DefaultLoadPlanner):
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_answer(plan, None) for plan in global_plan]
+        if not _handon.are_those_of(needs):
+            if self.share != "auto":
+                _handon.refuse_group(needs)
+            return [_answer(plan, None) for plan in global_plan]
         sharing = _handon.plan_sharing(needs)
-        self._report.share = needs[0].share
+        self._report.share = needs[0].share if sharing[0].rounds else "off"
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.hook
@@ -280,7 +287,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._own_plan.storage_data = new_plan.storage_data
         self._own_plan.sharing = new_plan.sharing
         if not self.is_coordinator:
-            share = self._own_plan.needs.share if self._own_plan.needs and new_plan.sharing else "off"
+            is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
+            share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
             self._report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
         logger.info("load plan: %s", self._report.summary())
         return self._own_plan
@@ -327,9 +335,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def exchange(self, plan: RingLoadPlan) -> _handon.Exchange | None:
         """Hands on; None where every rank reads for itself."""
-        if plan.sharing is None or self.process_group is None:
+        if plan.sharing is None or not plan.sharing.rounds or self.process_group is None:
             return None
-        return _handon.Exchange(plan.sharing, plan.positions, self.process_group)
+        return _handon.Exchange(plan.sharing, plan.pieces, self.process_group)
 
     # ---- helpers ----
 
@@ -342,24 +350,25 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """Describes what this rank will read, where ranks are to hand on."""
         items: Any = plan.items
         group, places = self.process_group, plan.chunks.places if plan.chunks else None
-        share = self._share()
-        if group is None or places is None or share == "off" or makes_tensors(self):
+        if group is None or places is None or self.share == "off" or makes_tensors(self):
             return
-        sizes = items.match.sizes()
-        same = self._same_as_stored(items, places)
-        plan.positions = [position for position, size in enumerate(sizes) if size and same[position]]
-        names = [self._unit_name(items, places, position, share) for position in plan.positions]
-        units = _handon.units_table(names, [sizes[position] for position in plan.positions])
+        share = self._share()
+        wanted = items.match.interleaved() if share == "off" else items.match.sizes()
+        positions = self._same_as_stored(items, places, [at for at, size in enumerate(wanted) if size])
+        share = "host" if share == "off" else share
+        plan.pieces = self._pieces(items, places, positions)
+        names = [self._name_of(piece, places, share) for piece in plan.pieces]
+        units = _handon.units_table(names, [piece.size_bytes for piece in plan.pieces])
         plan.needs = _handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
 
-    def _same_as_stored(self, items: ReadItems, places: _C.Places) -> list[bool]:
-        """For each overlap, whether it is a plain tensor that goes into plain memory of the same dtype."""
+    def _same_as_stored(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[int]:
+        """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
+        if not positions:
+            return []
         dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
         targets = self.targets(items.wanted)
-        rows = zip(
-            *(array.array("I", part) for part in (items.match.wanted_rows(), items.match.stored_rows())), strict=True
-        )
-        return [self._is_same(targets[wanted], places, stored, dtypes, items) for wanted, stored in rows]
+        wanted, stored = (array.array("I", rows) for rows in (items.match.wanted_rows(), items.match.stored_rows()))
+        return [at for at in positions if self._is_same(targets[wanted[at]], places, stored[at], dtypes, items)]
 
     def _is_same(
         self, target: Tensor | None, places: _C.Places, stored: int, dtypes: list[torch.dtype], items: ReadItems
@@ -369,8 +378,36 @@ class RingLoadPlanner(DefaultLoadPlanner):
             return False
         return target.dtype == dtypes[items.stored.row(stored)[5]]
 
+    def _pieces(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[Piece]:
+        """What is read for these overlaps, each once: pieces that other ranks may read as well."""
+        found: dict[Piece, list[int]] = {}
+        wider: set[Piece] = set()
+        sizes = [decode_properties(encoded).dtype.itemsize for encoded in items.stored.properties()]
+        for position in positions:
+            _, stored, _, offsets, lengths = items.match.get(position)
+            _, _, _, _, shape, number, _ = items.stored.row(stored)
+            box = covering(shape, offsets, lengths, sizes[number])
+            whole = Piece(stored, shape, sizes[number], 0, 0, box)
+            found.setdefault(whole, []).append(position)
+            if box != (offsets, lengths):
+                wider.add(whole)
+        pieces: list[Piece] = []
+        for whole, overlaps in found.items():
+            place = places.get(whole.row)
+            assert place is not None
+            whole = replace(whole, overlaps=tuple(overlaps), is_exact=whole not in wider)
+            pieces.extend(cut(whole, place[4]))
+        return pieces
+
+    def _name_of(self, piece: Piece, places: _C.Places, share: _handon.Share) -> str:
+        """The same on all ranks that want the same bytes."""
+        place = places.get(piece.row)
+        assert place is not None
+        text = f"{place[0]}:{place[2]}:{piece}"
+        return f"{host_id()}:{text}" if share == "host" else text
+
     def _share(self) -> _handon.Share:
-        if self.share != "auto" or self.process_group is None:
+        if self.share != "auto":
             return self.share
         about = getattr(self.metadata, "storage_meta", None)
         try:
@@ -380,16 +417,6 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if remote:
             logger.info("ranks of a host hand on what they read, as %s", remote)
         return "host" if remote else "off"
-
-    def _unit_name(self, items: ReadItems, places: _C.Places, position: int, share: _handon.Share) -> str:
-        """The same on all ranks that want the same bytes."""
-        wanted, stored, _, storage_offsets, lengths = items.match.get(position)
-        place = places.get(stored)
-        assert place is not None
-        name, _, _, dest_offsets, _, _, _ = items.wanted.row(wanted)
-        # A rank may want the same bytes twice (tied parameters saved as one): each time is a unit.
-        text = f"{place[0]}:{place[2]}:{storage_offsets}{lengths}:{name}{dest_offsets}"
-        return f"{host_id()}:{text}" if share == "host" else text
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
         if self.flatten_state_dict:

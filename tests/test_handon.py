@@ -1,0 +1,389 @@
+"""Handing on: what several ranks read of a checkpoint is read once, and a rank that fails leaves nobody waiting."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _group, _handon
+from dcpring._pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
+from dcpring.torchside.groups import default_store
+
+PATIENCE_SECONDS = 60.0
+"""How long ranks wait for each other where all come, on however busy a machine."""
+
+
+# ---- pieces ----
+
+
+def pieces_for(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], at: int) -> list[Piece]:
+    box = covering(shape, offsets, lengths, 4)
+    whole = Piece(0, shape, 4, 0, 0, box, (0,), box == (offsets, lengths))
+    return list(cut(whole, at))
+
+
+@pytest.mark.parametrize("piece_bytes", (64, 1 << 10, 4 << 20))
+@pytest.mark.parametrize("gap", (0, 40, 1 << 17))
+def test_pieces_make_up_what_is_wanted(monkeypatch: pytest.MonkeyPatch, piece_bytes: int, gap: int) -> None:
+    monkeypatch.setattr("dcpring._pieces.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("dcpring._C.SLICE_GAP_BYTES", gap)
+    chance = random.Random(piece_bytes + gap)
+    for _ in range(200):
+        shape = tuple(chance.randint(1, 9) for _ in range(chance.randint(0, 4)))
+        lengths = tuple(chance.randint(1, size) for size in shape)
+        offsets = tuple(chance.randint(0, size - length) for size, length in zip(shape, lengths, strict=True))
+        record = torch.randn(shape)
+        payload = record.reshape(-1).view(torch.uint8)
+        wanted = torch.full(lengths, torch.nan)
+        used = 0
+        for piece in pieces_for(shape, offsets, lengths, 64 * chance.randint(0, 100)):
+            sizes, low, size = piece.as_bytes()
+            memory = payload.view(sizes)[tuple(slice(a, a + n) for a, n in zip(low, size, strict=True))].reshape(-1)
+            assert memory.numel() == piece.size_bytes <= max(piece_bytes, 4)
+            take(piece, memory.clone(), offsets, lengths, wanted)
+            used += common_bytes(piece, offsets, lengths)
+        assert torch.equal(wanted, record[tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))])
+        assert used == wanted.nbytes
+
+
+def test_a_range_is_cut_where_the_files_blocks_are() -> None:
+    pieces = pieces_for((5000, 1000), (0, 0), (5000, 1000), 1_000_064)
+    places = [(1_000_064 + low, 1_000_064 + high) for low, high in (piece.byte_range for piece in pieces)]
+    assert [low % PIECE_BYTES for low, _ in places[1:]] == [0] * (len(places) - 1)
+    assert [high for _, high in places[:-1]] == [low for low, _ in places[1:]]
+
+
+def test_memory_is_bounded_whatever_the_size() -> None:
+    """A tensor of 64 GiB that 8 ranks need goes through the same memory, in turns."""
+    pieces = pieces_for((1 << 17, 1 << 17), (0, 0), (1 << 17, 1 << 17), 64)
+    table = _handon.units_table([str(piece) for piece in pieces], [piece.size_bytes for piece in pieces])
+    sharing = _handon.plan_sharing([_handon.Needs(rank, 8, "host", "host", table) for rank in range(8)])
+    assert max(part.room for part in sharing) <= _handon.ROUND_BYTES + PIECE_BYTES
+    for number in (0, 7, sharing[0].rounds - 2):
+        read = [
+            sum(unit.size for unit in sharing[0].units if (unit.round, unit.reader) == (number, rank))
+            for rank in range(8)
+        ]
+        assert max(read) - min(read) <= PIECE_BYTES, "all read at the same time"
+
+
+# ---- slices that interleave ----
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "columns": ((4,), [Shard(1)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+    "columns, twice": ((2, 2), [Replicate(), Shard(1)]),
+    "last of three": ((4,), [Shard(2)]),
+    "middle of three": ((4,), [Shard(1)]),
+}
+
+
+def interleaved(path: str, name: str, share: Any, hosts: str) -> tuple[bool, int, int, int]:
+    shape, placements = LAYOUTS[name]
+    size = (600, 2048) if "three" not in name else (50, 24, 1024)
+    mesh = init_device_mesh("cpu", shape)
+    torch.manual_seed(0)
+    full = torch.randn(size)
+    everywhere = [Replicate()] * len(shape)
+    saved = {"w": distribute_tensor(full, mesh, everywhere, src_data_rank=None), "b": torch.arange(10.0)}
+    dcp.save(saved, storage_writer=RingWriter(path), planner=RingSavePlanner(writers="balanced"))
+    loaded = {"w": distribute_tensor(torch.zeros(size), mesh, placements, src_data_rank=None), "b": torch.zeros(10)}
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    reader = RingReader(path)
+    with (
+        mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]),
+        mock.patch.object(_handon, "MEET_SECONDS", PATIENCE_SECONDS),
+    ):
+        dcp.load(loaded, storage_reader=reader, planner=planner)
+    expected = distribute_tensor(full, mesh, placements, src_data_rank=None)
+    assert isinstance(loaded["w"], DTensor) and reader.stats is not None
+    good = torch.equal(loaded["w"].to_local(), expected.to_local()) and torch.equal(loaded["b"], torch.arange(10.0))
+    return good, reader.stats.bytes, reader.stats.sent_bytes, reader.stats.received_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "hosts", "times"),
+    (
+        ("columns", "auto", "aaaa", 1),
+        ("columns", "host", "aaaa", 1),
+        ("columns", "host", "aabb", 2),
+        ("columns", "all", "aabb", 1),
+        ("columns", "off", "aaaa", 4),
+        ("rows and columns", "auto", "aaaa", 1),
+        ("columns, twice", "auto", "aaaa", 1),
+        ("last of three", "auto", "aaaa", 1),
+        ("middle of three", "auto", "aaaa", 1),
+    ),
+)
+def test_slices_that_interleave_are_read_once(tmp_path: Path, name: str, share: str, hosts: str, times: int) -> None:
+    results = _distributed.run(4, interleaved, str(tmp_path), name, share, hosts)
+    assert all(good for good, *_ in results)
+    read, sent, received = (sum(result[at] for result in results) for at in (1, 2, 3))
+    size = (600 * 2048 if "three" not in name else 50 * 24 * 1024) * 4
+    assert times * size <= read < times * size + 100_000
+    assert sent == received
+    if share in ("auto", "host") and hosts == "aaaa":  # a piece may end within a row
+        assert received > (size // 2 if name in ("rows and columns", "columns, twice") else 3 * size // 4) - 8192
+
+
+# ---- ranks that fail, or are late ----
+
+
+def state(fill: float) -> dict[str, Any]:
+    return {"a": torch.full((1 << 16,), fill), "b": torch.full((300, 300), 2 * fill), "object": {1, 2}}
+
+
+def is_loaded(found: dict[str, Any]) -> bool:
+    return bool((found["a"] == 1).all() and (found["b"] == 2).all() and found["object"] == {1, 2})
+
+
+def load(
+    path: str,
+    planner: type[RingLoadPlanner] = RingLoadPlanner,
+    reader: type[RingReader] = RingReader,
+    patience: float = PATIENCE_SECONDS,
+) -> Any:
+    """What a load that hands on raises on this rank; how long it took; whether bytes were handed on."""
+    found = {**state(0), "object": None}
+    began = time.monotonic()
+    error = ""
+    one = reader(path)
+    try:
+        with mock.patch.object(_handon, "MEET_SECONDS", patience):
+            dcp.load(found, storage_reader=one, planner=planner(process_group=dist.group.WORLD, share="host"))
+    except (CheckpointException, KeyboardInterrupt) as caught:
+        error = str(caught) or type(caught).__name__
+    else:
+        assert is_loaded(found)
+    stats = one.stats
+    return error, time.monotonic() - began, bool(stats and (stats.sent_bytes or stats.received_bytes))
+
+
+def save_state(path: str) -> None:
+    dcp.save(state(1), storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
+
+
+def raising(where: str) -> tuple[type[RingLoadPlanner], type[RingReader]]:
+    """A planner and a reader of which one raises, on rank 1."""
+
+    def fail(place: str) -> None:
+        if place == where and dist.get_rank() == 1:
+            raise RuntimeError(f"boom {place}")
+
+    class Planner(RingLoadPlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            fail("before finish_plan")
+            plan = super().finish_plan(new_plan)
+            fail("after finish_plan")
+            return plan
+
+        def exchange(self, plan: Any) -> Any:
+            fail("exchange")
+            return super().exchange(plan)
+
+    class Reader(RingReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            fail("before read_data")
+            future = super().read_data(plan, planner)
+            fail("after read_data")
+            return future
+
+    return Planner, Reader
+
+
+def failing_places(path: str) -> dict[str, list[Any]]:
+    save_state(path)
+    found = {}
+    for where in ("before finish_plan", "after finish_plan", "exchange", "before read_data", "after read_data"):
+        found[where] = [load(path, *raising(where), patience=0.5), load(path)]
+    return found
+
+
+def test_a_rank_that_fails_before_it_comes_leaves_nobody_waiting(tmp_path: Path) -> None:
+    for found in _distributed.run(3, failing_places, str(tmp_path), timeout=90):
+        for where, ((error, seconds, _), (after, _, handed_on)) in found.items():
+            assert f"boom {where}" in error and seconds < 30
+            assert after == "" and handed_on, "the next load is as if nothing had been"
+
+
+def a_wrapped_planner(path: str) -> Any:
+    """On rank 1 a planner stands before dcpring's, which the storage does not know."""
+    save_state(path)
+
+    class Foreign(dcp.LoadPlanner):
+        def __init__(self, **options: Any) -> None:
+            self._inner = RingLoadPlanner(**options)
+
+        def __getattribute__(self, name: str) -> Any:
+            inner = object.__getattribute__(self, "_inner")
+            return inner if name == "_inner" else getattr(inner, name)
+
+    planner: Any = Foreign if dist.get_rank() == 1 else RingLoadPlanner
+    return load(path, planner, patience=0.5), load(path)
+
+
+def test_a_planner_that_the_storage_does_not_know(tmp_path: Path) -> None:
+    for (error, _, handed_on), (after, _, again) in _distributed.run(3, a_wrapped_planner, str(tmp_path)):
+        assert (error, handed_on, after, again) == ("", False, "", True)
+
+
+def late(path: str) -> tuple[Any, Any, list[str]]:
+    save_state(path)
+
+    class Late(RingReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            if dist.get_rank() == 1:
+                time.sleep(1.5)
+            return super().read_data(plan, planner)
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpring").addHandler(handler)
+    try:
+        first = load(path, reader=Late, patience=0.3)
+        return first, load(path, reader=Late), [text for text in said if "reads for itself" in text]
+    finally:
+        logging.getLogger("dcpring").removeHandler(handler)
+
+
+def test_a_slow_rank_costs_only_the_sharing(tmp_path: Path) -> None:
+    for (error, _, handed_on), (after, _, waited), said in _distributed.run(3, late, str(tmp_path)):
+        assert (error, handed_on, after, waited) == ("", False, "", True)
+        assert len(said) == 1 and "not all have come" in said[0]
+
+
+def one_is_killed(path: str, where: str) -> Any:
+    save_state(path)
+    dist.barrier()
+    with mock.patch.object(_handon, "ROUND_BYTES", 1 << 16):
+        if dist.get_rank() == 1:
+            kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            target, name = {
+                "before": (RingReader, "read_data"),
+                "waiting": (_group.Meeting, "settle"),
+                "reading": (_handon.Exchange, "_read_own"),
+                "taking": (_handon.Exchange, "_fill"),
+            }[where]
+            setattr(target, name, kill)
+        return load(path, patience=1.0 if where in ("before", "waiting") else PATIENCE_SECONDS)[1]
+
+
+@pytest.mark.parametrize("where", ("before", "waiting", "reading", "taking"))
+def test_a_rank_that_is_killed(tmp_path: Path, where: str) -> None:
+    with pytest.raises(_distributed.RankFailure) as caught:
+        _distributed.run(3, one_is_killed, str(tmp_path), where, timeout=60, grace=20)
+    assert caught.value.tracebacks.pop(1) == "died, exit code -9\n"
+    for text in caught.value.tracebacks.values():
+        assert "no answer" not in text
+
+
+def interrupted(path: str, where: str) -> tuple[Any, Any]:
+    """Ctrl-C on rank 1: in a read, while the others are waited for, and in a gather."""
+    save_state(path)
+    dist.barrier()
+
+    def press(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return original(*args, **kwargs)
+
+        return call
+
+    target, name = {
+        "reading": (_handon.Exchange, "_read_own"),
+        "gathering": (_group, "_all_gather"),
+        "meeting": (_group.Meeting, "wait"),
+    }[where]
+    on = [mock.patch.object(target, name, press(getattr(target, name)))] if dist.get_rank() == 1 else []
+    for patch in on:
+        patch.start()
+    try:
+        first = load(path, patience=1.0 if where == "meeting" else PATIENCE_SECONDS)
+    finally:
+        for patch in on:
+            patch.stop()
+    return first, load(path)
+
+
+@pytest.mark.parametrize("where", ("reading", "gathering", "meeting"))
+def test_ctrl_c_on_one_rank(tmp_path: Path, where: str) -> None:
+    for (error, seconds, _), (after, _, handed_on) in _distributed.run(
+        3, interrupted, str(tmp_path), where, timeout=60
+    ):
+        assert "KeyboardInterrupt" in error and seconds < 30
+        assert (after, handed_on) == ("", True)
+
+
+# ---- stores, threads ----
+
+
+def keys_left(path: str) -> list[int]:
+    save_state(path)
+    found = []
+    for _ in range(4):
+        assert load(path)[0] == ""
+        dist.barrier()
+        found.append(default_store().num_keys())
+        dist.barrier()
+    return found
+
+
+def test_nothing_is_left_in_the_store(tmp_path: Path) -> None:
+    for found in _distributed.run(3, keys_left, str(tmp_path)):
+        assert len(set(found)) == 1
+
+
+def without_a_store(path: str) -> Any:
+    save_state(path)
+    with mock.patch.object(_group, "_store", lambda: None):
+        return load(path)
+
+
+def test_without_a_store_every_rank_reads_for_itself(tmp_path: Path) -> None:
+    for error, _, handed_on in _distributed.run(2, without_a_store, str(tmp_path)):
+        assert (error, handed_on) == ("", False)
+
+
+def at_the_same_time(path: str) -> list[bool]:
+    """Two loads in two threads, each over a group of its own."""
+    groups = [dist.new_group([0, 1, 2]) for _ in range(2)]
+    save_state(path)
+    found: dict[int, bool] = {}
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            got = {**state(0), "object": None}
+            reader = RingReader(path)
+            planner = RingLoadPlanner(process_group=groups[number], share="host")
+            dcp.load(got, storage_reader=reader, planner=planner, process_group=groups[number])
+            assert reader.stats is not None
+            shared = reader.stats.sent_bytes + reader.stats.received_bytes > 0
+            found[number] = found.get(number, True) and shared and is_loaded(got)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]]
+
+
+def test_several_loads_at_the_same_time(tmp_path: Path) -> None:
+    assert _distributed.run(3, at_the_same_time, str(tmp_path)) == [[True, True]] * 3

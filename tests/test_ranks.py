@@ -11,15 +11,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _distributed
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.utils as dcp_utils
 from _resume import error_of
 from fault._support import run_python
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, Sharded
+from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
 from dcpring._ranks import Ranks
 from dcpring.torchside.groups import default_store
 
@@ -278,15 +282,95 @@ def one_is_gone(folder: Path) -> str:
     began = time.monotonic()
     message = error_of(checkpointer.save, 2)
     message += error_of(checkpointer.load)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     checkpointer.close()
     return message
 
 
 def test_a_rank_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(_distributed.RankFailure) as caught:
-        _distributed.run(3, one_is_gone, tmp_path, timeout=60)
+        _distributed.run(3, one_is_gone, tmp_path, timeout=60, grace=20)
     assert caught.value.tracebacks == {1: "died, exit code -9\n"}, "the others have raised, and ended"
+
+
+class Unpicklable(Exception):
+    """DCP cannot send it, and raises on this rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__("what cannot be sent")
+        self.lock = threading.Lock()
+
+
+class Unreadable(Exception):
+    """DCP can send it, and no rank can read it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def out_of_dcp(folder: Path, blocking: bool) -> list[tuple[str, float]]:
+    """Exceptions that leave DCP's collectives on one rank, while the other waits in them."""
+    errors: list[Callable[[], BaseException]] = [
+        Unpicklable,
+        lambda: Unreadable("one", "another"),
+        lambda: KeyboardInterrupt(),
+    ]
+    found = []
+    with Checkpointer(folder, some_state()) as checkpointer:
+        checkpointer.save(1)
+        for place in ("gather_object", "all_gather_object", "write_data"):
+            for error in errors:
+                target = RingWriter if place == "write_data" else dcp_utils._DistWrapper
+                with mock.patch.object(target, place, _raising(getattr(target, place), error)):
+                    began = time.monotonic()
+                    try:
+                        checkpointer.save(2, blocking)
+                        checkpointer.load(1)
+                    except (CheckpointError, KeyboardInterrupt) as caught:
+                        found.append((f"{type(caught).__name__}: {caught}", time.monotonic() - began))
+                    else:
+                        found.append(("", 0.0))
+                checkpointer.save(3, blocking)
+                checkpointer.load(3)
+    return found
+
+
+def _raising(original: Any, error: Callable[[], BaseException]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise error()
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("blocking", (True, False), ids=("blocking", "background"))
+def test_what_leaves_dcp_on_one_rank_ends_the_wait_of_the_others(tmp_path: Path, blocking: bool) -> None:
+    first, second = _distributed.run(2, out_of_dcp, tmp_path, blocking, timeout=100)
+    for (one, seconds), (other, _) in zip(first, second, strict=True):
+        assert one and other and seconds < 30, (first, second)
+    assert all("what cannot be sent" in text for text, _ in (first[0], second[0], first[3], second[3]))
+
+
+class Sick:
+    """Cannot be saved, and says so with an exception that cannot be sent."""
+
+    def __reduce__(self) -> Any:
+        raise Unpicklable if dist.get_rank() == 1 else Unreadable("one", "another")
+
+
+def of_the_users_own(path: str, planner: Any) -> str:
+    try:
+        dcp.save({"sick": Sick(), "a": torch.ones(3)}, storage_writer=RingWriter(path), planner=planner())
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("planner", (RingSavePlanner, dcp.DefaultSavePlanner))
+def test_exceptions_that_cannot_be_sent_are_told_in_words(tmp_path: Path, planner: Any) -> None:
+    for message in _distributed.run(2, of_the_users_own, str(tmp_path), planner, timeout=60):
+        assert "what cannot be sent" in message or "one and another" in message
 
 
 # ---- what nobody hears of ----

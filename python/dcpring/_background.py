@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TextIO, cast
 
-from dcpring._ranks import Operation, Ranks
+from dcpring._ranks import Operation, Ranks, failure_of
 
 logger = logging.getLogger("dcpring")
 
@@ -58,7 +58,9 @@ class Background:
                 work(joint)
         except BaseException as error:
             _untold[number] = (os.getpid(), error)
-            logger.error("a save in the background has failed, and the next call will raise this: %s", error)
+            logger.error(
+                "a save in the background has failed, and the next call will raise this: %s", failure_of(error).text
+            )
             raise
         after()
 

@@ -675,6 +675,16 @@ class LocalMessage:
 
 
 @dataclass(frozen=True)
+class Unsealed:
+    """Sent in the place of a LocalMessage that could not be made.
+
+    DCP pickles a plan outside of where it catches errors: one that is raised there leaves the other ranks waiting.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """What the coordinator sends back.
 
@@ -706,7 +716,7 @@ class RingPlan(SavePlan):
     ``values`` are those of this rank's state dict, by key, while the plan has not been sent.
     """
 
-    message: LocalMessage | Answer | None = None
+    message: LocalMessage | Unsealed | Answer | None = None
     seal: Callable[[RingPlan], LocalMessage] | None = field(default=None, repr=False, compare=False)
     values: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
@@ -714,12 +724,19 @@ class RingPlan(SavePlan):
         """The message to the coordinator, from the items as they are now."""
         if isinstance(self.message, LocalMessage):
             return self.message
+        if isinstance(self.message, Unsealed):
+            raise CheckpointError(self.message.why)
         if self.seal is None:
             raise CheckpointError("this plan was not made by RingSavePlanner.create_local_plan")
         return self.seal(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        message = self.sealed() if self.seal is not None else self.message
+        message = self.message
+        if self.seal is not None:
+            try:
+                message = self.sealed()
+            except Exception as error:
+                message = Unsealed(f"its plan cannot be described: {type(error).__name__}: {error}")
         return rebuilt, (RingPlan, {**fields_of(self, SavePlan), "items": SentItems(), "message": message})
 
 

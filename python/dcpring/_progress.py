@@ -245,7 +245,11 @@ def start_meter(progress: ProgressOption, operation: Operation, path: str, is_co
 
 def _tell(slots: _C.Slots, operation: Operation, function: Callable[[Progress], None]) -> Callable[[], None]:
     thread = threading.Thread(target=_report, args=(slots, operation, function), name="dcpring-progress", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # there is no thread to be had, as when the program is ending
+        logger.warning("the function given as progress= is not called: %s", error)
+        return _nothing
     return lambda: thread.join(_LAST_CALL_SECONDS)
 
 

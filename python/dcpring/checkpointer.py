@@ -41,6 +41,9 @@ logger = logging.getLogger("dcpring")
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _DOOMED = re.compile(r"\.step-\d+\.removed")
 
+_SAVE_OPTIONS, _LOAD_OPTIONS = ("writers", "check_replicas", "split_bytes"), ("share",)
+"""What users may give to the planners. What is saved, and under which names, a Checkpointer decides itself."""
+
 Action = Literal["loaded", "resharded", "skipped"]
 
 
@@ -110,6 +113,8 @@ class Checkpointer:
         process_group: whose ranks take part; default: all.
         writer_options: for ``RingWriter``.
         reader_options: for ``RingReader``.
+        planner_options: for the planners: ``writers``, ``check_replicas`` and ``split_bytes`` of ``RingSavePlanner``,
+            ``share`` of ``RingLoadPlanner``.
 
     Raises:
         TypeError: it cannot be told how a component reshards.
@@ -127,6 +132,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         writer_options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
+        planner_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranks = Ranks(process_group)
         self._place = Place(self._ranks.rank, self._ranks.world_size)
@@ -141,6 +147,7 @@ class Checkpointer:
                 self.components = _recognised(components)
                 self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
+                self._save_options, self._load_options = _for_planners(planner_options or {})
                 self._background: Background | None = None
                 self._staging = StagingBuffer()
                 self._pid = os.getpid()
@@ -179,8 +186,8 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
         """
-        self._require_open()
         with self._ranks.operation("save") as joint:
+            self._require_open()
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step={step!r}: must be an int of at least 0")
             is_saved = self._settle(joint, may_skip=not blocking)
@@ -216,8 +223,8 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises what went wrong with the last one in the background."""
-        self._require_open()
         with self._ranks.operation("wait") as joint:
+            self._require_open()
             self._settle(joint, may_skip=False)
 
     def _settle(self, joint: Operation, may_skip: bool) -> bool:
@@ -296,7 +303,7 @@ class Checkpointer:
         what = f"cannot save {self.path(step)}"
         with joint.doing(what):
             writer = RingWriter(self.path(step), **self._known_to_load(), **self._writer_options)
-            planner = _dcp.SavePlanner()
+            planner = _dcp.SavePlanner(**self._save_options)
             if staging is not None:
                 writer.note_staged(staging)
         joint.run_dcp("writing", what, lambda group: _dcp.save(state, writer, planner, group))
@@ -368,8 +375,8 @@ class Checkpointer:
             CheckpointError: on all ranks, with one report of what does not fit. Nothing was changed then, unless
                 data turned out to be damaged while a model's or optimizer's tensors were read; the message says so.
         """
-        self._require_open()
         with self._ranks.operation("load") as joint:
+            self._require_open()
             self._settle(joint, may_skip=False)
             wanted = None if components is None else set(components)
             return self._load(joint, step, wanted, set(exclude), missing_ok)
@@ -474,7 +481,9 @@ class Checkpointer:
         joint.run_dcp(
             "reading in place" if in_place else "reading",
             f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
-            lambda group: _dcp.load(nested, stored.reader, _dcp.LoadPlanner(process_group=group), group),
+            lambda group: _dcp.load(
+                nested, stored.reader, _dcp.LoadPlanner(process_group=group, **self._load_options), group
+            ),
             is_wanted=bool(target),
         )
         for name in chosen:
@@ -560,6 +569,20 @@ class Checkpointer:
             raise ValueError("this Checkpointer has been closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this Checkpointer belongs to process {self._pid}; make another in a forked process")
+
+
+def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the save's planner, and those of the load's; all have been tried."""
+    save, load = (
+        {name: options[name] for name in names if name in options} for names in (_SAVE_OPTIONS, _LOAD_OPTIONS)
+    )
+    unknown = sorted(options.keys() - save.keys() - load.keys())
+    if unknown:
+        known = ", ".join((*_SAVE_OPTIONS, *_LOAD_OPTIONS))
+        raise ValueError(f"planner_options: {some(unknown)}: a Checkpointer's planners take {known}")
+    _dcp.SavePlanner(**save)
+    _dcp.LoadPlanner(**load)
+    return save, load
 
 
 def _warn(errors: Sequence[Exception]) -> None:

@@ -528,7 +528,14 @@ def _messages(plans: list[SavePlan]) -> list[LocalMessage]:
             f"create_global_plan was given other items for rank {changed[0]} than the rank has planned; "
             "to change items override create_local_plan"
         )
-    return [plan.sealed() for plan in plans if isinstance(plan, RingPlan)]
+    return [_message(rank, plan) for rank, plan in enumerate(plans) if isinstance(plan, RingPlan)]
+
+
+def _message(rank: int, plan: RingPlan) -> LocalMessage:
+    try:
+        return plan.sealed()
+    except CheckpointError as error:
+        raise CheckpointError(f"rank {rank}: {error}") from error
 
 
 def _has_other_items(plan: SavePlan) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -26,7 +27,9 @@ from torch.autograd import profiler
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from dcpring import _C
+from dcpring._group import world_size
 from dcpring._trace.file import STEPS, Recorded, Span, TraceFile, Work, trace_file
+from dcpring.errors import CheckpointError
 from dcpring.torchside import profiling
 
 ENVIRONMENT = "DCPRING_TRACE"
@@ -319,9 +322,19 @@ def hook(method: Method) -> Method:
             return method(self, *args, **kwargs)
         except BaseException as error:
             self._phases.fail(error)
-            raise
+            if world_size() == 1 or _can_travel(error):
+                raise
+            raise CheckpointError(_text_of(error)) from error
 
     return cast(Method, call)
+
+
+def _can_travel(error: BaseException) -> bool:
+    """Whether other ranks can be sent an exception. DCP sends all, and leaves the ranks waiting where that raises."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False
 
 
 # ---- from a storage to the planner ----

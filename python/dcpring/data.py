@@ -9,18 +9,21 @@ pass through shared memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
 from dcpring import _group
 from dcpring._text import spans
 from dcpring.errors import CheckpointError
 
 __all__ = ["ElasticDataset", "ElasticLoader", "ElasticSampler", "Permutation", "distributed_order", "torchdata_batches"]
+
+logger = logging.getLogger("dcpring")
 
 Order = Callable[[int], Sequence[int] | Tensor]
 Remainder = Literal["uneven", "repeat", "drop"]
@@ -146,12 +149,14 @@ class ElasticSampler(Sampler[int]):
 
     def share(self, origin: int) -> int:
         """Samples that this rank gets in a pass from an origin."""
+        if self.remainder != "uneven":
+            return self.most(origin)
+        return max(0, -(-(self.size - origin - self.rank) // self.world_size))
+
+    def most(self, origin: int) -> int:
+        """The most samples that any rank gets in a pass from an origin."""
         left = max(0, self.size - origin)
-        if self.remainder == "drop":
-            return left // self.world_size
-        if self.remainder == "repeat":
-            return -(-left // self.world_size)
-        return max(0, -(-(left - self.rank) // self.world_size))
+        return left // self.world_size if self.remainder == "drop" else -(-left // self.world_size)
 
     def used(self, origin: int, per_rank: int) -> int:
         """Samples of the epoch that are used once each rank was given ``per_rank`` (or all of its share) of a pass."""
@@ -208,7 +213,10 @@ class ElasticLoader:
 
     Wraps torch's ``DataLoader`` or torchdata's ``StatefulDataLoader`` over an ``ElasticSampler`` or ``ElasticDataset``.
     A batch counts as used once the training loop has been given it. An iterator goes on where the last one stopped, in
-    the same epoch; an epoch that was used up gives way to the next.
+    the same epoch; when a pass ends, or has given all that there was, the next one is of the next epoch.
+
+    After a resume no sample is given again: a pass over an epoch that was used up before the checkpoint gives nothing,
+    whether the loop begins with the checkpoint's epoch or asks by ``set_epoch`` for one before it.
 
     Args:
         loader: made with ``sampler=ElasticSampler(...)``, or over an ``ElasticDataset``.
@@ -221,44 +229,93 @@ class ElasticLoader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.sampler = _sampler_of(loader)
+        self.sampler, self._batch_size = _parts_of(loader)
         self.epoch = 0
         self.consumed = 0
+        # Whether this rank was given its whole share of the pass under way.
         self._ran_out = False
+        # Whether the next pass is of this epoch even if nothing of it is left: the loop may still have to come by.
+        self._stays = False
+        # Whether nothing was given since a state was loaded.
+        self._is_resumed = False
+        # Whether the next pass is of an epoch that was used up before that state.
+        self._skips = False
+        # The pass under way, or what has set the position since it began.
+        self._pass: object = _MOVED
 
     def __len__(self) -> int:
-        """Batches left for this rank in this epoch."""
-        return -(-self.sampler.share(self.consumed) // self._batch_size)
+        """Batches of a whole epoch on these ranks: the same on all of them, and at any time.
+
+        With ``remainder="uneven"`` some ranks may get one less.
+        """
+        return -(-self.sampler.most(0) // self._batch_size)
 
     @property
-    def _batch_size(self) -> int:
-        return self.loader.batch_size or 1
+    def batches_left(self) -> int:
+        """Batches that this rank has yet to be given of this epoch."""
+        return -(-self.sampler.share(self.consumed) // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch; does nothing if it is under way, so that a loop may call it after a resume."""
-        if epoch != self.epoch:
-            self.epoch, self.consumed, self._ran_out = epoch, 0, False
+        """Goes to the start of an epoch; does nothing if it is under way, so that a loop may call it after a resume.
+
+        Until a batch was given after a resume, an epoch before that of the checkpoint gives nothing: it was used up.
+        """
+        self._skips = self._is_resumed and epoch < self.epoch
+        if self._skips:
+            logger.warning(
+                "epoch %d was used up before the checkpoint, which is at epoch %d: nothing of it is given again",
+                epoch,
+                self.epoch,
+            )
+        elif epoch != self.epoch:
+            self._go_to(epoch, 0)
+            self._pass = _MOVED
+        else:
+            self._stays = True
+
+    def _go_to(self, epoch: int, consumed: int) -> None:
+        self.epoch, self.consumed, self._ran_out, self._stays = epoch, consumed, False, False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._skips:
+            self._skips = False
+            return
+        if self._ran_out and not self._stays:
+            self._go_to(self.epoch + 1, 0)
+        self._pass = _LOADED
+        while self._pass is _LOADED:
+            own = self._pass = object()
+            yield from self._batches(own)
+            if self._pass is own:
+                self._go_to(self.epoch + 1, 0)
+
+    def _batches(self, own: object) -> Iterator[Any]:
+        """What is left of this epoch, until the position is set by something else than this pass."""
         origin, given = self.consumed, 0
         self.sampler.seek(self.epoch, origin)
+        self._stays = self._skips = False
         for batch in self.loader:
             given += self._batch_size
             self.consumed = self.sampler.used(origin, given)
-            self._ran_out = given >= self.sampler.share(origin)
+            self._ran_out, self._is_resumed = given >= self.sampler.share(origin), False
             yield batch
-        self.epoch, self.consumed, self._ran_out = self.epoch + 1, 0, False
+            if self._pass is _LOADED or self._pass is _MOVED:
+                return
+            if self._pass is not own:
+                raise RuntimeError(
+                    "another iterator of this ElasticLoader was begun while this one was in use: a loader has one "
+                    "position; make a loader for each"
+                )
 
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's view: ``epoch``, ``consumed``, whether it ran out of samples, and what makes the order."""
         sampler = self.sampler
-        is_over = self.consumed >= sampler.size
         return {
-            "epoch": self.epoch + is_over,
-            "consumed": 0 if is_over else self.consumed,
-            "ran_out": self._ran_out and not is_over,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "ran_out": self._ran_out or not self.batches_left,
             "size": sampler.size,
             "seed": sampler.seed,
             "shuffle": sampler.shuffle,
@@ -268,26 +325,31 @@ class ElasticLoader:
     def combine_state_dicts(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state of all ranks'. A rank that ran out of samples before others may lag behind.
 
+        Where some ranks are at the end of an epoch and others have moved on to the next, it is the end: a loop that is
+        resumed may still have to come by there.
+
         Raises:
             CheckpointError: ranks were given different numbers of batches, or have different datasets or orders.
         """
-        furthest = max(states, key=_progress)
         for name in ("size", "seed", "shuffle", "own_order"):
             others = [rank for rank, state in enumerate(states) if state[name] != states[0][name]]
             if others:
                 raise CheckpointError(f"{name} is {states[0][name]} on rank 0, but not on {spans(others)}")
+        furthest = max(map(_progress, states))
         lagging = [
             rank
             for rank, state in enumerate(states)
-            if _progress(state) != _progress(furthest) and not state["ran_out"]
+            if _progress(state) != furthest and not (state["ran_out"] and furthest <= (state["epoch"] + 1, 0))
         ]
         if lagging:
-            behind, ahead = (f"epoch {s['epoch']}, {s['consumed']} samples" for s in (states[lagging[0]], furthest))
+            pair = states[lagging[0]], max(states, key=_progress)
+            behind, ahead = (f"epoch {state['epoch']}, {state['consumed']} samples" for state in pair)
             raise CheckpointError(
                 f"{spans(lagging)} were given fewer batches ({behind}) than others ({ahead}); save where all ranks are "
                 "at the same step"
             )
-        return {**furthest, "ran_out": False}
+        there = [state for state in states if _progress(state) == furthest]
+        return {**min(there, key=lambda state: int(state["epoch"])), "ran_out": False}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError if the state is not of this dataset; changes nothing."""
@@ -306,33 +368,52 @@ class ElasticLoader:
             raise CheckpointError(f"epoch {state['epoch']}, {state['consumed']} of {size} samples: that cannot be")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there: seed and shuffling are those that were saved."""
+        """Goes on from there, in a pass under way too: seed and shuffling are those that were saved."""
         self.check_state_dict(state)
-        self.epoch, self.consumed, self._ran_out = state["epoch"], state["consumed"], False
+        self._go_to(state["epoch"], state["consumed"])
+        self._stays = self._is_resumed = True
+        self._skips = False
+        self._pass = _LOADED
         self.sampler.seed = state.get("seed", self.sampler.seed)
         self.sampler.shuffle = state.get("shuffle", self.sampler.shuffle)
 
 
+_LOADED, _MOVED = object(), object()
+"""What has set a loader's position: a state, with which passes under way go on, or an epoch, by which they end."""
+
+
 def _progress(state: dict[str, Any]) -> tuple[int, int]:
-    return state["epoch"], state["consumed"]
+    """The end of an epoch is the start of the next."""
+    is_over = state["consumed"] >= state["size"]
+    return (state["epoch"] + 1, 0) if is_over else (state["epoch"], state["consumed"])
 
 
-def _sampler_of(loader: Any) -> ElasticSampler:
-    """The elastic part of a loader, which must be all that decides on samples and batches."""
+def _parts_of(loader: Any) -> tuple[ElasticSampler, int]:
+    """The elastic part of a loader, which must be all that decides on samples and batches; and samples per batch."""
     dataset = getattr(loader, "dataset", None)
-    batch_size = getattr(loader, "batch_size", None)
-    if getattr(loader, "drop_last", False):
+    sampler, batch_size = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
+    drop_last = getattr(loader, "drop_last", False)
+    batch_sampler = getattr(loader, "batch_sampler", None) if batch_size is None else None
+    if type(batch_sampler) is BatchSampler:
+        sampler, batch_size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+    elif batch_sampler is not None:
+        raise ValueError(
+            f"a {type(batch_sampler).__name__} decides what makes a batch, so the progress of this loader cannot be "
+            "counted; give it batch_size= and sampler=ElasticSampler(...), or a BatchSampler(ElasticSampler(...), ...)"
+        )
+    if drop_last:
         raise ValueError('drop_last=True would leave samples out unseen; use ElasticSampler(..., remainder="drop")')
+    if not getattr(loader, "in_order", True):
+        raise ValueError("in_order=False gives batches in an order that cannot be gone on with; leave it out")
     if isinstance(dataset, ElasticDataset):
         if dataset.batch_size != batch_size:
             raise ValueError(f"batch_size={batch_size} in the loader, {dataset.batch_size} in its ElasticDataset")
-        return dataset.sampler
-    sampler = getattr(loader, "sampler", None)
+        return dataset.sampler, batch_size or 1
     if not isinstance(sampler, ElasticSampler):
         raise ValueError(
             f"ElasticLoader takes a loader made with sampler=ElasticSampler(...), not {type(sampler).__name__}"
         )
-    return sampler
+    return sampler, batch_size or 1
 
 
 # ---- foreign loaders ----

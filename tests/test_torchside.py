@@ -165,7 +165,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": ("relative_path", "offset", "length"),
     "torch.distributed.checkpoint.state_dict._state_dict_fn": ("model", "api"),
     "torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict": ("state_dict", "info"),
-    "torch.distributed.checkpoint.state_dict._init_optim_state": ("optimizer",),
     "torch.distributed.checkpoint.state_dict._flatten_optim_state_dict": ("state_dict",),
     "torch.distributed.checkpoint.state_dict._get_fsdp_process_group": ("model", "info"),
     "torch.distributed._state_dict_utils._broadcast_state_dict": (
@@ -224,6 +223,8 @@ NOT_CALLED: dict[str, set[str]] = {
     **{f"torch._utils._rebuild_{name}": set() for name in _REBUILDERS},
     "torch._tensor._rebuild_from_type_v2": set(),
     "torch.distributed.distributed_c10d._world": {"pg_group_ranks"},
+    "torch.optim.optimizer._global_optimizer_pre_hooks": {"clear", "update"},
+    "torch.optim.optimizer._global_optimizer_post_hooks": {"clear", "update"},
 }
 """The others, and attributes that they must have."""
 
@@ -289,6 +290,10 @@ def test_objects_have_what_is_reached_for() -> None:
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks")
     )
     assert hasattr(module, "_load_state_dict_pre_hooks") and hasattr(state, "_metadata")
+    optimizer = torch.optim.SGD(module.parameters())
+    assert {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= vars(optimizer).keys()
+    assert torch.optim.SGD.step.hooked and torch.optim.SGD.step.__wrapped__
+    assert torch.zeros(1)._version == 0
     storage = torch.zeros(3).storage()
     assert storage._pickle_storage_type() == "FloatStorage" and storage._size() == 3
     assert storage._untyped_storage._cdata

@@ -5,6 +5,7 @@ The signatures, the options and what comes out are stock's; so is most of the wo
 - Names come from the types of the modules (see ``_wrapping``), so every nesting of every wrapper gives the same ones.
 - The order of keys is the model's, inputs are never changed, errors list everything that is wrong.
 - Tied tensors load from any of their names. Optimizer state loads in time linear in the number of parameters.
+- No optimizer takes a step (see ``_first_step``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from dcpring._first_step import NoFirstStep, first_step, is_fresh, load_own_state_dict, own_state_dict, parameters_of
 from dcpring._key_diff import describe_names
 from dcpring._metadata import collection_paused
 from dcpring._wrapping import ModelKeys, cleared_names, model_keys, plain_tensor, raw_module_names
@@ -54,7 +56,7 @@ __all__ = [
 logger = logging.getLogger("dcpring")
 
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_STATE, _GROUPS, _PARAMS, _PARAM_NAMES = "state", "param_groups", "params", "param_names"
 
 
 class _Request:
@@ -300,9 +302,51 @@ def _optimizer_names(request: _Request, optimizer: torch.optim.Optimizer) -> lis
     return slots
 
 
-def _named_by_fsdp(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def numbered_state(optimizer: torch.optim.Optimizer, with_first_step: bool = True) -> dict[str, Any]:
+    """The optimizer's own state dict, with parameters by number. The optimizer is not changed.
+
+    Args:
+        optimizer: any whose state dict is made as torch's is.
+        with_first_step: give one that has no state what its first step would make, as there has to be something to
+            load into.
+
+    Raises:
+        NoFirstStep: there is no state, and none can be made on copies of the parameters.
+        RuntimeError: its class has a form of its own for the state dict.
+    """
+    raw = own_state_dict(optimizer)
+    if not is_torchs(raw, optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has a state dict of its own form, with {_some_of(raw)}: call its state_dict() "
+            "and load_state_dict(); a Checkpointer does"
+        )
+    if not with_first_step or not is_fresh(optimizer):
+        return raw
+    made = first_step(optimizer)
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    return {
+        **raw,
+        _STATE: {numbers[parameter]: state for parameter, state in made.states.items()},
+        _GROUPS: [{**new, **group} for new, group in zip(made.options, raw[_GROUPS], strict=True)],
+    }
+
+
+def is_torchs(raw: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a state dict is as ``torch.optim.Optimizer`` makes it, with its parameters by number."""
+    if raw.keys() != {_STATE, _GROUPS} or len(raw[_GROUPS]) != len(optimizer.param_groups):
+        return False
+    numbers = iter(range(sum(len(group[_PARAMS]) for group in optimizer.param_groups)))
+    pairs = zip(raw[_GROUPS], optimizer.param_groups, strict=True)
+    return all(group.get(_PARAMS) == [next(numbers) for _ in own[_PARAMS]] for group, own in pairs)
+
+
+def _some_of(raw: Mapping[str, Any]) -> str:
+    names = [repr(name) for name in raw]
+    return ", ".join(names[:2]) + (" and so on" if len(names) > 2 else "") if names else "no keys"
+
+
+def _named_by_fsdp(request: _Request, optimizer: torch.optim.Optimizer, raw: dict[str, Any]) -> dict[str, Any]:
     """FSDP1 names by raw names; its own clean-up knows nothing of compiled modules inside it."""
-    raw = stock.state_dict_fn(optimizer, "state_dict")()
     with request.info.fsdp_context():
         named = FSDP.optim_state_dict(
             request.model, optimizer, raw, group=stock.fsdp_group(request.model, request.info)
@@ -316,11 +360,10 @@ def _named_by_fsdp(request: _Request, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def _named(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _named(request: _Request, optimizer: torch.optim.Optimizer, raw: dict[str, Any]) -> dict[str, Any]:
     names = [slots[0][0] for slots in _optimizer_names(request, optimizer)]
-    raw = stock.state_dict_fn(optimizer, "state_dict")()
     return {
-        _STATE: {names[index]: value for index, value in raw[_STATE].items()},
+        _STATE: {names[key] if isinstance(key, int) else key: value for key, value in raw[_STATE].items()},
         _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in raw[_GROUPS]],
     }
 
@@ -329,9 +372,9 @@ def _named(request: _Request, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def _get_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
     for optimizer in optimizers:
-        stock.init_optim_state(optimizer)
+        raw = numbered_state(optimizer)
         named = _named_by_fsdp if request.info.fsdp_modules else _named
-        if found := named(request, optimizer):
+        if found := named(request, optimizer, raw):
             state[_STATE].update(found[_STATE])
             state[_GROUPS].extend(found[_GROUPS])
     if request.info.flatten_optimizer_state_dict:
@@ -374,13 +417,20 @@ class _Loaded:
         key = f"{_GROUPS}.{name}.{option}"
         return key in self._given, self._given.get(key)
 
-    def state(self, name: str, parts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-        """The state of a parameter, None when there is none, and the keys that are missing of it."""
+    def state(self, name: str, parts: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, list[str]]:
+        """The state of a parameter, None when there is none, and the keys that are missing of it.
+
+        Args:
+            name: the parameter's.
+            parts: what its state should have; None where that is not known.
+        """
         if self.nested:
             found = self._given[_STATE].get(name)
             if found is None:
                 return None, [f"{_STATE}.{name}"] if parts else []
-            return found, [f"{_STATE}.{name}.{part}" for part in parts if part not in found]
+            return found, [f"{_STATE}.{name}.{part}" for part in parts or () if part not in found]
+        if parts is None:
+            return self._below(f"{_STATE}.{name}") or None, []
         state: dict[str, Any] = {}
         missing = []
         for part in parts:
@@ -439,12 +489,25 @@ def _pick(names: list[str], loaded: _Loaded, options: Iterable[str]) -> str:
     return next((name for name in names if loaded.has(name, options)), names[0])
 
 
+def _expected_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]] | None:
+    """The state that each parameter has, or the names of what it will have; None where that cannot be known."""
+    if not is_fresh(optimizer):
+        return optimizer.state
+    try:
+        return first_step(optimizer, keep=dict.fromkeys).states
+    except NoFirstStep as error:
+        logger.debug("what %s needs is not checked: %s", type(optimizer).__name__, error)
+        return None
+
+
 def _split(request: _Request, optimizer: torch.optim.Optimizer, loaded: _Loaded) -> dict[str, Any]:
     """What of the loaded state is this optimizer's, in its order."""
     state: dict[str, Any] = {}
     groups: list[_Group] = []
     missing: list[str] = []
+    incomplete: dict[Tensor, str] = {}
     slots = iter(_optimizer_names(request, optimizer))
+    expected = _expected_state(optimizer)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != _PARAMS}
         groups.append(_Group(options, [], []))
@@ -455,18 +518,23 @@ def _split(request: _Request, optimizer: torch.optim.Optimizer, loaded: _Loaded)
                 groups[-1].sources.append(source)
                 if not param.requires_grad:
                     continue
-                current = optimizer.state.get(param, {})
+                current = None if expected is None else expected.get(param) or {}
                 found, absent = loaded.state(source, current)
                 missing += absent
                 if found is not None and (found or not current):
-                    state[names[0]] = {**current, **found} if absent else found
+                    state[names[0]] = found
+                    incomplete |= {param: names[0]} if absent else {}
     taken = _empty_groups(groups, loaded)
-    result = [_with_options(group, loaded, taken.get(index), missing) for index, group in enumerate(groups)]
-    if missing and request.info.strict:
+    strict = request.info.strict
+    result = [_with_options(group, loaded, taken.get(index), missing, strict) for index, group in enumerate(groups)]
+    if missing and strict:
         raise KeyMismatchError(
             f"the optimizer's state dict lacks {len(missing)} keys that {type(optimizer).__name__} needs:\n"
             f"{_some_keys(missing)}\n{_words_of_stock(missing)}to load the rest, pass StateDictOptions(strict=False)"
         )
+    if incomplete:
+        own = first_step(optimizer, incomplete).states if is_fresh(optimizer) else optimizer.state
+        state |= {name: {**own[param], **state[name]} for param, name in incomplete.items()}
     return {_STATE: state, _GROUPS: result}
 
 
@@ -477,38 +545,42 @@ def _words_of_stock(missing: list[str]) -> str:
 
 
 def _empty_groups(groups: list[_Group], loaded: _Loaded) -> dict[int, int]:
-    """Which saved group without parameters goes to which of the optimizer's; there may be one of them."""
+    """Which saved group without parameters goes to which of the optimizer's: the first to the first, and so on."""
     empty = [index for index, group in enumerate(groups) if not group.names]
     saved = [index for index, group in enumerate(loaded.groups) if not group[_PARAMS]]
     if not empty or not loaded.nested:
         return {}
-    if len(empty) != 1 or len(saved) != 1:
+    if len(empty) != len(saved):
         raise ValueError(
             "There are param groups that have zero parameters. In such a case, DSD only support exactly one param "
-            f"group with zero parameters. The optimizer has {len(empty)}, the state dict {len(saved)}"
+            f"group with zero parameters. The optimizer has {len(empty)}, the state dict {len(saved)}: which belongs "
+            "to which cannot be told unless there are as many"
         )
-    return {empty[0]: saved[0]}
+    return dict(zip(empty, saved, strict=True))
 
 
-def _with_options(group: _Group, loaded: _Loaded, empty: int | None, missing: list[str]) -> dict[str, Any]:
-    """The group as it was saved: its learning rate and so on."""
+def _with_options(
+    group: _Group, loaded: _Loaded, empty: int | None, missing: list[str], strict: bool
+) -> dict[str, Any]:
+    """The group as it was saved: its learning rate and so on. Names of parameters stay those of this optimizer."""
+    own_names = {name: value for name, value in group.options.items() if name == _PARAM_NAMES}
     if loaded.nested:
         numbers = {loaded.group_of(name) for name in group.sources} - {None}
         numbers |= {empty} - {None}
         found = [loaded.groups[number] for number in sorted(n for n in numbers if n is not None)]
         options = {name: value for saved in found for name, value in saved.items() if name != _PARAMS}
-        _warn_if_mixed(group, found)
+        _refuse_mixed(group, found, strict)
         missing += [f"{_GROUPS}.{name}" for name in group.sources if loaded.group_of(name) is None]
-        return {**(options or group.options), _PARAMS: group.names}
+        return {**(options or group.options), **own_names, _PARAMS: group.names}
     options = dict(group.options)
-    for option in group.options if group.sources else ():
+    for option in [name for name in group.options if name != _PARAM_NAMES and group.sources]:
         there, options[option] = loaded.option(group.sources[0], option)
         if not there:
             missing.append(f"{_GROUPS}.{group.sources[0]}.{option}")
             options[option] = group.options[option]
         for name in group.sources[1:]:
             there, value = loaded.option(name, option)
-            if there and not _same(value, options[option]):
+            if there and not same_value(value, options[option]):
                 raise RuntimeError(
                     "All the parameters in the same parameter group should have the same saved param_group value. But "
                     f"{group.sources[0]}.{option} is {options[option]} while other(s) is {value}: that of {name}. Give "
@@ -517,20 +589,21 @@ def _with_options(group: _Group, loaded: _Loaded, empty: int | None, missing: li
     return {**options, _PARAMS: group.names}
 
 
-def _same(a: Any, b: Any) -> bool:
-    return bool(torch.equal(a, b)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two options of groups are equal; tensors by their elements."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return bool(torch.equal(a, b))
+    return bool(a == b)
 
 
-def _warn_if_mixed(group: _Group, saved: list[dict[str, Any]]) -> None:
-    for name in {name for one in saved[1:] for name in one if name != _PARAMS}:
-        if any(not _same(one.get(name), saved[0].get(name)) for one in saved[1:]):
-            logger.warning(
-                "the parameters of one group (%s, ...) were saved in %d groups with different %s; that of the last is "
-                "taken",
-                group.names[0],
-                len(saved),
-                name,
-            )
+def _refuse_mixed(group: _Group, saved: list[dict[str, Any]], strict: bool) -> None:
+    for name in {name for one in saved[1:] for name in one} - {_PARAMS, _PARAM_NAMES}:
+        if all(same_value(one.get(name), saved[0].get(name)) for one in saved[1:]):
+            continue
+        text = f"the parameters of one group ({group.names[0]}, ...) were saved in {len(saved)} with different {name}"
+        if strict:
+            raise RuntimeError(f"{text}; give the optimizer the groups that were saved")
+        logger.warning("%s; that of the last is taken", text)
 
 
 def _to_fsdp(request: _Request, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -583,17 +656,23 @@ def _set_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, 
         )
     loaded = _Loaded(given)
     for optimizer in optimizers:
-        stock.init_optim_state(optimizer)
         state: dict[str, Any] = {}
         if given:
             state = dict(given) if loaded.by_number else _split(request, optimizer, loaded)
-        if info.fsdp_modules:
-            state = _to_fsdp(request, optimizer, state) if state and not loaded.by_number else state
-        elif info.full_state_dict:
-            state = _spread_optimizer(request, optimizer, state)
-        if state:
-            state[_GROUPS] = [{**group, _PARAMS: _Names(group[_PARAMS])} for group in state[_GROUPS]]
-        stock.state_dict_fn(optimizer, "load_state_dict")(state_dict=state)
+        take_over(request, optimizer, state, by_number=loaded.by_number)
+
+
+def take_over(
+    request: _Request, optimizer: torch.optim.Optimizer, state: dict[str, Any], by_number: bool = False
+) -> None:
+    """Gives an optimizer the state that is its own: in the order of its groups, with parameters by name."""
+    if request.info.fsdp_modules:
+        state = _to_fsdp(request, optimizer, state) if state and not by_number else state
+    elif request.info.full_state_dict:
+        state = _spread_optimizer(request, optimizer, state)
+    if state:
+        state[_GROUPS] = [{**group, _PARAMS: _Names(group[_PARAMS])} for group in state[_GROUPS]]
+    load_own_state_dict(optimizer, state)
 
 
 # ---- the interface ----
@@ -659,8 +738,12 @@ def get_optimizer_state_dict(
         submodules: has no effect, as in stock.
         options: stock's; ``flatten_optimizer_state_dict`` gives one level of keys.
 
+    Nothing of the optimizers or the model is changed. One that has no state yet is given in the dict what a step with
+    gradients of zero makes, as in stock, so that it can be loaded into; the optimizer itself has none afterwards.
+
     Raises:
-        RuntimeError: an optimizer has a parameter that is not the model's.
+        RuntimeError: an optimizer has a parameter that is not the model's, or its class has a state dict of its own
+            form, or it has no state yet and copies of it cannot take a step.
     """
     with collection_paused():
         return _get_optimizers(_Request(model, options), _as_tuple(optimizers))
@@ -675,7 +758,8 @@ def set_optimizer_state_dict(
 ) -> None:
     """Loads optimizer state, in time linear in the number of parameters.
 
-    Call it before ``backward()`` or after ``step()``, as gradients of zero are used to initialise the state.
+    The optimizer takes no step for it, where stock's takes one with gradients of zero: what it needs is found out on
+    copies of its parameters, 64 MiB at a time.
 
     Args:
         model: the model that the optimizers are for.
@@ -685,7 +769,8 @@ def set_optimizer_state_dict(
 
     Raises:
         KeyMismatchError: with ``strict``, when state is missing; the message lists all of it.
-        RuntimeError: an optimizer has a parameter that is not the model's, or one group was saved as several.
+        RuntimeError: an optimizer has a parameter that is not the model's, or one group was saved as several that
+            differ; with ``strict=False`` the options of the last are taken, where they are nested.
     """
     with collection_paused():
         _set_optimizers(_Request(model, options), _as_tuple(optimizers), optim_state_dict)

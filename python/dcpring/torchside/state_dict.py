@@ -24,7 +24,6 @@ state_dict_fn: Callable[[Any, str], Callable[..., Any]] = function(_STATE_DICT, 
 maybe_full_or_cpu: Callable[[dict[str, Any], Any], dict[str, Any]] = function(
     _STATE_DICT, "_maybe_full_or_cpu_state_dict"
 )
-init_optim_state: Callable[[Any], None] = function(_STATE_DICT, "_init_optim_state")
 _flatten_optim: Callable[[dict[str, Any]], dict[str, Any]] = function(_STATE_DICT, "_flatten_optim_state_dict")
 
 broadcast: Callable[..., None] = function(_UTILS, "_broadcast_state_dict")

@@ -118,6 +118,11 @@ def order_of_cuts(value: DTensor) -> tuple[Any, bool]:
     return getattr(spec, "shard_order", None), encoded is not False
 
 
+def version(value: Tensor) -> int:
+    """How often a tensor was changed in place; 0 where that is not counted."""
+    return 0 if value.is_inference() else value._version
+
+
 def with_shards(value: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
     """A ShardedTensor like another one, with these shards on this rank."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(

@@ -49,6 +49,15 @@ class Counter:
         self.value = state["value"]
 
 
+class Stepper(Counter):
+    """Passes on what a scheduler does, as accelerate's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 def small(folder: Path, counter: Counter, **options: Any) -> Checkpointer:
     return Checkpointer(folder, {"counter": Replicated(counter)}, **options)
 
@@ -159,7 +168,13 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
         ({"c": {"step": 1}}, {}, TypeError, "component 'c' is a dict: say how it reshards"),
         ({"c": 3}, {}, TypeError, "component 'c' is a int: a component has state_dict"),
         ({"o": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, {}, TypeError, "no model among the components"),
-        ({"l": torch.utils.data.DataLoader([1, 2])}, {}, TypeError, "component 'l' is a DataLoader"),
+        (
+            {"l": torch.utils.data.DataLoader([1, 2])},
+            {},
+            TypeError,
+            r"component 'l' is a DataLoader: make the loader with sampler=ElasticSampler",
+        ),
+        ({"s": Stepper()}, {}, TypeError, "component 's' is a Stepper: it holds a StepLR as .scheduler, .* give that"),
     ),
 )
 def test_bad_arguments(tmp_path: Path, components: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -568,8 +583,8 @@ def corrupt_loads(folder: Path, keys: list[str]) -> list[tuple[str, str, bool]]:
 
 def test_a_corrupt_component(tmp_path: Path) -> None:
     _distributed.run(2, save_whole_state, tmp_path)
-    small = ["counter.value", "rng.rank_1.cpu", "dataloader.epoch", MANIFEST_KEY]
-    keys = [*small, "optimizer.param_groups.0.lr", "model.up.bias"]
+    small = ["counter.value", "rng.rank_1.cpu", "dataloader.epoch", "optimizer.param_groups.0.lr", MANIFEST_KEY]
+    keys = [*small, "optimizer.state.up.bias.exp_avg", "model.up.bias"]
     results = _distributed.run(2, corrupt_loads, tmp_path, keys)
     assert [len(found) for found in results] == [len(keys)] * 2
     for found in results:

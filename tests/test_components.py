@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import random
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -153,6 +157,30 @@ def test_rescaled_by_world_size(tmp_path: Path) -> None:
             assert rate == advance(model, optimizer, scheduler, 120 // world)[-1]
             assert position == 120 // world
             assert detail == f"rescaled by {ratio}"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() - {"ReduceLROnPlateau"}))
+def test_a_schedule_of_which_only_the_position_was_saved(tmp_path: Path, name: str) -> None:
+    """torchtitan saves no more of its schedulers."""
+    _, optimizer = sgd()
+    scheduler = SCHEDULERS[name](optimizer)
+    expected = [advance(*sgd_with(name), steps=5)[-1], 0]
+    dcp.save({"schedule": {"last_epoch": 5}}, checkpoint_id=str(tmp_path / "step-5"), no_dist=True)
+    with Checkpointer(tmp_path, {"schedule": scheduler}) as checkpointer:
+        report = checkpointer.load().components["schedule"]
+        assert (report.action, report.detail) == ("loaded", "stepped from its start to the position that was saved")
+        assert optimizer.param_groups[-1]["lr"] == expected[0]
+        assert "needs a scheduler that has not been stepped" in error_of(checkpointer.load)
+    with Checkpointer(tmp_path, {"schedule": LRSchedule(SCHEDULERS[name](sgd()[1]), rescale=2)}) as checkpointer:
+        assert checkpointer.load().components["schedule"].detail == "rescaled by 2"
+    plateau = SCHEDULERS["ReduceLROnPlateau"](optimizer)
+    with Checkpointer(tmp_path, {"schedule": plateau}) as checkpointer:
+        assert "is not enough for ReduceLROnPlateau" in error_of(checkpointer.load)
+
+
+def sgd_with(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model, optimizer = sgd()
+    return model, optimizer, SCHEDULERS[name](optimizer)
 
 
 def refused_schedule(folder: Path, groups: int, make: Any, **options: Any) -> str:
@@ -431,6 +459,157 @@ def test_generators(tmp_path: Path) -> None:
     assert results[0][0] != results[1][0]
 
 
+def test_a_load_in_a_script_that_has_not_come_to_numpy_yet(tmp_path: Path) -> None:
+    np.random.seed(4)
+    with Checkpointer(tmp_path, {"rng": RNG()}) as checkpointer:
+        checkpointer.save(1)
+    expected = np.random.rand()
+    script = (
+        "import sys; from dcpring import RNG, Checkpointer\n"
+        f"with Checkpointer({str(tmp_path)!r}, {{'rng': RNG()}}) as checkpointer: checkpointer.load()\n"
+        "import numpy; print(numpy.random.rand())"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(found.stdout) == expected
+
+
+class Device:
+    """An accelerator's module, as far as generators go."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(4, dtype=torch.uint8)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine with, or without, an accelerator that works or is only built for."""
+    machine: dict[str, Any] = {"kind": None, "works": True, "module": Device()}
+    kind = lambda *_: None if machine["kind"] is None else torch.device(machine["kind"])  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", kind)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: machine["works"])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: machine["module"])
+    return machine
+
+
+def test_generators_of_accelerators(tmp_path: Path, accelerator: dict[str, Any]) -> None:
+    def detail(step: int) -> str:
+        with Checkpointer(tmp_path, {"rng": RNG()}) as checkpointer:
+            return checkpointer.load(step).components["rng"].detail
+
+    def save(step: int) -> None:
+        with Checkpointer(tmp_path, {"rng": RNG()}) as checkpointer:
+            checkpointer.save(step)
+
+    save(1)
+    accelerator["kind"] = "cuda"
+    accelerator["module"].state += 7
+    save(2)
+    accelerator["module"].state += 1
+    assert detail(1) == "as saved, but the checkpoint has no state of a cuda generator, which goes on as it is"
+    assert detail(2) == "as saved"
+    assert accelerator["module"].state.tolist() == [7] * 4
+    accelerator["kind"] = "xpu"
+    assert "that of a cuda generator is left out, as there is none here" in detail(2)
+    # A build for an accelerator on a machine that has none: nobody asks it anything.
+    accelerator |= {"kind": "cuda", "works": False, "module": None}
+    assert "that of a cuda generator is left out" in detail(2)
+    assert detail(1) == "as saved"
+
+
+def test_generators_are_set_last(tmp_path: Path) -> None:
+    """Whatever else a load does, and draws for it."""
+
+    class Drawing(Cursor):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            torch.rand(3)
+
+    parts = {"rng": RNG(), "it": PerRank(Drawing(1))}
+    with Checkpointer(tmp_path, parts) as checkpointer:
+        checkpointer.save(1)
+        expected = draw()
+        checkpointer.load()
+    assert draw() == expected
+
+
+# ---- whether it was taken over ----
+
+
+class Deaf(Cursor):
+    """Takes nothing over, or only some of it."""
+
+    def __init__(self, value: Any, hears: bool = False) -> None:
+        super().__init__(value)
+        self.hears = hears
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "same": 1, "weight": torch.tensor([self.value, float("nan")])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"] if self.hears else self.value
+
+
+@pytest.mark.parametrize("kind", (Replicated, Sharded))
+def test_what_is_not_taken_over_is_told(tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path, {"it": kind(Deaf(1.0))}) as checkpointer:
+        checkpointer.save(1)
+    for hears in (False, True):
+        caplog.clear()
+        with Checkpointer(tmp_path, {"it": kind(Deaf(2.0, hears))}) as checkpointer:
+            detail = checkpointer.load().components["it"].detail
+        expected = "" if hears else ", but its state_dict() has something else in 'value', 'weight' afterwards"
+        assert detail == f"as saved{expected}"
+        assert ("component 'it' was loaded, but its state_dict()" in caplog.text) == (not hears)
+
+
+def remarks_of_ranks(folder: Path) -> str:
+    deaf = Deaf(1.0)
+    with Checkpointer(folder, {"it": Replicated(deaf)}) as checkpointer:
+        checkpointer.save(1)
+        deaf.value, deaf.hears = 5.0, dist.get_rank() == 0
+        return str(checkpointer.load())
+
+
+def test_the_report_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, remarks_of_ranks, tmp_path)
+    assert first == second
+    assert "it: loaded, as saved, but rank 1: its state_dict() has something else in 'value', 'weight'" in first
+
+
+def test_what_cannot_be_asked_is_handed_over(tmp_path: Path) -> None:
+    """To ask a loader for its state is to begin to load: so nobody knows whether it has taken it."""
+    parts = {"mine": PerRank(Deaf(1.0)), "progress": Elastic(Deaf(1.0)), "generator": torch.Generator(), "rng": RNG()}
+    with Checkpointer(tmp_path, parts) as checkpointer:
+        checkpointer.save(1)
+        report = checkpointer.load()
+    details = {name: part.detail for name, part in report.components.items()}
+    assert details == {
+        "mine": "handed over as saved",
+        "progress": "handed over as saved",
+        "generator": "as saved",
+        "rng": "as saved",
+    }
+
+
+def test_nothing_is_said_of_keys_that_are_all_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A load reads twice; what one read leaves to the other is nothing unexpected."""
+    model = spread("single", 1)
+    parts = {"model": model, "optimizer": adamw(model), "state": Replicated({"step": 1}), "more": Replicated({"a": 1})}
+    with Checkpointer(tmp_path, parts) as checkpointer:
+        checkpointer.save(1)
+        with caplog.at_level(logging.INFO, logger="dcpring"):
+            checkpointer.load()
+            checkpointer.load(exclude=["more"])
+    said = [record.getMessage() for record in caplog.records if record.name == "dcpring"]
+    assert [text for text in said if not text.startswith("load plan")] == []
+
+
 # ---- states as trees ----
 
 TREES: list[Any] = [
@@ -544,9 +723,52 @@ def test_torchtitan_layout(tmp_path: Path) -> None:
         assert "saved by an unknown number of ranks, loaded by 3 ranks" in report
 
 
+class TitanLoader:
+    """torchtitan's: its rank is in its state, in which a pickle lies; it passes over what is not for it."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.key, self.world, self.position = f"dp_rank_{rank}", world, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: pickle.dumps({"position": self.position}), "world_size": self.world}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.key in state:
+            assert state["world_size"] == self.world
+            self.position = pickle.loads(state[self.key])["position"]
+
+
+def titans_loaders(folder: Path) -> tuple[list[int], str]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = []
+    loader = TitanLoader(rank, world)
+    loader.position = 17 + rank
+    dcp.save({"dataloader": loader}, checkpoint_id=str(folder / "step-1"))
+    with Checkpointer(folder, {"dataloader": PerRank(loader)}) as checkpointer:
+        for step in (1, 2):
+            loader.position = 0
+            detail = checkpointer.load().components["dataloader"].detail
+            found.append(loader.position)
+            checkpointer.save(step + 1)
+    return found, detail
+
+
+def test_a_loader_that_has_its_rank_in_its_state(tmp_path: Path) -> None:
+    """From torchtitan's checkpoint it gets back all that it gave, and from ours, too."""
+    results = _distributed.run(2, titans_loaders, tmp_path)
+    assert results == [([17, 17], "handed over as saved"), ([18, 18], "handed over as saved")]
+    script = TitanLoader(0, 1)
+    script.state_dict = lambda: {"dp_rank_0": ATTACK, "world_size": 1}  # type: ignore[method-assign]
+    dcp.save({"dataloader": script}, checkpoint_id=str(tmp_path / "bad" / "step-1"), no_dist=True)
+    with Checkpointer(tmp_path / "bad", {"dataloader": PerRank(TitanLoader(0, 1))}) as checkpointer:
+        assert "refers to posix.system" in error_of(checkpointer.load)
+
+
+ATTACK = b"\x80\x02cposix\nsystem\n(S'touch /tmp/dcpring-was-here'\ntR."
+
+
 def test_a_pickle_inside_that_runs_code(tmp_path: Path) -> None:
-    attack = b"\x80\x02cposix\nsystem\n(S'touch /tmp/dcpring-was-here'\ntR."
-    dcp.save({"loader": {"dp_rank_0": attack}}, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
+    dcp.save({"loader": {"dp_rank_0": ATTACK}}, checkpoint_id=str(tmp_path / "step-1"), no_dist=True)
     with Checkpointer(tmp_path, {"loader": PerRank(Tree())}) as checkpointer:
         assert "refers to posix.system" in error_of(checkpointer.load)
 

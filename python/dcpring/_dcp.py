@@ -8,9 +8,13 @@ from dcpring.load_planner import RingLoadPlanner as LoadPlanner
 from dcpring.planner import RingSavePlanner as SavePlanner
 from dcpring.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
+    has_flat_parameters,
+    is_numbered,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    named_parameters,
+    same_value,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from dcpring.torchside.dcp import load, save
 
@@ -19,9 +23,13 @@ __all__ = [
     "SavePlanner",
     "StateDictOptions",
     "get_model_state_dict",
-    "get_optimizer_state_dict",
+    "has_flat_parameters",
+    "is_numbered",
     "load",
+    "load_named_optimizer_state",
+    "named_optimizer_state",
+    "named_parameters",
+    "same_value",
     "save",
     "set_model_state_dict",
-    "set_optimizer_state_dict",
 ]

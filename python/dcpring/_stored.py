@@ -12,7 +12,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,10 +82,15 @@ class Manifest:
 class OnceReader(RingReader):
     """A RingReader for several loads from one checkpoint, which unpickles its metadata once.
 
-    Lazy metadata is read again for every load: to look at it costs it the tables by which RingLoadPlanner plans.
+    Lazy metadata is read again for every load: to look at it costs it the tables by which RingLoadPlanner plans. What
+    a load leaves out is for another one: nothing is said of it.
     """
 
     _kept: Metadata | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.policy = replace(self.policy, unexpected="ignore")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._kept is None or isinstance(self._kept, LazyMetadata):
@@ -170,6 +175,12 @@ class Stored:
 
     def is_tensor(self, key: str) -> bool:
         return isinstance(self.metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+
+    def tensor(self, key: str) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and the shape of a tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype, entry.size
 
     def rank_keys(self, name: str) -> dict[int, list[str]]:
         """The keys of a component that belong to ranks ("rank_3", or "dp_rank_3"), by rank."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from dcpring import _dcp, _layout, _tree
+from dcpring import _dcp, _layout, _random, _tree
 from dcpring._background import Background
 from dcpring._metadata import METADATA_NAME
 from dcpring._ranks import Failure, Operation, Ranks, described, failure_of
@@ -198,28 +198,11 @@ class Checkpointer:
         return is_saved
 
     def _save(self, joint: Operation, step: int, blocking: bool) -> None:
-        try:
-            state = self._collect(joint, step, blocking)
-            if blocking:
-                self._write(joint, state, step)
-            else:
-                self._start(joint, state, step)
-        except BaseException:
-            _warn(self._each_component("done"))
-            raise
-        errors = self._each_component("done")
-        if errors:
-            raise errors[0]
-
-    def _each_component(self, method: Literal["done", "undo"]) -> list[Exception]:
-        """Calls a method of all components, and gives what it has raised."""
-        errors: list[Exception] = []
-        for component in self.components.values():
-            try:
-                getattr(component, method)()
-            except Exception as error:
-                errors.append(error)
-        return errors
+        state = self._collect(joint, step, blocking)
+        if blocking:
+            self._write(joint, state, step)
+        else:
+            self._start(joint, state, step)
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises what went wrong with the last one in the background."""
@@ -242,14 +225,15 @@ class Checkpointer:
         states: dict[str, Any] = {}
         notes: dict[str, Any] = {}
         failed: tuple[str, Exception] | None = None
-        for name, component in self.components.items():
-            try:
-                states[name] = component.state()
-                if not component.in_place:
-                    self._check_plain(states[name])
-                notes[name] = component.note(states[name], self._place)
-            except Exception as error:  # the others go on, too, as components may have collectives of their own
-                failed = failed or (name, error)
+        with _random.kept():  # a loader that is asked for its state may draw a number
+            for name, component in self.components.items():
+                try:
+                    states[name] = component.state()
+                    if component.is_whole:
+                        self._check_plain(states[name])
+                    notes[name] = component.note(states[name], self._place)
+                except Exception as error:  # the others go on, too, as components may have collectives of their own
+                    failed = failed or (name, error)
         if failed:
             with joint.doing(f"cannot save step {step}: component {failed[0]!r}"):
                 raise failed[1]
@@ -398,13 +382,13 @@ class Checkpointer:
         try:
             plans = self._plan(joint, stored, chosen)
             self._read(joint, stored, plans, in_place=False)
-            ready = self._prepare(joint, stored, plans, in_place=False)
+            ready = self._prepare(joint, stored, plans)
             self._read(joint, stored, plans, in_place=True)
-        except BaseException:
-            _warn(self._each_component("undo"))
-            raise
-        ready |= self._prepare(joint, stored, plans, in_place=True)
-        self._apply(joint, path, plans, ready)
+            self._apply(joint, path, plans, ready)
+            self._remark(joint, plans)
+        finally:
+            for component in chosen.values():
+                component.forget()
         return self._report(found, stored, plans)
 
     def _choose_step(self, joint: Operation, step: int | None) -> int | None:
@@ -439,7 +423,7 @@ class Checkpointer:
         absent = [name for name in chosen if name not in stored.keys]
         if unclaimed or absent:
             raise CheckpointError(self._mismatch(stored, sorted(unclaimed), absent))
-        return dict(sorted(chosen.items(), key=lambda item: not item[1].in_place))
+        return dict(sorted(chosen.items(), key=lambda item: (item[1].is_whole, item[1].goes_last)))
 
     def _mismatch(self, stored: Stored, unclaimed: list[str], absent: list[str]) -> str:
         lines = [f"{stored.origin}, with other components:"]
@@ -455,8 +439,12 @@ class Checkpointer:
             except Exception as error:
                 logger.debug("planning the load of %s", name, exc_info=True)
                 plans[name] = Plan(problems=[failure_of(error).text])
-        seen = joint.gather("plans", {name: (plan.problems, plan.unexpected) for name, plan in plans.items()})
+        seen = joint.gather("plans", {name: plan.without_targets() for name, plan in plans.items()})
         problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
+        for name, plan in plans.items():
+            plan.change = "; ".join(_by_rank([[each[name].change] for each in seen]))
+            plan.resharded = any(each[name].resharded for each in seen)
+            plan.notes = _by_rank([each[name].notes for each in seen])
         if any(problems.values()):
             raise CheckpointError(self._refusal(stored, plans, problems))
         return plans
@@ -469,36 +457,35 @@ class Checkpointer:
         ]
         for name, plan in plans.items():
             kind = self.components[name].kind
-            outcome = "; ".join(problems[name]) if problems[name] else f"loads, {plan.change}"
+            outcome = "; ".join(problems[name]) if problems[name] else f"loads, {plan.outcome}"
             lines.append(f"  {name} ({kind}): {outcome}")
         return "\n".join([*lines, f"To load the rest: exclude={bad}"])
 
     def _read(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
-        chosen = [name for name in plans if self.components[name].in_place == in_place]
-        target = {key: value for name in chosen for key, value in plans[name].target.items()}
-        nested = _below_their_heads(target)
+        targets = {name: plan.in_place if in_place else plan.target for name, plan in plans.items()}
+        chosen = [name for name, target in targets.items() if target]
+        nested = _below_their_heads({key: value for target in targets.values() for key, value in target.items()})
         changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
         joint.run_dcp(
             "reading in place" if in_place else "reading",
             f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
-            lambda group: _dcp.load(
-                nested, stored.reader, _dcp.LoadPlanner(process_group=group, **self._load_options), group
-            ),
-            is_wanted=bool(target),
+            lambda group: _dcp.load(nested, stored.reader, self._planner(group), group),
+            is_wanted=bool(chosen),
         )
-        for name in chosen:
-            plans[name].target = {key: _taken(nested, key) for key in plans[name].target}
+        for target in targets.values():
+            target |= {key: _taken(nested, key) for key in target}
 
-    def _prepare(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> dict[str, Any]:
+    def _planner(self, group: dist.ProcessGroup | None) -> _dcp.LoadPlanner:
+        """What a read leaves out is for the other read, or was looked at in the plans."""
+        return _dcp.LoadPlanner(process_group=group, unexpected="ignore", **self._load_options)
+
+    def _prepare(self, joint: Operation, stored: Stored, plans: dict[str, Plan]) -> dict[str, Any]:
         ready: dict[str, Any] = {}
         failures: dict[str, Failure] = {}
         cause: Exception | None = None
         for name, plan in plans.items():
-            component = self.components[name]
-            if component.in_place != in_place:
-                continue
             try:
-                ready[name] = component.prepare(name, stored, plan.target, self._place)
+                ready[name] = self.components[name].prepare(name, stored, plan.target, self._place)
             except Exception as error:
                 failures[name], cause = failure_of(error), cause or error
         seen = joint.gather("prepared", failures)
@@ -524,6 +511,15 @@ class Checkpointer:
             with joint.doing(f"{what}: component {failed[0]!r}"):
                 raise failed[1]
 
+    def _remark(self, joint: Operation, plans: dict[str, Plan]) -> None:
+        """Notes what components have found out about how they were taken over."""
+        seen = joint.gather("remarks", {name: _remarks(self.components[name]) for name in plans})
+        for name, plan in plans.items():
+            found = _by_rank([each[name] for each in seen])
+            if found and self._place.rank == 0:
+                logger.warning("component %r was loaded, but %s", name, "; ".join(found))
+            plan.notes += found
+
     def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> ResumeReport:
         reports: dict[str, ComponentReport] = {}
         for name in dict.fromkeys([*self.components, *stored.keys]):
@@ -533,7 +529,7 @@ class Checkpointer:
                 where = "left out" if name in stored.keys else "not in the checkpoint"
                 reports[name] = ComponentReport(kind, "skipped", where)
             else:
-                reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.change)
+                reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.outcome)
         return ResumeReport(step, stored.path, stored.world_size, self._place.world_size, reports)
 
     # ---- the end ----
@@ -638,14 +634,26 @@ def _step_folders(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def _problems(component: Component, seen: Sequence[tuple[list[str], set[str]]]) -> list[str]:
-    """What any rank found wrong, and the keys that none has a place for."""
+def _by_rank(texts: Sequence[Sequence[str]]) -> list[str]:
+    """What ranks have to say, each text once, with the ranks that say it if it is not all."""
     by_text: dict[str, list[int]] = {}
-    for rank, (problems, _) in enumerate(seen):
-        for text in problems:
+    for rank, own in enumerate(texts):
+        for text in own:
             by_text.setdefault(text, []).append(rank)
-    found = [text if len(at) == len(seen) else f"{spans(at)}: {text}" for text, at in by_text.items()]
-    nowhere = set.intersection(*(unexpected for _, unexpected in seen))
+    return [text if len(at) == len(texts) else f"{spans(at)}: {text}" for text, at in by_text.items()]
+
+
+def _remarks(component: Component) -> list[str]:
+    try:
+        return component.remarks()
+    except Exception as error:
+        return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
+
+
+def _problems(component: Component, seen: Sequence[Plan]) -> list[str]:
+    """What any rank found wrong, and the keys that none has a place for."""
+    found = _by_rank([plan.problems for plan in seen])
+    nowhere = set.intersection(*(plan.unexpected for plan in seen))
     if nowhere and not found and getattr(component, "strict", True):
         found.append(
             f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"

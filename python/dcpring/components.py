@@ -2,33 +2,36 @@
 
 A component belongs to a Checkpointer, which runs it in steps that all ranks take together:
 
-save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``disagreements``, ``to_save``, ``done``
-load:  ``plan`` (what is needed against what is there), then the read, ``prepare`` (checks what was read), ``apply``
+save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``disagreements``, ``to_save``
+load:  ``plan`` (what is needed against what is there), a read of ``Plan.target``, ``prepare`` (checks what was read),
+       a read of ``Plan.in_place``, ``apply``, ``remarks`` (what did not come out as it was saved)
 
-Nothing is changed before ``apply``, except that the tensors of a ``Sharded`` component are read in place.
+A save changes nothing. A load changes nothing before its second read, which is of tensors into tensors that are there.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from dcpring import _dcp, _tree
+from dcpring import _dcp, _random, _tree
 from dcpring._stored import PER_RANK, Stored, rank_key, unpickled
 from dcpring._text import ranks, spans
 from dcpring.errors import CheckpointError
-from dcpring.torchside.dcp import flatten_state_dict, set_element
-from dcpring.torchside.tensors import ShardedTensor, global_size
+from dcpring.torchside.dcp import flatten_state_dict
+from dcpring.torchside.tensors import ShardedTensor, global_size, local_tensor
 
 __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
+
+AS_SAVED, HANDED_OVER = "as saved", "handed over as saved"
+"""How a component comes back on the same ranks: taken over, or nobody knows what the object has made of it."""
 
 _SHOWN = 4
 """Keys that a message names before it only counts the rest."""
@@ -47,18 +50,31 @@ class Plan:
     """What one rank wants of a component, and whether it is there.
 
     Attributes:
-        target: by key, the tensors to fill, and None for objects.
+        target: by key, tensors to fill that are nobody's yet, and None for objects.
+        in_place: by key, the object's own tensors, which are filled when all else has been found to be good.
         problems: why it cannot be loaded; empty if it can.
         change: "as saved", or how it reshards.
         resharded: whether it comes back on other ranks or another mesh than it was saved on.
+        notes: what will not be as it was saved.
         unexpected: keys of the checkpoint that this rank has no place for.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    change: str = "as saved"
+    change: str = AS_SAVED
     resharded: bool = False
     unexpected: set[str] = field(default_factory=set)
+    in_place: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """How it comes back, in words."""
+        return f"{self.change}, but {'; '.join(self.notes)}" if self.notes else self.change
+
+    def without_targets(self) -> Plan:
+        """What other ranks are told."""
+        return replace(self, target={}, in_place={})
 
 
 class Component:
@@ -66,12 +82,14 @@ class Component:
 
     Attributes:
         kind: as the manifest names it.
-        in_place: whether a load writes into the object's own tensors.
+        is_whole: whether a rank's state is no part of anything, but plain data that has to come back exactly.
+        goes_last: taken over after all others, as they might change it.
         object: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
     """
 
     kind: ClassVar[str]
-    in_place: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = True
+    goes_last: ClassVar[bool] = False
 
     def __init__(self, object: Any) -> None:
         self.object = object
@@ -100,9 +118,6 @@ class Component:
         """What the manifest says besides kind and type."""
         return {}
 
-    def done(self) -> None:
-        """After a save, however it went: the state is not needed any more."""
-
     # ---- load ----
 
     def plan(self, name: str, stored: Stored, place: Place) -> Plan:
@@ -121,8 +136,17 @@ class Component:
         """
         self.object.load_state_dict(state)
 
-    def undo(self) -> None:
-        """After a load that failed before it changed anything: forgets what ``plan`` had to set up."""
+    def remarks(self) -> list[str]:
+        """What is known not to be as it was saved, once the state has been taken over; for the report."""
+        return []
+
+    def forget(self) -> None:
+        """After a load, however it went: what was set up for it is not needed any more."""
+
+    def _differences(self, given: Any) -> list[str]:
+        """A remark if the object's ``state_dict()`` does not have what it was given; more it may have."""
+        names = _differing(given, self.state())
+        return [f"its state_dict() has something else in {some(names)} afterwards"] if names else []
 
     def _kind_problems(self, name: str, stored: Stored, accepted: Iterable[str] = ()) -> list[str]:
         saved = stored.entry(name).get("kind", self.kind)
@@ -144,12 +168,13 @@ class Sharded(Component):
     """
 
     kind = "sharded"
-    in_place = True
+    is_whole = False
 
     def __init__(self, object: Any, strict: bool = True) -> None:
         super().__init__(object)
         self.strict = strict
         self._nested: dict[str, Any] = {}
+        self._given: Any = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     def note(self, state: Any, place: Place) -> Any:
@@ -164,48 +189,90 @@ class Sharded(Component):
             found += [mesh for mesh in note if mesh not in found]
         return {"meshes": found}
 
-    def state_to_load(self, name: str, stored: Stored) -> dict[str, Any]:
-        return dict(self.state())
-
     def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plan = Plan(problems=self._kind_problems(name, stored))
-        self._nested = {name: self.state_to_load(name, stored)}
-        own_meshes = meshes(self._nested)
-        if name in stored.flat:
-            self._nested = self._nested[name]
-        flat, self._paths = flatten_state_dict(self._nested)
-        there = set(stored.metadata.state_dict_metadata)
-        missing = self.missing(name, stored, {key for key in flat if key not in there}, plan)
-        if missing and self.strict:
-            plan.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
-        for key, value in flat.items():
-            if key in there:
-                plan.target[key] = value
-                plan.problems += _misfits(key, value, stored)
-        plan.unexpected = set(stored.keys.get(name, ())) - set(plan.target)
-        _describe(plan, stored.entry(name).get("meshes"), own_meshes)
-        if missing:
-            plan.change += f"; {some_are(missing)} not in the checkpoint, left as it was"
+        state = dict(self.state())
+        plan = self.plan_for(name, stored, state)
+        self.describe(plan, stored, name, state)
         return plan
 
-    def missing(self, name: str, stored: Stored, keys: set[str], plan: Plan) -> set[str]:
-        """Those of the keys without which the load would not be whole."""
-        return keys
+    def plan_for(self, name: str, stored: Stored, state: dict[str, Any]) -> Plan:
+        """What is to be read into a state, and what is not there."""
+        plan = Plan(problems=self._kind_problems(name, stored))
+        self._nested = {name: state}
+        if name in stored.flat:
+            self._nested = state
+        flat, self._paths = flatten_state_dict(self._nested)
+        there = set(stored.metadata.state_dict_metadata)
+        for key, value in flat.items():
+            if key in there:
+                self.add(plan, key, value, stored)
+        plan.unexpected = set(stored.keys.get(name, ())) - set(plan.target) - set(plan.in_place)
+        self.note_missing(plan, {key for key in flat if key not in there})
+        return plan
+
+    def add(self, plan: Plan, key: str, value: Any, stored: Stored) -> None:
+        """Plans to read a key into a value: a tensor, or what an object takes the place of."""
+        plan.problems += _misfits(key, value, stored)
+        if isinstance(value, Tensor | ShardedTensor):
+            plan.in_place[key] = value
+        else:
+            plan.target[key] = None
+
+    def note_missing(self, plan: Plan, missing: set[str]) -> None:
+        if missing and self.strict:
+            plan.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
+        elif missing:
+            plan.notes.append(f"{some_are(missing)} not in the checkpoint, left as it was")
+
+    def describe(self, plan: Plan, stored: Stored, name: str, own: Any) -> None:
+        """Says how the state comes back, from which meshes and in which types."""
+        saved, here = stored.entry(name).get("meshes"), meshes(own)
+        if saved is None:
+            plan.change = f"onto {mesh_text(here)}; the checkpoint does not say from which mesh"
+            plan.resharded = True
+        elif saved != here:
+            plan.change = f"from {mesh_text(saved)} to {mesh_text(here)}"
+            plan.resharded = True
+        pairs = ((stored.tensor(key)[0], value.dtype) for key, value in plan.in_place.items() if stored.is_tensor(key))
+        plan.notes += cast_notes(pairs)
 
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
         for key, value in target.items():
-            if not isinstance(value, Tensor | ShardedTensor):
-                set_element(self._nested, self._paths[key], value)
+            _set_at(self._nested, self._paths[key], value)
         return self._nested if name in stored.flat else self._nested[name]
 
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        super().apply(state, before)
+        self._given = state
 
-def _describe(plan: Plan, saved: list[Any] | None, own: list[Any]) -> None:
-    if saved is None:
-        plan.change = f"onto {mesh_text(own)}; the checkpoint does not say from which mesh"
-        plan.resharded = True
-    elif saved != own:
-        plan.change = f"from {mesh_text(saved)} to {mesh_text(own)}"
-        plan.resharded = True
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._nested, self._given = {}, None
+
+
+def _set_at(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Sets what a path of DCP's stands for: it has texts for keys of dicts, whatever they are."""
+    *parents, last = path
+    for part in parents:
+        tree = tree[_real_key(tree, part)]
+    tree[_real_key(tree, last)] = value
+
+
+def _real_key(tree: Any, part: str | int) -> Any:
+    if not isinstance(tree, Mapping) or part in tree:
+        return part
+    return next(key for key in tree if str(key) == part)
+
+
+def cast_notes(pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
+    """How many tensors were cast, from what to what."""
+    casts = Counter((before, after) for before, after in pairs if before != after)
+    return [
+        f"{count} tensor{'s' if count > 1 else ''} cast from {before} to {after}".replace("torch.", "")
+        for (before, after), count in casts.items()
+    ]
 
 
 def meshes(state: Any) -> list[dict[str, Any]]:
@@ -250,6 +317,26 @@ def _misfits(key: str, value: Any, stored: Stored) -> list[str]:
     return []
 
 
+def _differing(given: Any, taken: Any) -> list[str]:
+    """What of a state is not in another one, by name."""
+    if not isinstance(given, Mapping | list | tuple):
+        return [] if _same(given, taken) else ["it"]
+    found = dict(_tree.leaves(taken))
+    return [path for path, value in _tree.leaves(given) if path not in found or not _same(value, found[path])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, or nobody can tell; of what is spread over ranks, this rank's part."""
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        a, b = local_tensor(a), local_tensor(b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # Mostly it is the same memory, or at least there is no NaN.
+        return a.data_ptr() == b.data_ptr() or torch.equal(a, b) or _tree.digest(a) == _tree.digest(b)
+    return isinstance(a, ShardedTensor) or _tree.digest(a) == _tree.digest(b)
+
+
 def some(keys: Iterable[str]) -> str:
     names = sorted(keys)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -270,119 +357,8 @@ class ModelState(Sharded):
         return _dcp.get_model_state_dict(self.object)
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
+        # It raises itself if anything is not taken over.
         _dcp.set_model_state_dict(self.object, state, options=_dcp.StateDictOptions(strict=self.strict))
-
-
-class OptimizerState(Sharded):
-    """A ``torch.optim.Optimizer``, with its parameters named as its model names them.
-
-    DCP fills tensors that exist, so an optimizer that has never stepped is given some, and loses them again where
-    nothing was loaded into them.
-
-    Args:
-        object: the optimizer.
-        model: whose parameters it has.
-        strict: see ``Sharded``.
-    """
-
-    object: Optimizer
-
-    def __init__(self, object: Optimizer, model: nn.Module, strict: bool = True) -> None:
-        super().__init__(object, strict)
-        self.model = model
-        self._was_fresh = False
-        self._saved_fresh = False
-        self._stateless: set[str] = set()
-
-    def state(self) -> Any:
-        return self._state_dict(flat=False)
-
-    def _state_dict(self, flat: bool) -> dict[str, Any]:
-        self._was_fresh |= not self.object.state
-        options = _dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
-        with _gradients_aside(self.object):
-            return dict(_dcp.get_optimizer_state_dict(self.model, self.object, options=options))
-
-    def note(self, state: Any, place: Place) -> Any:
-        return {"meshes": meshes(state), "param_groups": len(self.object.param_groups), "fresh": self._was_fresh}
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        return {**notes[0], **super().entry([note["meshes"] for note in notes])}
-
-    def done(self) -> None:
-        if self._was_fresh:
-            self.object.state.clear()
-        self._was_fresh = False
-
-    undo = done
-
-    def state_to_load(self, name: str, stored: Stored) -> dict[str, Any]:
-        self._saved_fresh = stored.entry(name).get("fresh", False)
-        paths = [stored.paths[key] for key in stored.keys.get(name, ())]
-        if any(str(path[1]).startswith("param_groups.") for path in paths if len(path) > 1):
-            return self._state_dict(flat=True)
-        state = self._state_dict(flat=False)
-        for path in paths:
-            # What a group holds besides parameters is what was saved: schedulers and versions of torch add to it.
-            if len(path) == 4 and path[1] == "param_groups" and int(path[2]) < len(state["param_groups"]):
-                state["param_groups"][int(path[2])].setdefault(path[3], None)
-        return state
-
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plan = super().plan(name, stored, place)
-        paths = [stored.paths[key] for key in stored.keys.get(name, ())]
-        groups = {path[2] for path in paths if len(path) > 2 and path[1] == "param_groups"}
-        own = len(self.object.param_groups)
-        if groups and len(groups) != own:
-            plan.problems = [f"{len(groups)} parameter groups in the checkpoint, {own} here"]
-        if self._stateless:
-            plan.change += f"; {len(self._stateless)} parameters had no state yet"
-        options = f"{name}.param_groups."
-        plan.unexpected = {key for key in plan.unexpected if not key.startswith(options)}
-        return plan
-
-    def missing(self, name: str, stored: Stored, keys: set[str], plan: Plan) -> set[str]:
-        """Options of a group keep their values, and a parameter that had never had a gradient has no state."""
-        states = {key: self._paths[key] for key in keys if key.startswith(f"{name}.state.")}
-        known = {_owner(stored.paths[key]) for key in stored.keys.get(name, ()) if key.startswith(f"{name}.state.")}
-        absent = {key for key, path in states.items() if known and _owner(path) not in known}
-        self._stateless = {_owner(states[key]) for key in absent}
-        return states.keys() - absent
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        state = super().prepare(name, stored, target, place)
-        for owner in self._stateless:
-            state.get("state", {}).pop(owner, None)
-        return state
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        options = _dcp.StateDictOptions(strict=False)
-        _dcp.set_optimizer_state_dict(self.model, self.object, state, options=options)
-        if self._saved_fresh:
-            self.object.state.clear()
-        self._was_fresh = False
-
-
-def _owner(path: tuple[str | int, ...]) -> str:
-    """The parameter that a state belongs to, by its path; flattened names hold it between "state." and the last dot."""
-    return str(path[2]) if len(path) > 2 else str(path[1]).removeprefix("state.").rpartition(".")[0]
-
-
-@contextlib.contextmanager
-def _gradients_aside(optimizer: Optimizer) -> Iterator[None]:
-    """DCP gives an optimizer state by a step without gradients, unless some are there; then it would leave it empty."""
-    if optimizer.state:
-        yield
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 # ---- replicated, and elastic ----
@@ -398,6 +374,10 @@ class Replicated(Component):
     """
 
     kind = "replicated"
+
+    def __init__(self, object: Any) -> None:
+        super().__init__(object)
+        self._given: Any = None
 
     def state(self) -> Any:
         return dict(self.object) if isinstance(self.object, MutableMapping) else self.object.state_dict()
@@ -429,6 +409,13 @@ class Replicated(Component):
             self.object.update(state)
         else:
             self.object.load_state_dict(state)
+        self._given = state
+
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._given = None
 
 
 class Elastic(Component):
@@ -447,6 +434,7 @@ class Elastic(Component):
     def __init__(self, object: Any, merge: Callable[[list[Any], int], Any] | None = None) -> None:
         super().__init__(object)
         self.merge = merge
+        self._given: Any = None
 
     def note(self, state: Any, place: Place) -> Any:
         return state
@@ -475,7 +463,7 @@ class Elastic(Component):
         by_rank = stored.rank_keys(name)
         problems = self._kind_problems(name, stored, accepted=[PerRank.kind] if by_rank else [])
         if not by_rank:
-            return Plan(stored.blank(stored.keys.get(name, [])), problems, *_from_to(stored, place))
+            return Plan(stored.blank(stored.keys.get(name, [])), problems, *self._from_to(stored, place))
         keys, found = _keys_of_ranks(name, stored, by_rank)
         if self.merge is None:
             found.append(f"it holds states of {ranks(len(by_rank))} of their own; pass Elastic(..., merge=)")
@@ -493,12 +481,26 @@ class Elastic(Component):
             check(state)
         return state
 
+    def _from_to(self, stored: Stored, place: Place) -> tuple[str, bool]:
+        old = stored.world_size
+        if old is None or old == place.world_size:
+            return AS_SAVED if self._is_own else HANDED_OVER, False
+        return f"from {ranks(old)} to {place.world_size}", True
 
-def _from_to(stored: Stored, place: Place) -> tuple[str, bool]:
-    old = stored.world_size
-    if old is None or old == place.world_size:
-        return "as saved", False
-    return f"from {ranks(old)} to {place.world_size}", True
+    @property
+    def _is_own(self) -> bool:
+        """Whether it can be asked for its state after a load; a loader of another kind begins to load by that."""
+        return hasattr(self.object, "check_state_dict")
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        super().apply(state, before)
+        self._given = state if self._is_own else None
+
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._given = None
 
 
 # ---- per rank ----
@@ -527,6 +529,7 @@ class PerRank(Component):
         world_size: int | None = None,
     ) -> None:
         super().__init__(object)
+        self._has_rank_in_its_state = False
         if (rank is None) != (world_size is None):
             raise ValueError("PerRank takes rank and world_size together, or neither")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
@@ -573,8 +576,13 @@ class PerRank(Component):
         keys, found = _keys_of_ranks(name, stored, by_rank)
         problems += found
         old = len(by_rank)
+        change = AS_SAVED if self._is_known else HANDED_OVER
         if old == own.world_size or problems:
-            return Plan(stored.blank(by_rank.get(own.rank, [])), problems)
+            own_keys = by_rank.get(own.rank, [])
+            self._has_rank_in_its_state = not problems and self._gives(own_keys, stored)
+            if self._has_rank_in_its_state:
+                own_keys = own_keys + [key for key in stored.keys[name] if key not in set(keys)]
+            return Plan(stored.blank(own_keys), problems, change)
         if self.reshard is None:
             problems.append(
                 f"it belongs to ranks, and was saved by {ranks(old)}, not {own.world_size}; "
@@ -584,11 +592,31 @@ class PerRank(Component):
 
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
         own, by_rank = self.place(place), stored.rank_keys(name)
+        if self._has_rank_in_its_state:
+            _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)  # it unpickles that itself: plain data only
+            return stored.rebuilt(target, depth=1)
         if len(by_rank) == own.world_size:
             return _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)[0]
         assert self.reshard is not None
         states = _states_of_ranks(stored, by_rank, target)
         return self.reshard(states, len(by_rank), own.world_size, own.rank)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether what is handed over is taken over; a loader cannot be asked, as it begins to load by that."""
+        return isinstance(self.object, torch.Generator)
+
+    def _gives(self, keys: Sequence[str], stored: Stored) -> bool:
+        """Whether the object puts its rank into its state dict itself, as torchtitan's loader does ("dp_rank_3").
+
+        What it saved is then the whole of what lies below the component.
+        """
+        names = {str(stored.paths[key][1]) for key in keys}
+        if stored.manifest is not None or not names or isinstance(self.object, torch.Generator):
+            return False
+        with _random.kept():
+            own = self.object.state_dict()
+        return isinstance(own, Mapping) and names <= own.keys()
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         if isinstance(self.object, torch.Generator):

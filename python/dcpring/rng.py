@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
+import importlib
 import random
 import sys
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from dcpring import _tree
+from dcpring import _random, _tree
 from dcpring._stored import Stored
 from dcpring.components import Component, PerRank, Place, Plan
 from dcpring.errors import CheckpointError
 
 __all__ = ["RNG"]
 
-logger = logging.getLogger("dcpring")
-
 _SEED_BYTES = 8
 _NUMPY_SEEDS = 1 << 32
+_NO_DEVICES = {"seed", "derived", "cpu", "python", "numpy"}
+"""What a state holds besides the generators of accelerators."""
 
 
 class RNG(PerRank):
@@ -37,23 +37,27 @@ class RNG(PerRank):
         derived: one entry for each time that seeds were derived: ``{"from": ranks, "to": ranks}``.
     """
 
+    goes_last = True
+    _is_known = True
+
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(self, reshard=self._derive)
         self.seed = torch.initial_seed() if seed is None else seed
         self.derived: list[dict[str, int]] = []
+        self._left_out: list[str] = []
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "seed": self.seed,
             "derived": list(self.derived),
             "cpu": torch.get_rng_state(),
-            "python": _python_state(),
+            "python": _random.python_state(),
         }
         if "numpy" in sys.modules:
-            state["numpy"] = _numpy_state()
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and torch.accelerator.is_available():
-            state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
+            state["numpy"] = _random.numpy_state()
+        device = _random.accelerator()
+        if device is not None:
+            state[device.type] = torch.get_device_module(device).get_rng_state()
         return state
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
@@ -84,14 +88,35 @@ class RNG(PerRank):
             _seed_all(state["new_seed"])
             return
         torch.set_rng_state(state["cpu"])
-        _set_python_state(state["python"])
-        if "numpy" in state and "numpy" in sys.modules:
-            _set_numpy_state(state["numpy"])
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type in state:
-            torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
-        elif accelerator is not None:
-            logger.warning("the checkpoint has no state of a %s generator: that goes on as it is", accelerator.type)
+        _random.set_python_state(state["python"])
+        self._left_out = [*self._apply_numpy(state), *self._apply_devices(state)]
+
+    def _apply_numpy(self, state: dict[str, Any]) -> list[str]:
+        if "numpy" not in state:
+            return ["the checkpoint has no state of NumPy's, which goes on as it is"] if "numpy" in sys.modules else []
+        try:
+            importlib.import_module("numpy")  # a script may come to it after the load
+        except ImportError:
+            return ["NumPy's is left out, as it is not installed"]
+        _random.set_numpy_state(state["numpy"])
+        return []
+
+    def _apply_devices(self, state: dict[str, Any]) -> list[str]:
+        device = _random.accelerator()
+        own = device.type if device is not None else ""
+        if device is not None and own in state:
+            torch.get_device_module(device).set_rng_state(state[own])
+        others = sorted(state.keys() - {own, *_NO_DEVICES})
+        left = [f"that of a {kind} generator is left out, as there is none here" for kind in others]
+        if own and own not in state:
+            left.append(f"the checkpoint has no state of a {own} generator, which goes on as it is")
+        return left
+
+    def remarks(self) -> list[str]:
+        return self._left_out
+
+    def forget(self) -> None:
+        self._left_out = []
 
 
 def _seed_all(number: int) -> None:
@@ -99,30 +124,3 @@ def _seed_all(number: int) -> None:
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number % _NUMPY_SEEDS)
-
-
-def _python_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    return {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss}
-
-
-def _set_python_state(state: dict[str, Any]) -> None:
-    random.setstate((state["version"], tuple(state["numbers"].tolist()), state["gauss"]))
-
-
-def _numpy_state() -> dict[str, Any]:
-    name, numbers, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-    return {
-        "name": name,
-        "numbers": torch.tensor(numbers.tolist()),
-        "position": position,
-        "has_gauss": has_gauss,
-        "gauss": gauss,
-    }
-
-
-def _set_numpy_state(state: dict[str, Any]) -> None:
-    numbers = state["numbers"].tolist()
-    sys.modules["numpy"].random.set_state(
-        (state["name"], numbers, state["position"], state["has_gauss"], state["gauss"])
-    )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dcpring._stored import Stored
@@ -18,7 +19,7 @@ from dcpring.torchside.optim import inner_schedulers
 
 __all__ = ["LRSchedule"]
 
-_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
 """Options of a parameter group that schedulers write."""
 
 _PER_GROUP = ("base_lrs", "_last_lr", "min_lrs")
@@ -28,7 +29,8 @@ _PER_GROUP = ("base_lrs", "_last_lr", "min_lrs")
 class LRSchedule(Replicated):
     """A scheduler of ``torch.optim.lr_scheduler``, which is recognised without this wrapper unless it is rescaled.
 
-    Another class of scheduler than was saved, or another number of parameter groups, is an error.
+    Another class of scheduler than was saved, or another number of parameter groups, is an error. One of which only
+    ``last_epoch`` was saved (by torchtitan) is stepped from its start to there.
 
     Args:
         scheduler: any of torch's.
@@ -49,21 +51,30 @@ class LRSchedule(Replicated):
         self.rescale = rescale
         self._options: list[dict[str, Any]] = []
         self._steps: int | None = None
+        self._has_position_only = False
 
     def plan(self, name: str, stored: Stored, place: Place) -> Plan:
         plan = super().plan(name, stored, place)
-        saved = stored.entry(name).get("type", self.type_name)
-        if saved != self.type_name:
+        self._options = [_scheduled(group) for group in self.object.optimizer.param_groups]
+        self._has_position_only = {stored.paths[key][1:] for key in stored.keys.get(name, ())} == {("last_epoch",)}
+        if self._has_position_only:
+            plan.change = "stepped from its start to the position that was saved"
+            self._check_is_new("the checkpoint has its position only, which", plan)
+        elif (saved := stored.entry(name).get("type", self.type_name)) != self.type_name:
             plan.problems.append(f"saved from a {saved}, here it is a {self.type_name}")
         if self.rescale is None:
             return plan
-        if _position(self.object.state_dict()) != 0:
-            plan.problems.append("rescale needs a scheduler that has not been stepped; make a new one")
+        self._check_is_new("rescale", plan)
         if stored.world_size is None and self.rescale == "world_size":
             plan.problems.append('rescale="world_size", but the checkpoint does not say its world size; give a number')
-        self._options = [_scheduled(group) for group in self.object.optimizer.param_groups]
         plan.change, plan.resharded = f"rescaled by {self._ratio(stored, place)}", True
         return plan
+
+    def _check_is_new(self, what: str, plan: Plan) -> None:
+        if any(isinstance(each, ReduceLROnPlateau) for each in _schedulers(self.object)):
+            plan.problems.append(f"{what} is not enough for ReduceLROnPlateau, which follows a metric")
+        elif _position(self.object.state_dict()) != 0:
+            plan.problems.append(f"{what} needs a scheduler that has not been stepped; make a new one")
 
     def _ratio(self, stored: Stored, place: Place) -> Fraction:
         if self.rescale == "world_size":
@@ -73,21 +84,26 @@ class LRSchedule(Replicated):
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
         state = super().prepare(name, stored, target, place)
         own = self.object.state_dict()
+        self._steps = None
+        if self._has_position_only:
+            self._steps = round(_position(state) * self._ratio(stored, place))
+            return state
         if not isinstance(state, dict) or _settings(state) != _settings(own):
             raise CheckpointError(f"it was not saved from a {self.type_name}: {_difference(state, own)}")
         groups = len(self.object.optimizer.param_groups)
         saved = next((len(state[key]) for key in _PER_GROUP if isinstance(state.get(key), list)), groups)
         if saved != groups:
             raise CheckpointError(f"saved with {saved} parameter groups, here the optimizer has {groups}")
-        self._steps = None if self.rescale is None else round(_position(state) * self._ratio(stored, place))
+        if self.rescale is not None:
+            self._steps = round(_position(state) * self._ratio(stored, place))
         return state
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         if self._steps is not None:
             self._replay(self._steps)
             return
-        self.object.load_state_dict(state)
-        if not any(component.object is self.object.optimizer for component in before):
+        super().apply(state, before)
+        if not any(_has_groups_of(component.object, self.object.optimizer) for component in before):
             rates = self.object.get_last_lr()
             for group, rate in zip(self.object.optimizer.param_groups, rates, strict=True):
                 _assign(group, "lr", rate)
@@ -101,6 +117,11 @@ class LRSchedule(Replicated):
             warnings.simplefilter("ignore")  # the optimizer does not step along
             for _ in range(steps):
                 self.object.step()
+
+
+def _has_groups_of(loaded: Any, optimizer: Optimizer) -> bool:
+    """Whether a component is the optimizer of a scheduler, which may be wrapped."""
+    return isinstance(loaded, Optimizer) and loaded.param_groups is optimizer.param_groups
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:
@@ -127,7 +148,7 @@ def _difference(state: Any, own: dict[str, Any]) -> str:
 
 
 def _scheduled(group: dict[str, Any]) -> dict[str, Any]:
-    chosen = {name: group[name] for name in _SCHEDULED if name in group}
+    chosen = {name: group[name] for name in SCHEDULED if name in group}
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in chosen.items()}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
 from collections import OrderedDict
@@ -302,25 +303,22 @@ def _optimizer_names(request: _Request, optimizer: torch.optim.Optimizer) -> lis
     return slots
 
 
-def numbered_state(optimizer: torch.optim.Optimizer, with_first_step: bool = True) -> dict[str, Any]:
+def _numbered(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's own state dict, with parameters by number. The optimizer is not changed.
 
-    Args:
-        optimizer: any whose state dict is made as torch's is.
-        with_first_step: give one that has no state what its first step would make, as there has to be something to
-            load into.
+    One that has no state is given what its first step would make, as there has to be something to load into.
 
     Raises:
         NoFirstStep: there is no state, and none can be made on copies of the parameters.
         RuntimeError: its class has a form of its own for the state dict.
     """
     raw = own_state_dict(optimizer)
-    if not is_torchs(raw, optimizer):
+    if not is_numbered(raw, optimizer) or raw.keys() - {_STATE, _GROUPS}:
         raise RuntimeError(
             f"{type(optimizer).__name__} has a state dict of its own form, with {_some_of(raw)}: call its state_dict() "
             "and load_state_dict(); a Checkpointer does"
         )
-    if not with_first_step or not is_fresh(optimizer):
+    if not is_fresh(optimizer):
         return raw
     made = first_step(optimizer)
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
@@ -331,9 +329,9 @@ def numbered_state(optimizer: torch.optim.Optimizer, with_first_step: bool = Tru
     }
 
 
-def is_torchs(raw: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a state dict is as ``torch.optim.Optimizer`` makes it, with its parameters by number."""
-    if raw.keys() != {_STATE, _GROUPS} or len(raw[_GROUPS]) != len(optimizer.param_groups):
+def is_numbered(raw: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a state dict has what ``torch.optim.Optimizer`` makes, with its parameters by number."""
+    if not raw.keys() >= {_STATE, _GROUPS} or len(raw[_GROUPS]) != len(optimizer.param_groups):
         return False
     numbers = iter(range(sum(len(group[_PARAMS]) for group in optimizer.param_groups)))
     pairs = zip(raw[_GROUPS], optimizer.param_groups, strict=True)
@@ -372,7 +370,7 @@ def _named(request: _Request, optimizer: torch.optim.Optimizer, raw: dict[str, A
 def _get_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
     for optimizer in optimizers:
-        raw = numbered_state(optimizer)
+        raw = _numbered(optimizer)
         named = _named_by_fsdp if request.info.fsdp_modules else _named
         if found := named(request, optimizer, raw):
             state[_STATE].update(found[_STATE])
@@ -659,10 +657,10 @@ def _set_optimizers(request: _Request, optimizers: tuple[torch.optim.Optimizer, 
         state: dict[str, Any] = {}
         if given:
             state = dict(given) if loaded.by_number else _split(request, optimizer, loaded)
-        take_over(request, optimizer, state, by_number=loaded.by_number)
+        _take_over(request, optimizer, state, by_number=loaded.by_number)
 
 
-def take_over(
+def _take_over(
     request: _Request, optimizer: torch.optim.Optimizer, state: dict[str, Any], by_number: bool = False
 ) -> None:
     """Gives an optimizer the state that is its own: in the order of its groups, with parameters by name."""
@@ -673,6 +671,49 @@ def take_over(
     if state:
         state[_GROUPS] = [{**group, _PARAMS: _Names(group[_PARAMS])} for group in state[_GROUPS]]
     load_own_state_dict(optimizer, state)
+
+
+# ---- by name, for a Checkpointer ----
+
+
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Whether FSDP1 has put parameters of the model together, and keeps parts of that."""
+    return bool(FSDP.fsdp_modules(model))
+
+
+def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[Tensor, list[str]]]]:
+    """For each group of an optimizer its parameters, each with its names; a flat one (FSDP1) for each that is in it."""
+    request = _Request(model, None)
+    slots = iter(_optimizer_names(request, optimizer))
+    return [[(param, names) for param in group[_PARAMS] for names in next(slots)] for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def named_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]
+) -> dict[str, Any]:
+    """A state dict in which parameters are numbered, with their names."""
+    with collection_paused():
+        request = _Request(model, None)
+        return (_named_by_fsdp if request.info.fsdp_modules else _named)(request, optimizer, numbered)
+
+
+@torch.no_grad()
+def load_named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Gives an optimizer a complete state, by names, with its groups in its own order, as its own state dict has it."""
+    with collection_paused():
+        request = _Request(model, None)
+        if request.info.fsdp_modules and state[_STATE]:
+            _take_over(request, optimizer, state)
+            return
+        numbers = {slots[0][0]: number for number, slots in enumerate(_optimizer_names(request, optimizer))}
+        by_number = {numbers.get(name, name): value for name, value in state[_STATE].items()}
+        count = itertools.count()
+        groups = [
+            {**group, _PARAMS: [next(count) for _ in own[_PARAMS]]}
+            for group, own in zip(state[_GROUPS], optimizer.param_groups, strict=True)
+        ]
+        load_own_state_dict(optimizer, {**state, _STATE: by_number, _GROUPS: groups})
 
 
 # ---- the interface ----

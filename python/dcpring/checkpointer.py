@@ -8,11 +8,8 @@ Checkpointer's own: what is raised in it on one rank is raised on all, and nobod
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +18,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from dcpring import _dcp, _layout, _random, _tree
+from dcpring import _dcp, _random, _tree
 from dcpring._background import Background
-from dcpring._metadata import METADATA_NAME
 from dcpring._ranks import Failure, Operation, Ranks, described, failure_of
 from dcpring._recognise import as_component, model_of
+from dcpring._retention import Steps, is_read_only, unusable
 from dcpring._staging import StagingBuffer
 from dcpring._stored import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring._text import ranks, spans
@@ -37,9 +34,6 @@ from dcpring.writer import RingWriter
 __all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
 
 logger = logging.getLogger("dcpring")
-
-_STEP = re.compile(r"step-(0|[1-9]\d*)")
-_DOOMED = re.compile(r"\.step-\d+\.removed")
 
 _SAVE_OPTIONS, _LOAD_OPTIONS = ("writers", "check_replicas", "split_bytes"), ("share",)
 """What users may give to the planners. What is saved, and under which names, a Checkpointer decides itself."""
@@ -104,10 +98,11 @@ class Checkpointer:
     Making one, ``save``, ``load``, ``wait`` and ``close`` are collective: all ranks call them, in the same order.
 
     Args:
-        folder: where the ``step-N`` folders go, the same on all ranks; made if missing.
+        folder: where the ``step-N`` folders go, the same on all ranks; made by the first save if missing.
         components: by name. Models, optimizers, LR schedulers, generators and ``ElasticLoader`` are recognised; all
             else says what it is: ``Sharded``, ``Replicated``, ``PerRank``, ``Elastic``, ``RNG``.
-        keep_last: checkpoints to keep, the newest; None keeps all. Older ones go once a newer one is committed.
+        keep_last: checkpoints to keep, the newest; None keeps all. Older ones go once a newer one is committed. Those
+            that training has left by going back are not counted, and stay.
         keep_every: keep every step that is a multiple of this too.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
@@ -119,6 +114,7 @@ class Checkpointer:
     Raises:
         TypeError: it cannot be told how a component reshards.
         ValueError: an argument is out of range.
+        CheckpointError: the folder is not there and cannot be made.
     """
 
     def __init__(
@@ -143,7 +139,14 @@ class Checkpointer:
                         raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
                 if busy not in ("wait", "skip"):
                     raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+                problem = unusable(folder)
+                if problem:
+                    raise CheckpointError(problem)
                 self.folder = Path(folder)
+                if self._place.rank == 0 and is_read_only(self.folder):
+                    logger.warning("nothing can be written into %s: a save there will fail", self.folder)
+                self._steps = Steps(self.folder)
+                self._base: int | None = None  # the step that training comes from, where a load has told
                 self.components = _recognised(components)
                 self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
@@ -160,15 +163,24 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """The folder of a step, whether or not there is a checkpoint in it."""
-        return self.folder / f"step-{step}"
+        return self._steps.path(step)
 
-    def steps(self) -> list[int]:
-        """The steps that have been committed, ascending, as this rank sees them. Not collective."""
-        return [step for step in _step_folders(self.folder) if (self.path(step) / METADATA_NAME).is_file()]
+    def steps(self, *, left: bool | None = None) -> list[int]:
+        """The steps that have been committed, ascending, as this rank sees them. Not collective.
+
+        Args:
+            left: True for those that training has left: it went back to an older step, and saved. False for the
+                others. None for all.
+        """
+        there = self._steps.committed()
+        if left is None:
+            return there
+        gone = self._steps.left()
+        return [step for step in there if (step in gone) == left]
 
     def latest(self) -> int | None:
-        """The last committed step, None if there is none. Not collective."""
-        return max(self.steps(), default=None)
+        """The last committed step that was not left, None if there is none. Not collective."""
+        return self._steps.latest()
 
     # ---- save ----
 
@@ -286,11 +298,15 @@ class Checkpointer:
     def _write(self, joint: Operation, state: dict[str, Any], step: int, staging: Staging | None = None) -> None:
         what = f"cannot save {self.path(step)}"
         with joint.doing(what):
+            if self._place.rank == 0:
+                self._steps.before(step, self._base, self._syncs)
             writer = RingWriter(self.path(step), **self._known_to_load(), **self._writer_options)
             planner = _dcp.SavePlanner(**self._save_options)
             if staging is not None:
                 writer.note_staged(staging)
         joint.run_dcp("writing", what, lambda group: _dcp.save(state, writer, planner, group))
+        if self._base is not None:
+            self._base = step
 
     def _start(self, joint: Operation, state: dict[str, Any], step: int) -> None:
         """Copies the state and has it written."""
@@ -310,32 +326,10 @@ class Checkpointer:
         if self._place.rank != 0:
             return
         try:
-            self._remove_superfluous(saved)
+            self._steps.after(self._syncs)
+            self._steps.remove_superfluous(saved, self.keep_last, self.keep_every, self._syncs)
         except Exception as error:
             logger.warning("older checkpoints stay in %s: %s", self.folder, error)
-
-    def _remove_superfluous(self, saved: int) -> None:
-        newer = [step for step in self.steps() if step > saved]
-        if newer:
-            logger.warning(
-                "%s is older than step %d, which latest() still gives; it stays", self.path(saved), newer[-1]
-            )
-        for doomed in [path for path in self.folder.iterdir() if _DOOMED.fullmatch(path.name)]:
-            shutil.rmtree(doomed)
-        for step in self._superfluous(saved):
-            doomed = self.folder / f".step-{step}.removed"
-            self.path(step).rename(doomed)
-            shutil.rmtree(doomed)
-        for step in set(_step_folders(self.folder)) - set(self.steps()):
-            _layout.remove_leftovers(self.path(step))
-            with contextlib.suppress(OSError):  # holds files that no save made
-                self.path(step).rmdir()
-
-    def _superfluous(self, saved: int) -> list[int]:
-        if self.keep_last is None:
-            return []
-        older = [step for step in self.steps() if step <= saved]
-        return [step for step in older[: -self.keep_last] if not self.keep_every or step % self.keep_every]
 
     # ---- load ----
 
@@ -350,7 +344,8 @@ class Checkpointer:
         """Loads a checkpoint. All ranks first compare what they need with what is there, and go on only if all can.
 
         Args:
-            step: which; None: the last committed one.
+            step: which; None: the last committed one that was not left. What is later than the step that is loaded is
+                left with the next save, unless ``components`` are chosen.
             components: only these; None: all, which must then be those of the checkpoint.
             exclude: but not these.
             missing_ok: without a checkpoint in the folder, change nothing and return a report whose ``step`` is None.
@@ -370,6 +365,13 @@ class Checkpointer:
     ) -> ResumeReport:
         found = self._choose_step(joint, step)
         if found is None:
+            with joint.doing(f"cannot look into {self.folder}"):
+                there = joint.gather("steps", self.steps())[0]
+            if there:
+                raise CheckpointError(
+                    f"all checkpoints in {self.folder} were left by a training whose own are gone: steps {there}; load "
+                    "one by its number, or remove them"
+                )
             if not missing_ok:
                 raise CheckpointError(f"there is no checkpoint in {self.folder}")
             return ResumeReport(None, world_size=self._place.world_size)
@@ -386,6 +388,8 @@ class Checkpointer:
             self._read(joint, stored, plans, in_place=True)
             self._apply(joint, path, plans, ready)
             self._remark(joint, plans)
+            if wanted is None:
+                self._base = found
         finally:
             for component in chosen.values():
                 component.forget()
@@ -395,7 +399,7 @@ class Checkpointer:
         """The step that rank 0 sees, for all."""
         with joint.doing(f"cannot look into {self.folder}"):
             last = self.latest() if step is None else step
-            is_there = step is None or (self.path(step) / METADATA_NAME).is_file()
+            is_there = step is None or self._steps.metadata(step).is_file()
         found = joint.gather("step", (step, last, is_there))
         if len({asked for asked, _, _ in found}) > 1:
             raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _, _ in found})}")
@@ -474,6 +478,10 @@ class Checkpointer:
         )
         for target in targets.values():
             target |= {key: _taken(nested, key) for key in target}
+
+    @property
+    def _syncs(self) -> bool:
+        return bool(self._writer_options.get("sync_files", True))
 
     def _planner(self, group: dist.ProcessGroup | None) -> _dcp.LoadPlanner:
         """What a read leaves out is for the other read, or was looked at in the plans."""
@@ -623,15 +631,6 @@ def _refuse_other_calls(calls: Sequence[tuple[int, bool, list[str]]]) -> None:
             for step, blocking, names in (calls[0], calls[others[0]])
         )
         raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
-
-
-def _step_folders(folder: Path) -> list[int]:
-    """The steps that have a folder, ascending, committed or not."""
-    try:
-        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
 def _by_rank(texts: Sequence[Sequence[str]]) -> list[str]:

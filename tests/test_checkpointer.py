@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -636,3 +637,25 @@ def in_a_part_of_the_ranks(folder: Path) -> list[int]:
 
 def test_a_part_of_the_ranks(tmp_path: Path) -> None:
     assert _distributed.run(4, in_a_part_of_the_ranks, tmp_path) == [[], [1, 1, 2], [2, 1, 2], [3, 1, 2]]
+
+
+# ---- what it leaves alone ----
+
+
+def test_warnings_are_neither_given_nor_filtered(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        during: list[Any] = []
+
+        class Looking(Counter):
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                during.extend(warnings.filters)
+                super().load_state_dict(state)
+
+        with small(tmp_path, Looking()) as checkpointer:
+            assert list(warnings.filters) == before
+            checkpointer.save(1)
+            checkpointer.save(2, blocking=False)
+            assert checkpointer.load().step == 2
+        assert list(warnings.filters) == during == before

@@ -10,13 +10,12 @@ import functools
 import json
 import pickle
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -26,7 +25,7 @@ from dcpring._text import ranks
 from dcpring._unpickler import RefusedError, Safe, unpickle
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.reader import RingReader
-from dcpring.torchside.dcp import set_element
+from dcpring.torchside.dcp import load, set_element
 
 MANIFEST_KEY = "dcpring"
 MANIFEST_VERSION = 1
@@ -113,14 +112,12 @@ class Stored:
             return None
         state: dict[str, Any] = {MANIFEST_KEY: None}
         progress, self.reader.progress = self.reader.progress, False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is done without the other ranks is intended
-            try:
-                dcp.load(state, storage_reader=self.reader, no_dist=True)
-            except CheckpointException as error:
-                raise error.failures[0][0] from None
-            finally:
-                self.reader.progress = progress
+        try:
+            load(state, self.reader, DefaultLoadPlanner(), None)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None
+        finally:
+            self.reader.progress = progress
         return Manifest.parse(state[MANIFEST_KEY], self.path)
 
     @functools.cached_property

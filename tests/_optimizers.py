@@ -145,11 +145,11 @@ class Wrapper(Optimizer):
 class Container(Optimizer):
     """Holds others, as torchtitan's does: flat names of its own, and a step of those that have no state yet."""
 
-    def __init__(self, model: nn.Module, make: Callable[[Any], Optimizer] | None = None) -> None:
+    def __init__(self, model: nn.Module, make: Callable[[Any], Optimizer] | None = None, first: int = 2) -> None:
         make = make or (lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
         named = list(model.named_parameters())
         self.model_parts = [model]
-        self.optimizers = [make(named[:2]), make(named[2:])]
+        self.optimizers = [make(named[:first]), make(named[first:])]
         Optimizer.__init__(self, [parameter for _, parameter in named], {})
 
     def __iter__(self) -> Iterator[Optimizer]:

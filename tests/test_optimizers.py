@@ -176,6 +176,29 @@ def test_a_parameter_in_another_group(tmp_path: Path, there: Any, message: str, 
     assert equal(before, seen_by_training(other, moved))
 
 
+@pytest.mark.parametrize("own_form", (True, False), ids=("own form", "flat"))
+def test_a_parameter_in_another_group_of_a_container(tmp_path: Path, own_form: bool) -> None:
+    """Options of flat names are those of parameters: those of one group must have been the same."""
+    model, optimizer = make("Container")
+    optimizer.optimizers[1].param_groups[0]["lr"] = 0.7  # type: ignore[attr-defined]
+    train(model, optimizer)
+    before = copy.deepcopy(held_state(optimizer))
+    with Checkpointer(tmp_path, parts(model, optimizer)) as checkpointer:
+        checkpointer.save(1)
+    other = Container(model, first=3) if own_form else torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path, parts(model, other)) as checkpointer:
+        message = error_of(checkpointer.load)
+    assert (
+        "nothing was changed" in message and "parameters of one group were saved in groups with different lr" in message
+    )
+    assert equal(held_state(optimizer), before)
+    optimizer.optimizers[1].param_groups[0]["lr"] = 0.1  # type: ignore[attr-defined]
+    with Checkpointer(tmp_path, parts(model, optimizer)) as checkpointer:
+        checkpointer.save(2)
+    with Checkpointer(tmp_path, parts(model, other)) as checkpointer:
+        assert checkpointer.load().components["optimizer"].action == "loaded"
+
+
 def test_matching_groups() -> None:
     own = [[["a", "tied"]], [["b"], ["c"]], [], [["d"]], []]
     assert match_groups(own, [["c", "b"], ["d"], [], ["tied"], []]) == ([3, 0, 2, 1, 4], [])

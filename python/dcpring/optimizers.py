@@ -250,6 +250,7 @@ class OptimizerState(Sharded):
         raw = self._ask()
         if self._has_own_form:
             plan = self.plan_for(name, stored, raw)
+            self._saved = self._saved_options(name, stored)
             self.describe(plan, stored, name, raw)
             return plan
         slots = [slot for group in _dcp.named_parameters(self.model, self.object) for slot in group]
@@ -266,6 +267,18 @@ class OptimizerState(Sharded):
             self._plan_state(name, stored, slots, is_known, plan)
         self.describe(plan, stored, name, self._current)
         return plan
+
+    def _inner_groups(self) -> list[list[Names]]:
+        """The groups of the optimizers that one holds, or its own, as the names of their parameters."""
+        inside = [one for _, one in held(self.object)] or [self.object]
+        slots = [group for one in inside for group in _dcp.named_parameters(self.model, one)]
+        return [[names for _, names in group] for group in slots]
+
+    def _saved_options(self, name: str, stored: Stored) -> _Saved:
+        """What a form of its own has of groups, where it has torchtitan's names for them."""
+        keys = [key for key in stored.keys.get(name, ()) if _is_flat_option(stored.paths[key])]
+        groups = self._inner_groups() if keys else []
+        return _Saved.of(keys, stored.paths, {alias for group in groups for names in group for alias in names})
 
     def _keys_of_groups(self) -> list[str]:
         return [*self._saved.groups, *(key for options in self._saved.options.values() for key in options.values())]
@@ -345,6 +358,7 @@ class OptimizerState(Sharded):
 
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
         if self._has_own_form:
+            self._flat_options(self._inner_groups() if self._saved.options else [], target)
             return super().prepare(name, stored, target, place)
         slots = _dcp.named_parameters(self.model, self.object)
         groups = [[names for _, names in group] for group in slots]
@@ -386,14 +400,14 @@ class OptimizerState(Sharded):
                 if alias in self._saved.options
             ]
             for name, keys in saved[1:]:
-                first, other = ({key: target[at] for key, at in each.items()} for each in (saved[0][1], keys))
+                first, other = ({key: target.get(at) for key, at in each.items()} for each in (saved[0][1], keys))
                 mixed = [key for key in first if not _dcp.same_value(first[key], other.get(key))]
                 if mixed:
                     raise CheckpointError(
                         f"parameters of one group were saved in groups with different {', '.join(mixed)}: "
                         f"{saved[0][0]!r} and {name!r}"
                     )
-            found.append(_options({key: target[at] for key, at in saved[0][1].items()}) if saved else {})
+            found.append(_options({key: target.get(at) for key, at in saved[0][1].items()}) if saved else {})
         return found
 
     def _read_state(self, target: dict[str, Any]) -> dict[str, Any]:
@@ -455,6 +469,10 @@ class OptimizerState(Sharded):
 def _besides(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a class, or a hook, puts into a state dict besides what torch does."""
     return {name: value for name, value in raw.items() if name not in (_STATE, _GROUPS)}
+
+
+def _is_flat_option(path: Path) -> bool:
+    return len(path) == 2 and str(path[1]).startswith(f"{_GROUPS}.")
 
 
 def _own_names(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -246,8 +246,8 @@ def record(call: Callable[[], None]) -> list[Step]:
         return noted
 
     def ends(settle: Any) -> Any:
-        def noted(joint: Any, label: str) -> None:
-            settle(joint, label)
+        def noted(joint: Any, label: str, is_last: bool = False) -> None:
+            settle(joint, label, is_last)
             tracer.when = int(label == "end")
 
         return noted

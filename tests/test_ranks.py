@@ -24,7 +24,7 @@ from fault._support import run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
-from dcpring._ranks import Ranks
+from dcpring._ranks import Joint, Ranks
 from dcpring.torchside.groups import default_store
 
 
@@ -200,6 +200,23 @@ def test_what_is_raised_on_one_is_raised_on_all(where: str, text: str, kind: str
     for found, raised, after in _distributed.run(3, one_word_fails, where):
         assert found.startswith(text) if where == "unpicklable" else found == text
         assert (raised, after) == (kind, [0, 1, 2])
+
+
+def after_the_last_word() -> list[int]:
+    ranks = Ranks()
+    joint = Joint(ranks, "test")
+    joint.gather("one", 0, is_last=True)
+    if dist.get_rank() == 1:
+        error = RuntimeError("nobody listens")
+        assert joint.tell(error) is error
+    with ranks.operation("next") as following:
+        found = following.gather("two", dist.get_rank())
+    ranks.close()
+    return found
+
+
+def test_what_is_raised_after_the_last_word_is_not_told() -> None:
+    assert _distributed.run(2, after_the_last_word) == [[0, 1]] * 2
 
 
 def large_words() -> list[int]:

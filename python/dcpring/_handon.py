@@ -33,7 +33,7 @@ from torch import Tensor
 from dcpring import _C, _group, _shared_memory
 from dcpring._pieces import Piece, common_bytes
 from dcpring._plan import TENSOR_ROW
-from dcpring._ranks import Joint, Lost
+from dcpring._ranks import GroupChannel, Joint
 from dcpring._strategy import BALANCED
 from dcpring._trace.phases import Phases
 from dcpring.errors import CheckpointError
@@ -220,19 +220,6 @@ Take = Callable[[list[tuple[int, Piece, Tensor]]], list[int]]
 """Fills overlaps with what they have of pieces, which are in memory; the bytes of each."""
 
 
-class _Words:
-    """Joint's way to the others: the process group of the load."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def gather(self, data: bytes, is_first: bool, held: _group.Held) -> list[bytes]:
-        try:
-            return _group.gather(self._group, data, held)
-        except RuntimeError as error:
-            raise Lost(f"the other ranks cannot be reached any more: {error}") from error
-
-
 class Exchange:
     """One rank's part of handing on. Either ``run`` or ``fail`` should be called: the others wait, but not for long.
 
@@ -248,7 +235,7 @@ class Exchange:
         self._group = group
         self._rank = dist.get_rank(group)
         self._meeting = _group.Meeting(f"dcpring/hand-on/{sharing.token}", dist.get_world_size(group))
-        self._joint = Joint(_Words(group), "hand on")
+        self._joint = Joint(GroupChannel(group), "hand on")
         self._is_over = False
 
     def surplus_bytes(self, place: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
@@ -304,12 +291,10 @@ class Exchange:
     def _hand_on(self) -> set[int]:
         """Goes through all rounds; the overlaps that have been filled."""
         memory = self._shared_memory()
-        if memory is None:
-            return set()
         units = self._sharing.units
         self._filled: set[int] = set()
         self._received: dict[int, int] = {}
-        for number in range(self._sharing.rounds):
+        for number in range(self._sharing.rounds if memory else 0):
             with self._phases.span(f"hand-on round {number + 1}"):
                 now = [unit for unit in units if unit.round == number]
                 self._data = {unit.row: self._place_of(unit, memory[number % 2]) for unit in now}
@@ -320,7 +305,7 @@ class Exchange:
                     work.wait()
                 self._fill(now)
         with self._phases.span("wait for all", "wait"):  # the memory is used until then
-            received = self._joint.gather("received", self._received)
+            received = self._joint.gather("received", self._received, is_last=True)
         self._stats.sent_bytes += sum(each.get(self._rank, 0) for each in received)
         own = {unit.row for unit in units}
         return self._filled.difference(*(piece.overlaps for row, piece in enumerate(self._pieces) if row not in own))
@@ -371,8 +356,8 @@ class Exchange:
                 operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
         return operations
 
-    def _shared_memory(self) -> list[Tensor] | None:
-        """Memory for two rounds that all ranks of this host map; None on all ranks where one cannot map it.
+    def _shared_memory(self) -> list[Tensor]:
+        """Memory for two rounds that all ranks of this host map; none on all ranks where one cannot map it.
 
         Two rounds' memory is used in turn: the word of a round says that what the one before has left was taken.
         """
@@ -391,7 +376,7 @@ class Exchange:
                 os.close(descriptor)
         if problems:
             logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problems[0])
-            return None
+            return []
         return [memory[: sharing.room], memory[sharing.room :]]
 
 

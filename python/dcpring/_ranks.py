@@ -108,6 +108,19 @@ class Lost(CheckpointError):
     """The other ranks cannot be reached."""
 
 
+class GroupChannel:
+    """Words through a process group that is not Ranks' own: it is neither given up nor made anew."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, data: bytes, is_first: bool, held: _group.Held) -> list[bytes]:
+        try:
+            return _group.gather(self._group, data, held)
+        except RuntimeError as error:
+            raise Lost(f"the other ranks cannot be reached any more: {error}") from error
+
+
 class Joint:
     """One operation of some ranks: a word of each at a time.
 
@@ -133,8 +146,12 @@ class Joint:
                 self._failed = error, what
             raise
 
-    def gather(self, label: str, value: T) -> list[T]:
-        """The values of all ranks. Where one has raised before, all raise here; where one is elsewhere, too."""
+    def gather(self, label: str, value: T, is_last: bool = False) -> list[T]:
+        """The values of all ranks. Where one has raised before, all raise here; where one is elsewhere, too.
+
+        Args:
+            is_last: the operation is over then; what is raised later is not told, as nobody listens.
+        """
         with _group.Held() as held:
             words = self._exchange(Word(self._call, label, None, value), held)
             self._is_told = True
@@ -142,12 +159,12 @@ class Joint:
                 raise together(_failures(words))
             if len({(word.call, word.label) for word in words}) > 1:
                 raise CheckpointError(_diverged(words))
-            self._is_told = False
+            self._is_told = is_last
         return [word.value for word in words]
 
-    def settle(self, label: str) -> None:
+    def settle(self, label: str, is_last: bool = False) -> None:
         """Ends a step: all ranks go on, or all raise what was raised on some."""
-        self.gather(label, None)
+        self.gather(label, None, is_last)
 
     def tell(self, error: BaseException) -> BaseException:
         """Tells the others what this rank has raised, unless they know, and gives what it is to raise now."""
@@ -204,7 +221,7 @@ def joined(joint: J) -> Iterator[J]:
     """An operation: what is raised in it on one rank is raised on all."""
     try:
         yield joint
-        joint.settle("end")
+        joint.settle("end", is_last=True)
     except BaseException as error:
         final = joint.tell(error)
         if final is error:

@@ -12,8 +12,9 @@ from _kinds import DTYPES, assert_same_bits, everything, load, of_all_views, poi
 from test_slices import _load_boxes
 from torch import Tensor
 
-from dcpring import _C, _load, _pieces, _save, writer
+from dcpring import _C, _load, _save, writer
 from dcpring._device import Downloader, Piece
+from dcpring._windows import split_box
 
 CPU = torch.device("cpu")
 accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator in this machine")
@@ -173,7 +174,7 @@ def test_split_covers_every_element_once() -> None:
     for lengths in ((), (0,), (7,), (5, 3), (4, 0, 3), (3, 4, 5), (1, 1, 17), (2, 3, 2, 5)):
         for limit in (1, 2, 3, 7, 10, 1000):
             hits = torch.zeros(lengths, dtype=torch.int64)
-            for offsets, sizes in _pieces.split_box(lengths, limit):
+            for offsets, sizes in split_box(lengths, limit):
                 assert torch.Size(sizes).numel() <= limit
                 hits[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
             assert (hits == 1).all(), (lengths, limit)

@@ -13,6 +13,7 @@ import contextlib
 import io
 import itertools
 import logging
+import math
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,14 @@ from dcpring._lazy import Chunks
 from dcpring._metadata import TENSOR, ring_info
 from dcpring._objects import Loaded
 from dcpring._objects import load as load_object
-from dcpring._pieces import Piece, common_bytes, split_box, take
+from dcpring._pieces import Piece, common_bytes, take
 from dcpring._placements import check_chunk
 from dcpring._plan import BYTES_ROW, decode_properties
 from dcpring._progress import Meter
 from dcpring._save import Placed, is_lazy_view, storage_info
 from dcpring._trace.phases import Phases
 from dcpring._unpickler import RefusedError, Safe
+from dcpring._windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.options import IOOptions, IOStats, make_watch
@@ -651,7 +653,7 @@ class Loader:
             for offsets, lengths in split_box(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
         )
         sums = self._sums or RunningCrcs()
-        for window in windows(boxes, lambda box: _numel(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
+        for window in windows(boxes, lambda box: math.prod(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
             hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
             reads = [
                 (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
@@ -753,15 +755,8 @@ def _bump_versions(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
-def _numel(lengths: tuple[int, ...]) -> int:
-    count = 1
-    for length in lengths:
-        count *= length
-    return count
-
-
 def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
-    return _numel(pair[0].lengths) * pair[1].dtype.itemsize
+    return math.prod(pair[0].lengths) * pair[1].dtype.itemsize
 
 
 def _wanted_bytes(
@@ -777,24 +772,6 @@ def _wanted_bytes(
 
 def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def windows(items: Any, size_of: Any, limit: int | None, most: int | None = None) -> Iterator[list[Any]]:
-    """Runs of items of at most ``limit`` bytes (or one item), and ``most`` items; one of all when there is no limit."""
-    if limit is None:
-        yield from [items] if items else []
-        return
-    window: list[Any] = []
-    used = 0
-    for item in items:
-        size = size_of(item)
-        if window and (used + size > limit or len(window) == most):
-            yield window
-            window, used = [], 0
-        window.append(item)
-        used += size
-    if window:
-        yield window
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dcpring import _C
+from dcpring._windows import split_box
 
 PIECE_BYTES = 4 << 20
 """No piece is larger, unless one element is. A multiple of the core's blocks of CRCs."""
@@ -193,19 +194,3 @@ def _narrowed(tensor: Tensor, offsets: Ints, lengths: Ints) -> Tensor:
         if length < tensor.size(axis):
             tensor = tensor.narrow(axis, offset, length)
     return tensor
-
-
-def split_box(lengths: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
-    """Boxes (offsets, lengths) of at most ``limit`` elements that make up a box, cut along the outermost axes."""
-    if math.prod(lengths) <= max(limit, 1) or not lengths:
-        yield (0,) * len(lengths), lengths
-        return
-    inner = math.prod(lengths[1:])
-    rows = limit // inner
-    if rows == 0:
-        for row in range(lengths[0]):
-            for offsets, sizes in split_box(lengths[1:], limit):
-                yield (row, *offsets), (1, *sizes)
-        return
-    for start in range(0, lengths[0], rows):
-        yield (start, *(0,) * (len(lengths) - 1)), (min(rows, lengths[0] - start), *lengths[1:])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dcpring._buffer import ALIGNMENT, Buffer
-from dcpring._pieces import split_box
+from dcpring._windows import split_box
 
 WINDOW_BYTES = 32 << 20
 """Bytes read at a time; two windows are in memory, and with casts two more."""

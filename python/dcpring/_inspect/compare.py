@@ -28,9 +28,8 @@ from dcpring._inspect.select import check_patterns, key_filter
 from dcpring._key_diff import KeyDiff
 from dcpring._key_map import KeyMap, KeyMapLike
 from dcpring._layout import rank_of_metadata
-from dcpring._load import windows
 from dcpring._metadata import TENSOR
-from dcpring._pieces import split_box
+from dcpring._windows import split_box, windows
 from dcpring.errors import CheckpointError
 
 __all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_checkpoints"]

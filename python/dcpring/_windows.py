@@ -1,0 +1,45 @@
+"""What is too large to be handled at once, cut: lists of items into windows of bounded bytes, tensors into boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
+
+
+def windows(
+    items: Iterable[T], size_of: Callable[[T], int], limit: int | None, most: int | None = None
+) -> Iterator[list[T]]:
+    """Runs of items of at most ``limit`` bytes (or one item), and ``most`` items; one of all when there is no limit."""
+    window: list[T] = []
+    used = 0
+    for item in items:
+        size = 0 if limit is None else size_of(item)
+        if window and ((limit is not None and used + size > limit) or len(window) == most):
+            yield window
+            window, used = [], 0
+        window.append(item)
+        used += size
+    if window:
+        yield window
+
+
+def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that make up a box, cut along the outermost axes, in row-major order."""
+    if math.prod(lengths) <= max(limit, 1) or not lengths:
+        yield (0,) * len(lengths), lengths
+        return
+    inner = math.prod(lengths[1:])
+    rows = limit // inner
+    if rows == 0:
+        for row in range(lengths[0]):
+            for offsets, sizes in split_box(lengths[1:], limit):
+                yield (row, *offsets), (1, *sizes)
+        return
+    for start in range(0, lengths[0], rows):
+        yield (start, *(0,) * (len(lengths) - 1)), (min(rows, lengths[0] - start), *lengths[1:])

@@ -1,17 +1,66 @@
-"""Between accelerators and host memory: pieces through two reusable pinned buffers, copies overlapped with file I/O.
+"""Between accelerators and host memory: two reusable pinned buffers, copies overlapped with file I/O.
 
-The one who iterates works on a piece in one buffer while the next piece is being copied into the other.
+``Downloader`` is for saves: whoever iterates works on a piece in one buffer while the next piece is being copied into
+the other. ``Uploader`` is for loads: one buffer is read into while the other is being copied from. Both run in the
+thread that uses them, and leave no copy under way when they are done, whether or not they succeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
-DEFAULT_PIECE_BYTES = 16 << 20
+from dcpring._plan import is_lazy_view
+from dcpring._windows import split_box
+from dcpring.torchside import accelerators
+from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
+
+DEFAULT_PIECE_BYTES = 8 << 20
+"""Of each of a Downloader's two buffers, where the save does not say."""
+
+_ALIGNMENT = 64
+"""Copies in a buffer start where any dtype may."""
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass
+class _Side:
+    """One of two buffers, and the copies that are under way into it or from it.
+
+    Attributes:
+        memory: its bytes.
+        used: how many of them.
+        events: behind the copies.
+    """
+
+    memory: Tensor
+    used: int = 0
+    events: list[torch.Event] = field(default_factory=list)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        start, self.used = self.used, self.used + padded(size)
+        return self.memory[start : start + size].view(dtype).view(shape)
+
+    def wait(self) -> None:
+        """Until nothing is under way; the buffer is empty then."""
+        for event in self.events:
+            event.synchronize()
+        self.events, self.used = [], 0
+
+
+# ---- from accelerators ----
 
 
 @dataclass
@@ -33,44 +82,51 @@ class Piece:
     whole: bool = True
 
 
-class _Side:
-    """One pinned buffer and the copy that is under way into it."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        pin = device.type != "cpu"
-        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-        self.event = torch.Event(device) if pin else None
-        self.sources: list[Tensor] = []
-
-
 class Downloader:
-    """Copies tensors of one device to the host, piece by piece.
+    """Copies tensors of accelerators to the host, piece by piece, over all the tensors and devices of a save.
 
-    On a CPU "device" it does the same with plain copies: the twin that tests run everywhere.
+    The tensors are as they are when the work is done that this thread has given to the current stream of their device
+    before it calls ``pieces``. Who writes to them on another stream makes the current one wait for that, as before any
+    other use. Copies run on a stream of their own. Beside the two buffers on the host they take as much on the device,
+    for tensors that are not contiguous.
+
+    Args:
+        piece_bytes: of each buffer; rounded down to a power of two, as torch would round it up.
     """
 
-    def __init__(self, device: torch.device, piece_bytes: int = DEFAULT_PIECE_BYTES) -> None:
-        self._device = device
-        self._piece_bytes = max(piece_bytes, 64)
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
+    def __init__(self, piece_bytes: int = DEFAULT_PIECE_BYTES) -> None:
+        self._piece_bytes = 1 << (max(piece_bytes, _ALIGNMENT).bit_length() - 1)
+        self._sides: list[_Side] = []
 
-    def pieces(self, tensors: list[Tensor]) -> Iterator[Piece]:
-        sides = [_Side(self._piece_bytes, self._device) for _ in range(2)]
+    def pieces(self, tensors: list[Tensor]) -> Generator[Piece, None, None]:
+        """The tensors, all of one device, in order. Close it where not all pieces are asked for."""
+        if not tensors:
+            return
+        if not self._sides:
+            self._sides = [_Side(accelerators.active.pinned(self._piece_bytes)) for _ in range(2)]
+        device = tensors[0].device
+        stream = accelerators.active.stream(device)
+        stream.wait_stream(accelerators.active.current_stream(device))
         pending: tuple[_Side, Piece] | None = None
-        for turn, (piece, sources) in enumerate(self._cut(tensors)):
-            side = sides[turn % 2]
-            self._start(side, piece, sources)
+        try:
+            for turn, (piece, sources) in enumerate(self._cut(tensors)):
+                side = self._sides[turn % 2]
+                self._start(stream, side, piece, sources)
+                if pending is not None:
+                    yield self._arrived(*pending)
+                pending = (side, piece)
             if pending is not None:
                 yield self._arrived(*pending)
-            pending = (side, piece)
-        if pending is not None:
-            yield self._arrived(*pending)
+        finally:
+            stream.synchronize()  # after an error copies are under way that have no event
+            for side in self._sides:
+                side.wait()
 
     def _cut(self, tensors: list[Tensor]) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Pieces with their device sources; small tensors share a piece, large ones come in parts."""
         piece, sources, used = Piece([], []), list[Tensor](), 0
         for index, tensor in enumerate(tensors):
-            size = _padded(tensor.nbytes)
+            size = padded(tensor.nbytes)
             if piece.indices and used + size > self._piece_bytes:
                 yield piece, sources
                 piece, sources, used = Piece([], []), [], 0
@@ -84,41 +140,116 @@ class Downloader:
             yield piece, sources
 
     def _cut_large(self, index: int, tensor: Tensor) -> Iterator[tuple[Piece, list[Tensor]]]:
-        flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-        step = self._piece_bytes // tensor.element_size()
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            yield Piece([index], [], start * tensor.element_size(), whole=False), [part]
+        start = 0
+        for part in parts_of(tensor, self._piece_bytes):
+            yield Piece([index], [], start, whole=False), [part]
+            start += part.nbytes
 
-    def _start(self, side: _Side, piece: Piece, sources: list[Tensor]) -> None:
-        side.sources = sources
-        at = 0
-        for source in sources:
-            host = side.buffer[at : at + source.nbytes].view(source.dtype).view(source.shape)
-            piece.tensors.append(host)
-            at += _padded(source.nbytes)
-        if self._stream is None:
-            self._copy(piece, sources)
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            self._copy(piece, sources)
-        assert side.event is not None
-        side.event.record(self._stream)
-
-    @staticmethod
-    def _copy(piece: Piece, sources: list[Tensor]) -> None:
-        for host, source in zip(piece.tensors, sources, strict=True):
-            host.copy_(source, non_blocking=True)
+    def _start(self, stream: torch.Stream, side: _Side, piece: Piece, sources: list[Tensor]) -> None:
+        side.wait()
+        event = accelerators.active.event(sources[0].device)
+        with stream:
+            for source in sources:
+                host = side.take(tuple(source.shape), source.dtype)
+                copy_to_host(source, host)
+                piece.tensors.append(host if piece.whole else host.view(-1))
+        event.record(stream)
+        side.events.append(event)
 
     @staticmethod
     def _arrived(side: _Side, piece: Piece) -> Piece:
-        if side.event is not None:
-            side.event.synchronize()
-        side.sources = []
+        for event in side.events:
+            event.synchronize()
         return piece
 
 
-def _padded(size: int) -> int:
-    """Copies in a buffer start where any dtype may."""
-    return (size + 63) // 64 * 64
+def parts_of(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views of a tensor that follow each other in row-major order, of at most ``limit`` bytes (or one element)."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(max(limit // tensor.element_size(), 1))
+        return
+    for offsets, lengths in split_box(tuple(tensor.shape), limit // tensor.element_size()):
+        yield narrowed(tensor, offsets, lengths)
+
+
+def copy_to_host(source: Tensor, host: Tensor) -> None:
+    """Starts a copy on the source's current stream; the source must live until it is done.
+
+    Conjugate and negative views become what they stand for on the device: torch would copy the bytes behind them, and
+    change them on the host without waiting for their arrival. What is made for that, and for tensors that are not
+    contiguous, is of the same stream, whose later work alone can get that memory.
+    """
+    host.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+
+
+# ---- to accelerators ----
+
+
+class Uploader:
+    """Host memory that tensors are read into, window after window, and copied from to where they belong.
+
+        with Uploader(targets) as uploader:
+            for window in ...:  # of at most uploader.window_bytes, each tensor padded()
+                hosts = uploader.take([(shape, dtype), ...])
+                ...  # read
+                uploader.send(zip(parts of the targets, hosts))
+
+    Copies to an accelerator go on its current stream, so what this thread does there next sees what was loaded; when
+    the ``with`` is left they are done.
+
+    Args:
+        targets: all that will be copied to.
+        needed_bytes: of all of them, each padded.
+        most_bytes: of host memory, at most.
+
+    Attributes:
+        window_bytes: what can be taken at once.
+    """
+
+    def __init__(self, targets: Iterable[Tensor], needed_bytes: int, most_bytes: int) -> None:
+        self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
+        self._sides: list[_Side] = []
+        self._most_sides = 2 if self._devices else 1
+        most = max(most_bytes // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+        self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
+
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for device in self._devices:
+            accelerators.active.current_stream(device).synchronize()
+
+    def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Host tensors of these shapes and dtypes, valid until the next are asked for."""
+        if len(self._sides) < self._most_sides:
+            memory = accelerators.active.pinned if self._devices else _ordinary
+            self._sides.append(_Side(memory(self.window_bytes)))
+        else:
+            self._sides.append(self._sides.pop(0))
+        self._sides[-1].wait()
+        return [self._sides[-1].take(shape, dtype) for shape, dtype in wanted]
+
+    def send(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies from what was taken last, (target, host) by pairs."""
+        for target, host in pairs:
+            target.copy_(host, non_blocking=_can_wait(target, host))
+        for device in self._devices:
+            event = accelerators.active.event(device)
+            event.record(accelerators.active.current_stream(device))
+            self._sides[-1].events.append(event)
+
+
+def _ordinary(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _can_wait(target: Tensor, host: Tensor) -> bool:
+    """Whether the copy is one of bytes; torch casts on the host, as elsewhere, where it does not return before."""
+    return (
+        on_accelerator(target)
+        and type(target) in PLAIN_TYPES
+        and target.layout == torch.strided
+        and target.dtype == host.dtype
+        and not is_lazy_view(target)
+    )

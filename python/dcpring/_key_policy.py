@@ -22,6 +22,7 @@ from dcpring._key_diff import (
     entry_of_value,
 )
 from dcpring._key_map import KeyMap
+from dcpring._plan import memory_key
 from dcpring.errors import KeyMismatchError
 from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
 
@@ -137,9 +138,10 @@ def _memory_of(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(local, Tensor) or is_part or local.numel() == 0 or local.device.type == "meta":
         return None
     try:
-        return local.data_ptr(), local.device, local.dtype, local.shape, local.stride()
+        key = memory_key(local)
     except RuntimeError:  # no memory of its own
         return None
+    return key if key[0] else None
 
 
 def _tied_to_others(wanted: Mapping[str, Any], missing: set[str]) -> set[str]:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpring import _C
 from dcpring._crc import RunningCrcs, box_start, buffer_at
+from dcpring._device import Uploader, padded
 from dcpring._handon import Exchange
 from dcpring._key_policy import Casts
 from dcpring._lazy import Chunks
@@ -34,9 +35,9 @@ from dcpring._objects import Loaded
 from dcpring._objects import load as load_object
 from dcpring._pieces import Piece, common_bytes, take
 from dcpring._placements import check_chunk
-from dcpring._plan import BYTES_ROW, decode_properties
+from dcpring._plan import BYTES_ROW, decode_properties, is_lazy_view
 from dcpring._progress import Meter
-from dcpring._save import Placed, is_lazy_view, storage_info
+from dcpring._save import Placed, storage_info
 from dcpring._trace.phases import Phases
 from dcpring._unpickler import RefusedError, Safe
 from dcpring._windows import split_box, windows
@@ -647,21 +648,23 @@ class Loader:
 
     def _read_through_host(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
-        boxes = (
-            (item, source, target, offsets, lengths)
-            for (item, source), target in zip(chunk, targets, strict=True)
-            for offsets, lengths in split_box(tuple(item.lengths), _WINDOW_BYTES // source.dtype.itemsize)
-        )
+        needed = sum(padded(_item_bytes(pair)) for pair in chunk)
         sums = self._sums or RunningCrcs()
-        for window in windows(boxes, lambda box: math.prod(box[4]) * box[1].dtype.itemsize, _WINDOW_BYTES):
-            hosts = [torch.empty(lengths, dtype=source.dtype) for _, source, _, _, lengths in window]
-            reads = [
-                (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
-                for item, source, _, offsets, lengths in window
-            ]
-            self._read_boxes([box[0] for box in window], reads, hosts, sums)
-            for (_, _, target, offsets, lengths), host in zip(window, hosts, strict=True):
-                narrowed(target, offsets, lengths).copy_(host)
+        with Uploader(targets, needed, _WINDOW_BYTES) as uploader:
+            boxes = (
+                (item, source, target, offsets, lengths)
+                for (item, source), target in zip(chunk, targets, strict=True)
+                for offsets, lengths in split_box(tuple(item.lengths), uploader.window_bytes // source.dtype.itemsize)
+            )
+            for window in windows(boxes, _box_bytes, uploader.window_bytes):
+                hosts = uploader.take((lengths, source.dtype) for _, source, _, _, lengths in window)
+                reads = [
+                    (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
+                    for item, source, _, offsets, lengths in window
+                ]
+                self._read_boxes([box[0] for box in window], reads, hosts, sums)
+                parts = (narrowed(target, offsets, lengths) for _, _, target, offsets, lengths in window)
+                uploader.send(zip(parts, hosts, strict=True))
 
     # ---- reporting ----
 
@@ -757,6 +760,10 @@ def _bump_versions(tensors: list[Tensor]) -> None:
 
 def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
     return math.prod(pair[0].lengths) * pair[1].dtype.itemsize
+
+
+def _box_bytes(box: tuple[Any, _Source, Any, Any, tuple[int, ...]]) -> int:
+    return padded(math.prod(box[4]) * box[1].dtype.itemsize)
 
 
 def _wanted_bytes(

@@ -522,6 +522,17 @@ def part_of(values: Mapping[str, Any], index: MetadataIndex) -> Tensor | None:
     return tensor_at(index.fqn, value, index.offset)
 
 
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are not the values: a conjugate or negative view."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+
+
+def memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same values in the same memory, as tied ones are."""
+    look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return tensor.data_ptr(), *look, tensor.is_neg(), tensor.is_complex() and tensor.is_conj()
+
+
 def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
     """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
     pointers = [tensor.data_ptr() for tensor in tensors.values()]
@@ -530,10 +541,9 @@ def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
     first: dict[tuple[Any, ...], int] = {}
     same: dict[int, int] = {}
     for pointer, (index, tensor) in zip(pointers, tensors.items(), strict=True):
-        if tensor.numel() == 0:
+        if not pointer or tensor.numel() == 0:  # some devices have no pointers
             continue
-        look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if (earlier := first.setdefault((pointer, *look), index)) != index:
+        if (earlier := first.setdefault(memory_key(tensor), index)) != index:
             same[index] = earlier
     return same
 

@@ -7,6 +7,7 @@ DCP's WriteItems, one from a compact plan, without making any.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,11 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
-from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
+from dcpring._device import Downloader, Piece
 from dcpring._metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring._objects import Judge
 from dcpring._placements import check_chunk
-from dcpring._plan import BYTES_ROW, Items, has_scattered, memory_of_row, same_memory
+from dcpring._plan import BYTES_ROW, Items, has_scattered, is_lazy_view, memory_of_row, same_memory
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.options import IOStats, overrides
 from dcpring.planner import RingSavePlanner
@@ -177,7 +178,7 @@ class FileSave:
         source: Source,
         options: Any,
         transforms: Any,
-        ahead_bytes: int,
+        downloader: Downloader,
         windowed: bool,
         stats: IOStats,
         judge: Judge | None,
@@ -187,7 +188,7 @@ class FileSave:
         self._source = source
         self._options = options
         self._transforms = transforms
-        self._ahead_bytes = ahead_bytes
+        self._downloader = downloader
         self._windowed = windowed
         self._stats = stats
         self._judge = judge
@@ -257,8 +258,9 @@ class FileSave:
             self._write_pickled(file, positions, self._tensor_bytes)
             return
         tensors = self._checked(positions, self._source.resolve(positions))
+        unresolved = tensors[:]
         handles, kinds = handles_and_kinds(tensors)
-        in_memory = {index: tensors[index] for index, kind in enumerate(kinds) if kind != _OTHER}
+        in_memory = {index: unresolved[index] for index, kind in enumerate(kinds) if kind != _OTHER}
         if same := same_memory(in_memory):
             self._write_once(file, positions, tensors, same)
         else:
@@ -286,9 +288,9 @@ class FileSave:
         plain = [index for index, kind in enumerate(kinds) if kind == _PLAIN]
         self._write_plain(file, [positions[i] for i in plain], [tensors[i] for i in plain])
         on_device = [index for index, kind in enumerate(kinds) if kind == _DEVICE]
-        for device in {tensors[i].device for i in on_device}:
+        for device in dict.fromkeys(tensors[i].device for i in on_device):
             chosen = [i for i in on_device if tensors[i].device == device]
-            self._write_from_device(file, [positions[i] for i in chosen], [tensors[i].detach() for i in chosen], device)
+            self._write_from_device(file, [positions[i] for i in chosen], [tensors[i].detach() for i in chosen])
         other = [positions[index] for index, kind in enumerate(kinds) if kind == _OTHER]
         self._write_pickled(file, other, self._tensor_bytes)
 
@@ -315,21 +317,22 @@ class FileSave:
             self.placed[position] = Placed(self._name, kind, *row)
             self._stats.tensor_bytes += row[3]
 
-    def _write_from_device(
-        self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], device: torch.device
-    ) -> None:
-        for piece in Downloader(device, self._ahead_bytes or DEFAULT_PIECE_BYTES).pieces(tensors):
-            chosen = [positions[index] for index in piece.indices]
-            if piece.whole:
-                self._write_plain(file, chosen, piece.tensors)
-                continue
-            tensor = tensors[piece.indices[0]]
-            self._written = chosen
-            row = file.write_part(piece.tensors, tuple(tensor.shape), piece.part_offset)
-            if piece.part_offset + piece.tensors[0].nbytes == tensor.nbytes:
-                kind = TENSOR if self._source.as_planned(chosen[0], tensor) else OPAQUE
-                self.placed[chosen[0]] = Placed(self._name, kind, *row)
-                self._stats.tensor_bytes += row[3]
+    def _write_from_device(self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor]) -> None:
+        with contextlib.closing(self._downloader.pieces(tensors)) as pieces:
+            for piece in pieces:
+                self._write_piece(file, piece, [positions[index] for index in piece.indices], tensors)
+
+    def _write_piece(self, file: _C.FileWriter, piece: Piece, positions: list[int], tensors: list[Tensor]) -> None:
+        if piece.whole:
+            self._write_plain(file, positions, piece.tensors)
+            return
+        tensor = tensors[piece.indices[0]]
+        self._written = positions
+        row = file.write_part(piece.tensors, tuple(tensor.shape), piece.part_offset)
+        if piece.part_offset + piece.tensors[0].nbytes == tensor.nbytes:
+            kind = TENSOR if self._source.as_planned(positions[0], tensor) else OPAQUE
+            self.placed[positions[0]] = Placed(self._name, kind, *row)
+            self._stats.tensor_bytes += row[3]
 
     # ---- what is pickled ----
 
@@ -389,11 +392,6 @@ class FileSave:
 
 
 _PLAIN, _DEVICE, _OTHER = 0, 1, 2
-
-
-def is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are not the values: a conjugate or negative view."""
-    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C, _layout
+from dcpring._device import DEFAULT_PIECE_BYTES, Downloader
 from dcpring._group import agree_among
 from dcpring._key_map import (
     KeyMap,
@@ -293,6 +294,7 @@ class RingWriter(FileSystemWriter):
         placed: dict[int, Placed] = {}
         judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
         watch = make_watch(self._save.meter.counter, self._phases.room)
+        downloader = Downloader(self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
                 names.append(_layout.data_file_name(rank, index, tag))
@@ -302,7 +304,7 @@ class RingWriter(FileSystemWriter):
                     source=source,
                     options=self.options.for_core(self.sync_files, watch),
                     transforms=self.transforms,
-                    ahead_bytes=self.per_thread_copy_ahead,
+                    downloader=downloader,
                     windowed=makes_tensors(planner),
                     stats=stats,
                     judge=judge,

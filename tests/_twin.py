@@ -241,12 +241,13 @@ def _twin() -> Twin:
 def active(twin: Twin) -> Iterator[Twin]:
     """The twin is what dcpring takes for this machine's accelerator."""
     global _active
-    before = accelerators.active
+    before, clone = accelerators.active, torch.UntypedStorage.clone
     _active, accelerators.active = twin, twin
+    torch.UntypedStorage.clone = lambda self: _clone(self) if self.device.type == TYPE else clone(self)  # type: ignore
     try:
         yield twin
     finally:
-        _active, accelerators.active = None, before
+        _active, accelerators.active, torch.UntypedStorage.clone = None, before, clone  # type: ignore[method-assign]
 
 
 @pytest.fixture(params=ORDERS, ids=str)
@@ -342,6 +343,14 @@ def _memory(tensor: Tensor) -> Tensor:
     made = _bytes_of(tensor)
     made = torch._conj(made) if tensor.is_conj() else made
     return torch._neg_view(made) if tensor.is_neg() else made
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """torch makes new storages by allocators, of which this device has none."""
+    made = _allocate(storage.nbytes(), storage.device)
+    into, values = _bytes_of(made), torch.frombuffer(_blocks[storage.data_ptr()][0], dtype=torch.uint8)
+    _twin().current[_index(made.device)].submit(lambda: into.copy_(values))
+    return made.untyped_storage()
 
 
 # ---- operations ----
@@ -480,6 +489,9 @@ def _any_other(op: Any, *args: Any, **kwargs: Any) -> Any:
     return result.to(taken[0][1].device)
 
 
+_SET = ("set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor")
+
+
 def _as_on_the_cpu(op: Any) -> Callable[..., Any]:
     """Views: the CPU's kernels make them of any storage."""
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -522,8 +534,10 @@ def _register() -> list[Any]:
     guard = _Guard()
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     aten, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
-    for name in ("as_strided", "view", "view_as_real", "view_as_complex", "unfold", "_reshape_alias"):
-        aten.impl(name, _as_on_the_cpu(getattr(torch.ops.aten, name).default), "PrivateUse1")
+    for name in (*("as_strided", "view", "view_as_real", "view_as_complex", "unfold", "_reshape_alias"), *_SET):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        aten.impl(name, _as_on_the_cpu(op), "PrivateUse1")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")

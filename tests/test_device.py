@@ -496,6 +496,17 @@ def test_loading_into_strided_and_lazy_tensors_with_casts(tmp_path: Path, twin: 
         assert torch.equal(twin.values(moved[key]), tensor.to(targets[key].dtype)), key
 
 
+def test_casts_are_made_on_the_host(tmp_path: Path, strict_twin: Twin) -> None:
+    """As on the CPU, bit for bit, and without memory on the device."""
+    saved = torch.tensor([1e30, -1.5, float("nan"), 2.5e9, 3.0] * 1000)
+    save({"x": saved}, tmp_path)
+    loaded = {"x": strict_twin.tensor(torch.zeros(5000, dtype=torch.int16))}
+    before = strict_twin.allocated[:]
+    load(loaded, tmp_path, casts="any")
+    assert strict_twin.most_allocated == before
+    assert torch.equal(strict_twin.values(loaded["x"]), saved.to(torch.int16))
+
+
 def test_a_load_comes_behind_what_is_under_way_on_the_current_stream(tmp_path: Path, twin: Twin) -> None:
     saved = {str(n): torch.randn(300) for n in range(20)}
     save(saved, tmp_path)

@@ -26,8 +26,12 @@ _ALIGNMENT = 64
 """Copies in a buffer start where any dtype may."""
 
 
+def is_accelerator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
+
+
 def on_accelerator(tensor: Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
+    return is_accelerator(tensor.device)
 
 
 def padded(size: int) -> int:

@@ -8,6 +8,7 @@ shards of a larger one. So one that has any attributes is shown to stock, whose 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,11 +124,27 @@ def version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def with_shards(value: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
-    """A ShardedTensor like another one, with these shards on this rank."""
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
-    )
+def with_local(value: DTensor, local: Tensor) -> DTensor:
+    """A DTensor like another one, with this part on this rank, wherever that lies.
+
+    ``DTensor.from_local`` would bring it to the mesh's device.
+    """
+    return DTensor(local, value._spec, requires_grad=value.requires_grad)
+
+
+def with_shards(value: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:
+    """A ShardedTensor like another one, with these as its shards on this rank, wherever they lie.
+
+    What ShardedTensor offers to make one refuses shards that need a gradient, are pinned, or lie elsewhere than its
+    metadata says.
+    """
+    kind = {"dtype": value.dtype, "layout": value.layout, "pin_memory": False, "requires_grad": value.requires_grad}
+    made = ShardedTensor.__new__(ShardedTensor, value.sharding_spec(), value.size(), **kind)
+    shards = [copy.copy(shard) for shard in value.local_shards()]
+    for shard, tensor in zip(shards, tensors, strict=True):
+        shard.tensor = tensor
+    made.__dict__.update(value.__dict__, _local_shards=shards, _sharded_tensor_id=None)
+    return made
 
 
 def narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

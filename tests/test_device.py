@@ -16,7 +16,18 @@ from test_slices import _load_boxes
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _device, _load, _plan, writer
+from dcpring import (
+    _C,
+    RingLoadPlanner,
+    RingReader,
+    RingSavePlanner,
+    RingWriter,
+    _device,
+    _load,
+    _plan,
+    _replicas,
+    writer,
+)
 from dcpring._device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
 from dcpring._windows import split_box
 
@@ -589,3 +600,38 @@ def test_no_dtype_is_left_out() -> None:
     kinds = _C.Tensors([torch.empty(3, dtype=dtype) for dtype in DTYPES]).kinds()
     unknown = {str(dtype) for dtype, kind in zip(DTYPES, kinds, strict=True) if kind != 0}
     assert unknown <= {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.complex32"}, unknown
+
+
+# ---- fingerprints of replicas ----
+
+
+def test_fingerprints_are_those_of_the_cpu(twin: Twin) -> None:
+    tensors = [t.detach() for t in everything().values() if t.nbytes <= _replicas.MAX_BYTES]
+    moved = [twin.tensor(tensor, n % 2) for n, tensor in enumerate(tensors)]
+    late = twin.tensor(torch.zeros(50), 1)
+    twin.write(late, torch.ones(50))
+    assert _replicas.fingerprints([*moved, late]) == _replicas.fingerprints([*tensors, torch.ones(50)])
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_fingerprints_take_little_memory_however_many_there_are(
+    strict_twin: Twin, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(_replicas, "_WINDOW_BYTES", 50_000)
+    tensors = [torch.full((100, 20), n) for n in range(200)]
+    wanted = _replicas.fingerprints(tensors)
+    seen: list[int] = []
+    original = _C.Tensors
+
+    def watched(tensors: list[Tensor]) -> _C.Tensors:
+        seen.append(sum(tensor.nbytes for tensor in tensors))
+        return original(tensors)
+
+    fake = type("_C", (), {"Tensors": staticmethod(watched)})
+    monkeypatch.setattr(_replicas, "_C", fake)
+    if where == "device":
+        tensors = [strict_twin.tensor(tensor, n % 2) for n, tensor in enumerate(tensors)]
+    before = strict_twin.allocated[0]
+    assert _replicas.fingerprints(tensors) == wanted
+    assert max(seen) <= 50_000 and sum(seen) == 200 * 16_000
+    assert strict_twin.most_allocated[0] - before <= 50_000

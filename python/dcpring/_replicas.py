@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
+from dcpring._device import is_accelerator
 from dcpring._values import digest
+from dcpring._windows import windows
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
 """Larger tensors are not compared: that would cost a pass over the model."""
+
+_WINDOW_BYTES = 8 << 20
+"""So many bytes are copied at a time: there may be many small tensors."""
 
 
 def is_hashed(value: Any) -> bool:
@@ -48,27 +53,35 @@ def _object_crc(value: Any) -> int:
 
 
 def _tensor_crcs(tensors: list[Tensor]) -> list[int]:
-    with torch.no_grad():
-        here = [tensor.detach() for tensor in tensors]
-        for device in {tensor.device for tensor in here if tensor.device.type != "cpu"}:
-            _bring_here(here, device)
-        here = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in here]
-        return [
-            _crc_of(tensor) if crc is None else crc for tensor, crc in zip(here, _C.Tensors(here).crcs(), strict=True)
-        ]
+    """Of the elements' bytes. Tensors of accelerators are brought over in windows, each in one transfer."""
+    crcs = [0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    for chosen in by_device.values():
+        for window in windows(chosen, lambda index: tensors[index].nbytes, _WINDOW_BYTES):
+            with torch.no_grad():
+                here = _brought_here([tensors[index].detach() for index in window])
+            for index, tensor, crc in zip(window, here, _C.Tensors(here).crcs(), strict=True):
+                crcs[index] = _crc_of(tensor) if crc is None else crc
+    return crcs
 
 
 def _crc_of(tensor: Tensor) -> int:
-    """Of a tensor that the core cannot look at (a dtype of few bits, say)."""
+    """Of a tensor whose dtype the core does not know."""
+    if not tensor.is_quantized and tensor.dtype != torch.uint8:
+        return _tensor_crcs([tensor.view(-1).view(torch.uint8)])[0]
     out = io.BytesIO()
     torch.save(tensor, out)
     return zlib.crc32(out.getbuffer())
 
 
-def _bring_here(tensors: list[Tensor], device: torch.device) -> None:
-    """Copies all tensors of a device to the host, in one transfer."""
-    chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-    parts = [tensors[index].resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for index in chosen]
-    host = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
-    for index, part in zip(chosen, host.split([part.numel() for part in parts]), strict=True):
-        tensors[index] = part.clone()
+def _brought_here(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous tensors of the same bytes in host memory. They are all of one device."""
+    tensors = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    if not is_accelerator(tensors[0].device):
+        return tensors
+    if any(tensor.is_quantized for tensor in tensors):  # their bytes are not to be had
+        return [tensor.cpu() for tensor in tensors]
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    return list(torch.cat(parts).cpu().split([part.numel() for part in parts]))

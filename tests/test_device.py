@@ -588,6 +588,22 @@ def test_uploader_uses_two_buffers_in_turn_and_waits_for_each(twin: Twin) -> Non
     assert [float(twin.values(target)[3]) for target in targets] == list(range(10))
 
 
+def test_where_memory_cannot_be_pinned_it_is_ordinary(
+    tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(size: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(twin, "pinned", refuse)
+    monkeypatch.setattr(_load, "_WINDOW_BYTES", 1 << 13)
+    saved = {str(n): torch.randn(700) for n in range(20)}
+    save(_on(twin, saved), tmp_path, per_thread_copy_ahead=4096)
+    assert "pinned" in caplog.text and "out of memory" in caplog.text and "more" not in caplog.text
+    loaded = _on(twin, {key: torch.zeros(700) for key in saved})
+    load(loaded, tmp_path)
+    assert_same_bits(_values(twin, loaded), saved)
+
+
 def test_meta_targets_beside_a_device(tmp_path: Path, twin: Twin) -> None:
     save({"a": torch.ones(3), "m": torch.ones(3)}, tmp_path)
     loaded = {"a": twin.tensor(torch.zeros(3)), "m": torch.zeros(3, dtype=torch.float64, device="meta")}

@@ -37,6 +37,7 @@ from dcpring import (
     diff_checkpoints,
 )
 from dcpring._staging import StagingBuffer, blocks_for, fitted
+from dcpring.torchside import accelerators
 
 __all__ = ["twin"]
 
@@ -523,6 +524,10 @@ def test_where_memory_cannot_be_pinned_it_is_ordinary(
     staged = StagingBuffer().stage({"x": tensor})
     assert torch.equal(staged["x"], torch.ones(1000))
     assert "pinned" in caplog.text and "out of memory" in caplog.text and "more" not in caplog.text
+
+
+def test_giving_back_what_torch_cannot_keep_is_no_error() -> None:
+    accelerators.Accelerators().give_back_pinned()  # of this machine, which may have no accelerator
 
 
 def test_blocks_fit_and_leave_little_over() -> None:

@@ -7,6 +7,8 @@ thread that uses them, and leave no copy under way when they are done, whether o
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +20,8 @@ from dcpring._plan import is_lazy_view
 from dcpring._windows import split_box
 from dcpring.torchside import accelerators
 from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
+
+logger = logging.getLogger("dcpring")
 
 DEFAULT_PIECE_BYTES = 8 << 20
 """Of each of a Downloader's two buffers, where the save does not say."""
@@ -38,27 +42,49 @@ def padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def pinned_memory(size: int) -> Tensor:
+    """Bytes of host memory: pinned, or ordinary with a warning where there is no pinned memory to be had."""
+    try:
+        return accelerators.active.pinned(size)
+    except RuntimeError as error:
+        logger.warning(
+            "%d MiB of pinned host memory cannot be had (%s): copies go through ordinary memory, which takes longer; "
+            "see how much the machine has left, and how much the container may use",
+            *(-(-size >> 20), str(error).partition("\n")[0]),
+        )
+        return ordinary_memory(size)
+
+
+def ordinary_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 @dataclass
 class _Side:
     """One of two buffers, and the copies that are under way into it or from it.
 
     Attributes:
         memory: its bytes.
-        used: how many of them.
+        as_dtype: the same as elements.
+        used: how many of the bytes.
         events: behind the copies.
     """
 
     memory: Tensor
+    as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
     used: int = 0
     events: list[torch.Event] = field(default_factory=list)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        start, self.used = self.used, self.used + padded(size)
-        return self.memory[start : start + size].view(dtype).view(shape)
+        count, start = math.prod(shape), self.used
+        self.used += padded(count * dtype.itemsize)
+        if dtype not in self.as_dtype:
+            self.as_dtype[dtype] = self.memory.view(dtype)
+        flat = self.as_dtype[dtype].narrow(0, start // dtype.itemsize, count)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def wait(self) -> None:
-        """Until nothing is under way; the buffer is empty then."""
+        """Until nothing is under way; then the buffer is empty."""
         for event in self.events:
             event.synchronize()
         self.events, self.used = [], 0
@@ -107,7 +133,7 @@ class Downloader:
         if not tensors:
             return
         if not self._sides:
-            self._sides = [_Side(accelerators.active.pinned(self._piece_bytes)) for _ in range(2)]
+            self._sides = [_Side(pinned_memory(self._piece_bytes)) for _ in range(2)]
         device = tensors[0].device
         stream = accelerators.active.stream(device)
         stream.wait_stream(accelerators.active.current_stream(device))
@@ -192,7 +218,7 @@ def copy_to_host(source: Tensor, host: Tensor) -> None:
 class Uploader:
     """Host memory that tensors are read into, window after window, and copied from to where they belong.
 
-        with Uploader(targets) as uploader:
+        with Uploader(targets, ...) as uploader:
             for window in ...:  # of at most uploader.window_bytes, each tensor padded()
                 hosts = uploader.take([(shape, dtype), ...])
                 ...  # read
@@ -227,7 +253,7 @@ class Uploader:
     def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
         """Host tensors of these shapes and dtypes, valid until the next are asked for."""
         if len(self._sides) < self._most_sides:
-            memory = accelerators.active.pinned if self._devices else _ordinary
+            memory = pinned_memory if self._devices else ordinary_memory
             self._sides.append(_Side(memory(self.window_bytes)))
         else:
             self._sides.append(self._sides.pop(0))
@@ -237,19 +263,15 @@ class Uploader:
     def send(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copies from what was taken last, (target, host) by pairs."""
         for target, host in pairs:
-            target.copy_(host, non_blocking=_can_wait(target, host))
+            target.copy_(host, non_blocking=bool(self._devices) and _can_wait(target, host))
         for device in self._devices:
             event = accelerators.active.event(device)
             event.record(accelerators.active.current_stream(device))
             self._sides[-1].events.append(event)
 
 
-def _ordinary(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
 def _can_wait(target: Tensor, host: Tensor) -> bool:
-    """Whether the copy is one of bytes; torch casts on the host, as elsewhere, where it does not return before."""
+    """Whether the copy may be done later: one of bytes. Others are made on the host, as they are for the CPU."""
     return (
         on_accelerator(target)
         and type(target) in PLAIN_TYPES

@@ -8,7 +8,6 @@ All runs in the thread that calls; what it returns may be read by any.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from dcpring._device import copy_to_host, is_accelerator, on_accelerator, padded, parts_of
+from dcpring._device import (
+    copy_to_host,
+    is_accelerator,
+    on_accelerator,
+    ordinary_memory,
+    padded,
+    parts_of,
+    pinned_memory,
+)
 from dcpring._key_diff import check_state_dict
 from dcpring._plan import is_lazy_view, is_terminal, same_memory
 from dcpring.torchside import accelerators
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_tensor, with_local, with_shards
-
-logger = logging.getLogger("dcpring")
 
 _LARGEST_BLOCK = 1 << 30
 _SMALLEST_BLOCK = 1 << 20
@@ -138,7 +143,7 @@ class _Memory:
         if placed is None:
             self.release()
             wanted = blocks_for(rooms) if self.is_pinned else [sum(rooms)]
-            self._blocks = [self._block(size) for size in wanted]
+            self._blocks = [(pinned_memory if self.is_pinned else ordinary_memory)(size) for size in wanted]
             placed = fitted(rooms, wanted)
             assert placed is not None
         self.places = [
@@ -146,18 +151,6 @@ class _Memory:
             for (number, start), size in zip(placed, sizes, strict=True)
         ]
         return is_new
-
-    def _block(self, size: int) -> Tensor:
-        if self.is_pinned:
-            try:
-                return accelerators.active.pinned(size)
-            except RuntimeError as error:
-                logger.warning(
-                    "%d MiB of pinned host memory cannot be had (%s): the state is copied to ordinary memory, which "
-                    "takes longer; see how much the machine has left, and how much the container may use",
-                    *(size >> 20, str(error).partition("\n")[0]),
-                )
-        return torch.empty(size, dtype=torch.uint8)
 
     def release(self) -> None:
         had = bool(self._blocks)

@@ -5,6 +5,8 @@ All of dcpring asks ``active``, so that tests can put a simulated accelerator in
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ class Accelerators:
         """Gives the pinned memory that torch keeps, and nobody uses, back to the system, where this torch can."""
         empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
-            empty()
+            with contextlib.suppress(RuntimeError):  # of accelerators for which torch keeps none
+                empty()
 
 
 active = Accelerators()

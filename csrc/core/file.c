@@ -166,7 +166,7 @@ static int make_one(const char *path, bool sync, struct dr_error *error) {
 int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
     int rc = look_at_directory(path);
     if (rc == 0)
-        return 0;
+        return sync ? sync_parent(path, error) : 0;
     if (rc != -ENOENT || *path == '\0')
         return dr_error_system(error, -rc, "stat", path);
     char *partial = dr_strdup(path);
@@ -260,11 +260,12 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, "open", dir);
-    int rc = dr_sys.exchange(dirfd, tmp, name);
-    if (rc == -ENOENT)
-        rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
-    else if (rc == -EINVAL || rc == -ENOSYS)
-        rc = exchange_slowly(dirfd, tmp, name);
+    int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
+    if (rc == -ENOTEMPTY || rc == -EEXIST) {
+        rc = dr_sys.exchange(dirfd, tmp, name);
+        if (rc == -EINVAL || rc == -ENOSYS)
+            rc = exchange_slowly(dirfd, tmp, name);
+    }
     char *path = rc < 0 ? dr_path_join(dir, name) : NULL;
     if (rc < 0)
         dr_error_system(error, -rc, "rename", path ? path : name);

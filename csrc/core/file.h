@@ -17,7 +17,7 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
 /* fdatasync that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
 int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error);
 
-/* mkdir -p; with sync, each new directory's entry is durable. */
+/* mkdir -p; with sync, the entries of new directories are durable, and that of path whoever has made it. */
 int dr_directory_make(const char *path, bool sync, struct dr_error *error);
 
 /* The magic number (see statfs(2)) of the file system that path lies on, or its nearest ancestor that exists. */
@@ -31,8 +31,9 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
                         struct dr_error *error);
 
 /*
- * Renames tmp, which is complete and durable, to name. What was called name before is called tmp then: name is one or
- * the other at any time. (Where the file system cannot exchange names, name is missing for a moment.)
+ * Renames tmp, which is complete and durable, to name, which is one or the other at any time. A file that was called
+ * name is gone then; a directory with something in it is called tmp. (Where the file system cannot exchange the names
+ * of directories, name is missing for a moment, and the old directory is called tmp with ".old" behind it.)
  */
 int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
 

@@ -185,32 +185,50 @@ static int replace(struct dr_error *error) {
     return dr_directory_replace(check_path("p"), "tmp", "name", true, error);
 }
 
-static void replaces(void) {
+/* A directory "p/tmp" with a file of this name in it. */
+static void make_folder(const char *file) {
+    char path[64];
+    snprintf(path, sizeof path, "p/tmp/%s", file);
+    CHECK_EQ(mkdir(check_path("p/tmp"), 0777), 0);
+    check_write_file(path, "x", 1);
+}
+
+static void replaces_files(void) {
     struct dr_error error;
     CHECK_EQ(mkdir(check_path("p"), 0777), 0);
     CHECK_FAILS(replace(&error), &error, ENOENT);
-    check_write_file("p/tmp", "first", 5);
+    for (int i = 0; i < 2; i++) {
+        check_write_file("p/tmp", i ? "second" : "first", i ? 6 : 5);
+        dr_fault_arm(&(struct dr_fault){.call = "exchange", .nth = 1, .err = EINVAL}); /* files have no need of it */
+        CHECK_OK(replace(&error), &error);
+        CHECK_EQ(dr_fault_disarm(), 0);
+        check_content("p/name", i ? "second" : "first");
+        CHECK(!check_exists("p/tmp"));
+    }
+    CHECK_EQ(unlink(check_path("p/name")), 0);
+}
+
+/* A directory takes the place of another, with what is in it. */
+static void replaces_directories(void) {
+    struct dr_error error;
+    make_folder("0");
     CHECK_OK(replace(&error), &error);
-    check_content("p/name", "first");
-    CHECK(!check_exists("p/tmp"));
+    CHECK(check_exists("p/name/0") && !check_exists("p/tmp"));
     const int refusals[] = {0, EINVAL, ENOSYS};
+    const char *const before[] = {"p/tmp/0", "p/tmp/1", "p/tmp/2"};
+    const char *const after[] = {"p/name/1", "p/name/2", "p/name/3"};
     for (int i = 0; i < 3; i++) {
-        check_write_file("p/tmp", i % 2 ? "even" : "odd", i % 2 ? 4 : 3);
+        make_folder(strrchr(after[i], '/') + 1);
         dr_fault_arm(&(struct dr_fault){.call = "exchange", .nth = refusals[i] ? 1 : 0, .err = refusals[i]});
         CHECK_OK(replace(&error), &error);
         dr_fault_disarm();
-        check_content("p/name", i % 2 ? "even" : "odd");
-        check_content("p/tmp", i == 0 ? "first" : i % 2 ? "odd" : "even");
+        CHECK(check_exists(before[i]) && check_exists(after[i]));
         CHECK(!check_exists("p/tmp.old"));
+        CHECK_EQ(unlink(check_path(before[i])), 0);
+        CHECK_EQ(rmdir(check_path("p/tmp")), 0);
     }
-    /* A directory takes the place of another, with what is in it. */
-    CHECK_EQ(mkdir(check_path("p/a"), 0777), 0);
-    CHECK_EQ(mkdir(check_path("p/b"), 0777), 0);
-    check_write_file("p/a/new", "n", 1);
-    check_write_file("p/b/old", "o", 1);
-    dr_error_clear(&error);
-    CHECK_OK(dr_directory_replace(check_path("p"), "a", "b", true, &error), &error);
-    CHECK(check_exists("p/b/new") && check_exists("p/a/old"));
+    CHECK_EQ(unlink(check_path("p/name/3")), 0);
+    CHECK_EQ(rmdir(check_path("p/name")), 0);
 }
 
 static void replace_fails_at_each_call(void) {
@@ -230,6 +248,8 @@ static void replace_fails_at_each_call(void) {
             check_content("p/name", "new");
     }
     CHECK_INT(calls, >=, 4);
+    unlink(check_path("p/tmp"));
+    CHECK_EQ(unlink(check_path("p/name")), 0);
 }
 
 /* ---- removing ---- */
@@ -361,6 +381,7 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"another_made_it_first", another_made_it_first}, {"making_fails_at_each_call", making_fails_at_each_call},
            {"interrupted_without_end", interrupted_without_end},
            {"commits", commits}, {"commit_fails_at_each_call", commit_fails_at_each_call},
-           {"replaces", replaces}, {"replace_fails_at_each_call", replace_fails_at_each_call},
+           {"replaces_files", replaces_files}, {"replaces_directories", replaces_directories},
+           {"replace_fails_at_each_call", replace_fails_at_each_call},
            {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
            {"sync_fails", sync_fails}, {"opens_only_below", opens_only_below})

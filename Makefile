@@ -11,6 +11,7 @@
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
 #   make asan             the suite under AddressSanitizer and UBSan
 #   make tsan             the C tests under ThreadSanitizer
+#   make crash            every state that a crash of a save may leave, of which the tests look at some (SEED=...)
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -25,7 +26,7 @@ SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 comma := ,
 
-.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan sdist clean
+.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash sdist clean
 
 setup: build/.installed
 
@@ -131,6 +132,9 @@ asan: setup build/.test-system
 # Those C tests that have threads, under ThreadSanitizer.
 tsan:
 	@$(MAKE) -s -C tests/c tsan
+
+crash: setup
+	@$(PY) tests/crash/explore.py --full $(if $(SEED),--seed $(SEED))
 
 sdist: setup
 	@$(PY) setup.py -q sdist bdist_wheel

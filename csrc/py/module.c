@@ -12,7 +12,7 @@ static PyMethodDef *const all_methods[] = {
     torch_methods, reader_methods, directory_methods, fault_methods,
     table_methods, merge_methods,  places_methods,    match_methods,
     key_methods,   probe_methods,  verify_methods,    compare_methods,
-    unpickle_methods,
+    unpickle_methods, record_methods,
 };
 
 enum { TYPES = 10 };

@@ -78,6 +78,7 @@ extern PyMethodDef key_methods[];
 extern PyMethodDef probe_methods[];
 extern PyMethodDef torch_methods[];
 extern PyMethodDef fault_methods[];
+extern PyMethodDef record_methods[];
 extern PyMethodDef table_methods[];
 extern PyMethodDef merge_methods[];
 extern PyMethodDef places_methods[];

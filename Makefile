@@ -3,6 +3,7 @@
 #   make demo             train, save, resume on fewer processes, compare with stock DCP
 #   make elastic          train on 4 processes, kill -9 in the middle of a save, resume on 2 and on 3
 #   make test             C tests, Python tests, linters
+#   make test-slow        all Python tests, those too that make test leaves out because of their time
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TESTS=tests/test_kinds.py]
 #                         the Python tests with another torch, in an environment of its own (up to 7 GB below build/torch)
 #   make clean-torch      removes these environments
@@ -26,7 +27,7 @@ SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 comma := ,
 
-.PHONY: setup demo elastic test test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash sdist clean
+.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash sdist clean
 
 setup: build/.installed
 
@@ -68,6 +69,9 @@ elastic: setup
 	@$(PY) -W ignore examples/elastic_resume.py
 
 test: lint test-c test-python
+
+test-slow:
+	@$(MAKE) -s test-python PYTEST="$(PYTEST) --slow"
 
 test-c: setup
 	@$(MAKE) -s -C tests/c run

@@ -29,13 +29,13 @@ def file_system(path: Path) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that need gigabytes of memory and disk too")
+    parser.addoption("--slow", action="store_true", help="run the tests that are left out because of their time too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a script starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "slow: needs gigabytes of memory and disk; run with --slow")
+    config.addinivalue_line("markers", "slow(but=()): run with --slow only, but for the parameters with these ids")
     for message in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
     if config.option.basetemp is None:
@@ -48,12 +48,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    slow = {item for item in items if item.get_closest_marker("slow")}
+    quick = {item for item in slow if _parameters(item) in _always(item)}
+    if not any("::" in argument for argument in config.args):
+        _check_names(slow, quick)
+    if slow - quick and not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=list(slow - quick))
+        items[:] = [item for item in items if item not in slow - quick]
+
+
+def _parameters(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+
+
+def _always(item: pytest.Item) -> set[str]:
+    """The parameters with which a slow test is run all the same."""
+    marker = item.get_closest_marker("slow")
+    return set(marker.kwargs.get("but", ())) if marker is not None else set()
+
+
+def _check_names(slow: set[pytest.Item], quick: set[pytest.Item]) -> None:
+    found = {(item.nodeid.partition("[")[0], _parameters(item)) for item in quick}
+    for item in slow:
+        test = item.nodeid.partition("[")[0]
+        if missing := [name for name in _always(item) if (test, name) not in found]:
+            raise pytest.UsageError(f"{test} has no parameters {missing}, which its mark 'slow' names")
 
 
 @pytest.fixture

@@ -136,6 +136,7 @@ def test_in_a_pipe_and_in_a_terminal(here: Path, large: Path) -> None:
     assert shown.status == 0 and "converting" in shown.plain and "3 tensors (768.0 MiB) to b.safetensors" in shown.plain
 
 
+@pytest.mark.slow(but=["options0"])
 @pytest.mark.parametrize(
     "options", [("x",), ("x.pt",), ("x.safetensors",), ("x", "--to", "safetensors", "--shard-size", "300M")]
 )

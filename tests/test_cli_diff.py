@@ -302,6 +302,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) >> 10)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """Two tensors of 512 MiB in far less."""
     big = torch.randint(0, 255, (1000, (512 << 20) // 1000), dtype=torch.uint8)

@@ -173,12 +173,14 @@ def _in_a_process(function: Callable[..., None], *args: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow(but=["uring"])
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_nothing_is_left_behind(tmp_path: Path, engine: str) -> None:
     _in_a_process(steady, str(tmp_path), engine)
 
 
 @pytest.mark.skipif(SANITIZED, reason="the sanitizers take memory of their own")
+@pytest.mark.slow(but=["uring-direct-1024"])
 @pytest.mark.parametrize(
     ("engine", "direct", "size"),
     [("uring", "direct", "1024"), ("uring", "buffered", "256"), ("threads", "direct", "256")],

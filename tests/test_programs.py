@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,6 +25,7 @@ def test_demo(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.distcp"))
 
 
+@pytest.mark.slow
 def test_benchmark(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     out = run(
@@ -41,6 +44,7 @@ def test_planning_benchmark(tmp_path: Path) -> None:
     assert results["growth"]["stock, cpu_seconds"] is not None
 
 
+@pytest.mark.slow
 def test_small_tensors_benchmark(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     out = run("benchmarks/small_tensors.py", "--quick", "--dir", tmp_path, "--json", report)

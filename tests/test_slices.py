@@ -76,6 +76,7 @@ def _meshes(size: int) -> list[tuple[tuple[int, ...], str]]:
     return flat
 
 
+@pytest.mark.slow(but=["ring-ring"])
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_from_any_mesh_to_any_other(tmp_path: Path, writer: str, reader: str) -> None:
     """1, 2 and 4 ranks, sharded along any dimension, TP x FSDP in two dimensions, to the same."""

@@ -28,6 +28,7 @@ def content(path: Path) -> Any:
     return {key: float(tensor.sum()) for key, tensor in loaded.items()}
 
 
+@pytest.mark.slow(but=["dcp", "torch"])
 @pytest.mark.parametrize(("name", "options"), TARGETS, ids=["dcp", "torch", "safetensors", "shards"])
 def test_each_call_fails_once(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     sums = {}

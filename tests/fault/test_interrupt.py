@@ -133,6 +133,7 @@ def in_time(attempt: Callable[[int], float], limit: float) -> float:
     raise AssertionError(f"ten times it {TOO_LATE}")
 
 
+@pytest.mark.slow(but=["save-uring", "sync-threads", "load-uring"])
 @pytest.mark.parametrize("engine", ("uring", "threads"))
 @pytest.mark.parametrize("script", (SAVE, SYNC, LOAD), ids=("save", "sync", "load"))
 def test_interrupt(tmp_path: Path, engine: str, script: str, record_property: pytest.RecordProperty) -> None:

@@ -67,6 +67,7 @@ print(json.dumps(counts))
 """
 
 
+@pytest.mark.slow(but=["default"])
 @pytest.mark.parametrize(
     ("kills", "options"),
     (

@@ -37,6 +37,15 @@ FAULTS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "EAGAI
 BOTH_ENGINES = ("uring", "threads")
 
 pytestmark = pytest.mark.usefixtures("_quiet")
+OFTEN = (
+    "direct-uring-EIO",
+    "direct-uring-EINTR",
+    "direct-uring-short",
+    "buffered-threads-EIO",
+    "buffered-threads-short",
+)
+"""What is run without --slow."""
+
 each_fault = pytest.mark.parametrize("err", FAULTS.values(), ids=FAULTS.keys())
 each_engine = pytest.mark.parametrize("engine", BOTH_ENGINES)
 each_direct = pytest.mark.parametrize("direct", (True, False), ids=("direct", "buffered"))
@@ -103,6 +112,7 @@ class Overwriting:
         assert {entry.name for entry in self.path.iterdir()} == needed_files(self.path), where
 
 
+@pytest.mark.slow(but=OFTEN)
 @each_fault
 @each_engine
 @each_direct
@@ -123,6 +133,7 @@ def test_every_call_of_a_save(tmp_path: Path, engine: str, direct: bool, err: in
 TRANSFERS = {"uring": ("uring_result", "uring_submit", "uring_wait"), "threads": ("pwrite", "pread")}
 
 
+@pytest.mark.slow(but=["direct-uring-once-EINTR", "direct-uring-often-short", "buffered-threads-once-short"])
 @pytest.mark.parametrize("err", (errno.EINTR, errno.EAGAIN, SHORTEN), ids=("EINTR", "EAGAIN", "short"))
 @pytest.mark.parametrize("sticky", (False, True), ids=("once", "often"))
 @each_engine
@@ -191,6 +202,7 @@ def test_order_of_a_save_without_sync(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow(but=["uring"])
 @each_engine
 def test_every_call_from_the_nth_on(tmp_path: Path, engine: str) -> None:
     """The disk dies in the middle of a save and comes back after it. Where even waiting fails, memory is given up."""
@@ -204,6 +216,7 @@ def test_every_call_from_the_nth_on(tmp_path: Path, engine: str) -> None:
         overwriting.check_and_clean_up(where)
 
 
+@pytest.mark.slow(but=["EIO-uring"])
 @each_engine
 @pytest.mark.parametrize("err", (errno.EIO, SHORTEN), ids=("EIO", "short"))
 def test_every_call_with_several_workers(tmp_path: Path, engine: str, err: int) -> None:
@@ -244,6 +257,7 @@ def test_every_call_of_a_first_save(tmp_path: Path, engine: str) -> None:
             assert ".metadata" not in left or "after the rename that committed" in str(error), where
 
 
+@pytest.mark.slow(but=OFTEN)
 @each_fault
 @each_engine
 @each_direct

@@ -1,4 +1,5 @@
-# `make demo` and `make test` do all their own set-up; the second time that costs seconds.
+# `make demo` and `make test` do all their own set-up; the second time that costs seconds. What they lack of system
+# packages they install by apt-get, as root, after saying so; PACKAGES=none leaves that out.
 #
 #   make demo             train, save, resume on fewer processes, compare with stock DCP
 #   make elastic          train on 4 processes, kill -9 in the middle of a save, resume on 2 and on 3
@@ -12,6 +13,7 @@
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
 #   make asan             the suite under AddressSanitizer and UBSan
 #   make tsan             the C tests under ThreadSanitizer
+#   make soak             random rounds in which things go wrong, for MINUTES=30; SEED=... plays one round again
 #   make crash            every state that a crash of a save may leave, of which the tests look at some (SEED=...)
 
 SHELL := /bin/bash
@@ -27,7 +29,7 @@ SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 comma := ,
 
-.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash sdist clean
+.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash soak sdist clean
 
 setup: build/.installed
 
@@ -68,7 +70,7 @@ demo: setup
 elastic: setup
 	@$(PY) -W ignore examples/elastic_resume.py
 
-test: lint test-c test-python
+test: build/.test-system lint test-c test-python
 
 test-slow:
 	@$(MAKE) -s test-python PYTEST="$(PYTEST) --slow"
@@ -134,8 +136,11 @@ asan: setup build/.test-system
 	  DCPRING_ASSERTING=1 $(PYTEST) tests
 
 # Those C tests that have threads, under ThreadSanitizer.
-tsan:
+tsan: build/.system
 	@$(MAKE) -s -C tests/c tsan
+
+soak: setup build/.test-system
+	@$(PY) tests/soak/play.py $(if $(SEED),--seed $(SEED) --verbose,--minutes $(or $(MINUTES),30))
 
 crash: setup
 	@$(PY) tests/crash/explore.py --full $(if $(SEED),--seed $(SEED))

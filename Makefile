@@ -28,6 +28,7 @@ TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
 SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h) setup.py pyproject.toml
 PYTEST := $(PY) -m pytest -q
 comma := ,
+PACKAGES ?= all
 
 .PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash soak sdist clean
 
@@ -38,8 +39,10 @@ define install_packages
 	mkdir -p build; command -v dpkg-query >/dev/null || exit 0; \
 	missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q "ok installed" || echo $$p; done); \
 	[ -n "$$missing" ] || exit 0; \
+	[ "$(PACKAGES)" != none ] || { echo "== system packages are missing:" $$missing; exit 0; }; \
 	sudo=$$([ $$(id -u) -eq 0 ] || echo sudo); \
-	echo "== installing system packages:" $$missing; \
+	echo "== system packages are missing, and will be installed now by $${sudo:+sudo }apt-get:" $$missing; \
+	[ ! -t 0 ] || { echo "   (Ctrl-C within 5 s if you do not want that; PACKAGES=none goes on without them)"; sleep 5; }; \
 	{ $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; } \
 	  >build/apt.log 2>&1 || { tail -5 build/apt.log; echo "Install these packages yourself, then run make again."; exit 1; }
 endef
@@ -49,7 +52,7 @@ build/.system:
 	@touch $@
 
 build/.venv: build/.system Makefile
-	@echo "== Python environment in $(VENV), with $(VENV_TORCH) (CPU)"
+	@echo "== Python environment in $(VENV), into which pip installs now: $(VENV_TORCH) (CPU) $(DEV_PACKAGES)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dcpring needs Python 3.11 or newer; make PYTHON=... names one")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -q --disable-pip-version-check $(VENV_TORCH) $(DEV_PACKAGES)

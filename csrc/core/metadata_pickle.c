@@ -3,42 +3,11 @@
 
 #include "crc.h"
 #include "memory.h"
+#include "pickle_read.h"
 #include "strides.h"
 
 #include <errno.h>
 #include <string.h>
-
-enum opcode {
-    MARK = '(',
-    STOP = '.',
-    NONE = 'N',
-    NEWTRUE = 0x88,
-    GLOBAL = 'c',
-    POP = '0',
-    BININT = 'J',
-    BININT1 = 'K',
-    BININT2 = 'M',
-    LONG1 = 0x8a,
-    BINUNICODE = 'X',
-    SHORT_BINUNICODE = 0x8c,
-    BINBYTES = 'B',
-    SHORT_BINBYTES = 'C',
-    EMPTY_DICT = '}',
-    EMPTY_LIST = ']',
-    EMPTY_TUPLE = ')',
-    APPENDS = 'e',
-    SETITEMS = 'u',
-    TUPLE = 't',
-    TUPLE1 = 0x85,
-    REDUCE = 'R',
-    BUILD = 'b',
-    NEWOBJ = 0x81,
-    BINPUT = 'q',
-    LONG_BINPUT = 'r',
-    BINGET = 'h',
-    LONG_BINGET = 'j',
-    PROTO = 0x80,
-};
 
 /* Memo entries: classes, attribute names, then properties, then names. */
 enum constant {
@@ -98,22 +67,22 @@ static void memo(struct pickler *p, int short_op, int long_op, uint64_t index) {
     little_endian(p, index, index < 256 ? 1 : 4);
 }
 
-static void put(struct pickler *p, uint64_t index) { memo(p, BINPUT, LONG_BINPUT, index); }
+static void put(struct pickler *p, uint64_t index) { memo(p, DR_BINPUT, DR_LONG_BINPUT, index); }
 
-static void get(struct pickler *p, uint64_t index) { memo(p, BINGET, LONG_BINGET, index); }
+static void get(struct pickler *p, uint64_t index) { memo(p, DR_BINGET, DR_LONG_BINGET, index); }
 
 static void integer(struct pickler *p, uint64_t value) {
     if (value < 256) {
-        op(p, BININT1);
+        op(p, DR_BININT1);
         little_endian(p, value, 1);
     } else if (value < 65536) {
-        op(p, BININT2);
+        op(p, DR_BININT2);
         little_endian(p, value, 2);
     } else if (value <= INT32_MAX) {
-        op(p, BININT);
+        op(p, DR_BININT);
         little_endian(p, value, 4);
     } else {
-        op(p, LONG1);
+        op(p, DR_LONG1);
         little_endian(p, 9, 1); /* eight bytes, and a zero for the sign */
         little_endian(p, value, 8);
         little_endian(p, 0, 1);
@@ -121,13 +90,13 @@ static void integer(struct pickler *p, uint64_t value) {
 }
 
 static void text(struct pickler *p, const char *data, uint32_t size) {
-    op(p, size < 256 ? SHORT_BINUNICODE : BINUNICODE);
+    op(p, size < 256 ? DR_SHORT_BINUNICODE : DR_BINUNICODE);
     little_endian(p, size, size < 256 ? 1 : 4);
     dr_buffer_put(p->out, data, size);
 }
 
 static void bytes(struct pickler *p, const void *data, size_t size) {
-    op(p, size < 256 ? SHORT_BINBYTES : BINBYTES);
+    op(p, size < 256 ? DR_SHORT_BINBYTES : DR_BINBYTES);
     little_endian(p, size, size < 256 ? 1 : 4);
     dr_buffer_put(p->out, data, size);
 }
@@ -145,31 +114,31 @@ static void name(struct pickler *p, uint32_t index) {
 
 static void size(struct pickler *p, const int64_t *dims, int ndim) {
     get(p, SIZE);
-    op(p, MARK);
+    op(p, DR_MARK);
     for (int d = 0; d < ndim; d++)
         integer(p, (uint64_t)dims[d]);
-    op(p, TUPLE);
-    op(p, TUPLE1);
-    op(p, REDUCE);
+    op(p, DR_TUPLE);
+    op(p, DR_TUPLE1);
+    op(p, DR_REDUCE);
 }
 
 /* Constants first, so that everything later can refer to them: each is pushed, noted and popped. */
 static void constants(struct pickler *p) {
     for (int i = 0; i < CLASSES; i++) {
-        op(p, GLOBAL);
+        op(p, DR_GLOBAL);
         dr_buffer_put(p->out, classes[i], strlen(classes[i]));
         put(p, (uint64_t)i);
-        op(p, POP);
+        op(p, DR_POP);
     }
     for (int i = CLASSES; i < CONSTANTS; i++) {
         text(p, attributes[i - CLASSES], (uint32_t)strlen(attributes[i - CLASSES]));
         put(p, (uint64_t)i);
-        op(p, POP);
+        op(p, DR_POP);
     }
     for (size_t i = 0; i < p->table->property_count; i++) {
         dr_buffer_put(p->out, p->parts->properties[i].data, p->parts->properties[i].size);
         put(p, CONSTANTS + i);
-        op(p, POP);
+        op(p, DR_POP);
     }
 }
 
@@ -178,7 +147,7 @@ static void batch(struct pickler *p, size_t *filled, int opcode) {
     if (*filled % BATCH == 0) {
         if (*filled)
             op(p, opcode);
-        op(p, MARK);
+        op(p, DR_MARK);
     }
     ++*filled;
 }
@@ -190,18 +159,18 @@ static void end_batches(struct pickler *p, size_t filled, int opcode) {
 
 static void object(struct pickler *p, enum constant class) {
     get(p, class);
-    op(p, EMPTY_TUPLE);
-    op(p, NEWOBJ);
+    op(p, DR_EMPTY_TUPLE);
+    op(p, DR_NEWOBJ);
 }
 
 static void begin_state(struct pickler *p) {
-    op(p, EMPTY_DICT);
-    op(p, MARK);
+    op(p, DR_EMPTY_DICT);
+    op(p, DR_MARK);
 }
 
 static void end_state(struct pickler *p) {
-    op(p, SETITEMS);
-    op(p, BUILD);
+    op(p, DR_SETITEMS);
+    op(p, DR_BUILD);
 }
 
 static void chunk(struct pickler *p, const struct dr_row *row) {
@@ -222,13 +191,13 @@ static void strides_of(struct pickler *p, const struct dr_row *row) {
         return;
     get(p, K_RING_STRIDES);
     if (kind == DR_CONTIGUOUS) {
-        op(p, NEWTRUE);
+        op(p, DR_NEWTRUE);
         return;
     }
-    op(p, MARK);
+    op(p, DR_MARK);
     for (int d = 0; d < row->ndim; d++)
         integer(p, (uint64_t)strides[d]);
-    op(p, TUPLE);
+    op(p, DR_TUPLE);
 }
 
 /* The value for rows [from, to), which have one name. */
@@ -245,13 +214,13 @@ static void stored_as(struct pickler *p, size_t from, size_t to) {
     get(p, K_SIZE);
     size(p, dr_row_size(p->table, row), row->ndim);
     get(p, K_CHUNKS);
-    op(p, EMPTY_LIST);
+    op(p, DR_EMPTY_LIST);
     size_t filled = 0;
     for (size_t i = from; i < to; i++) {
-        batch(p, &filled, APPENDS);
+        batch(p, &filled, DR_APPENDS);
         chunk(p, &p->table->rows[i]);
     }
-    end_batches(p, filled, APPENDS);
+    end_batches(p, filled, DR_APPENDS);
     strides_of(p, row);
     end_state(p);
 }
@@ -265,16 +234,16 @@ static size_t run_end(const struct dr_table *table, size_t from) {
 
 static void state_dict_metadata(struct pickler *p) {
     size_t filled = 0;
-    op(p, EMPTY_DICT);
+    op(p, DR_EMPTY_DICT);
     for (size_t from = 0, to; from < p->table->count; from = to) {
         to = run_end(p->table, from);
         if (p->table->rows[from].type == DR_ROW_NAME)
             continue;
-        batch(p, &filled, SETITEMS);
+        batch(p, &filled, DR_SETITEMS);
         name(p, p->table->rows[from].name);
         stored_as(p, from, to);
     }
-    end_batches(p, filled, SETITEMS);
+    end_batches(p, filled, DR_SETITEMS);
 }
 
 /* A path is its number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last. */
@@ -283,7 +252,7 @@ static int path(struct pickler *p, uint32_t index, struct dr_error *error) {
     const char *at = dr_table_text(p->table, index), *end = at + n->size;
     struct dr_bytes code = {(const uint8_t *)end, (const uint8_t *)end + n->path_size, false};
     uint64_t count = dr_bytes_limited(&code, n->path_size);
-    op(p, MARK);
+    op(p, DR_MARK);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t head = dr_bytes_varint(&code);
         uint64_t part = i + 1 < count ? head >> 1 : (uint64_t)(end - at);
@@ -304,27 +273,27 @@ static int path(struct pickler *p, uint32_t index, struct dr_error *error) {
         }
         at += part + (i + 1 < count && part < (uint64_t)(end - at)); /* and the dot */
     }
-    op(p, TUPLE);
+    op(p, DR_TUPLE);
     return 0;
 }
 
 static int mappings(struct pickler *p, struct dr_error *error) {
     size_t filled = 0;
     if (!p->parts->mappings) {
-        op(p, NONE);
+        op(p, DR_NONE);
         return 0;
     }
-    op(p, EMPTY_DICT);
+    op(p, DR_EMPTY_DICT);
     for (uint32_t i = 0; i < p->table->name_count; i++) {
         if (!p->table->names[i].path_size)
             continue;
-        batch(p, &filled, SETITEMS);
+        batch(p, &filled, DR_SETITEMS);
         name(p, i);
         int rc = path(p, i, error);
         if (rc)
             return rc;
     }
-    end_batches(p, filled, SETITEMS);
+    end_batches(p, filled, DR_SETITEMS);
     return 0;
 }
 
@@ -339,14 +308,14 @@ static void metadata_index(struct pickler *p, const struct dr_row *row, size_t n
         get(p, K_OFFSET);
         size(p, dr_row_offsets(p->table, row), row->ndim);
     } else {
-        op(p, NONE);
+        op(p, DR_NONE);
     }
     end_state(p);
 }
 
 static void ring(struct pickler *p, const struct dr_place *place) {
     get(p, K_RING);
-    op(p, MARK);
+    op(p, DR_MARK);
     integer(p, RING_VERSION);
     integer(p, place->kind);
     integer(p, place->payload_offset);
@@ -354,8 +323,8 @@ static void ring(struct pickler *p, const struct dr_place *place) {
     if (place->has_crcs)
         bytes(p, dr_place_crcs(p->places, place), 4 * dr_crc_count(place->payload_offset, place->payload_size));
     else
-        op(p, NONE);
-    op(p, TUPLE);
+        op(p, DR_NONE);
+    op(p, DR_TUPLE);
 }
 
 static void file_name(struct pickler *p, uint32_t file) {
@@ -386,20 +355,20 @@ static void storage_info(struct pickler *p, const struct dr_place *place) {
 static void storage_data(struct pickler *p) {
     size_t filled = 0, number = 0;
     if (!p->places) {
-        op(p, NONE);
+        op(p, DR_NONE);
         return;
     }
-    op(p, EMPTY_DICT);
+    op(p, DR_EMPTY_DICT);
     for (size_t i = 0; i < p->table->count; i++) {
         const struct dr_row *row = &p->table->rows[i];
         number = i && row->name == row[-1].name ? number + 1 : 0;
         if (p->places->places[i].kind == DR_PLACE_NONE)
             continue;
-        batch(p, &filled, SETITEMS);
+        batch(p, &filled, DR_SETITEMS);
         metadata_index(p, row, number);
         storage_info(p, &p->places->places[i]);
     }
-    end_batches(p, filled, SETITEMS);
+    end_batches(p, filled, DR_SETITEMS);
 }
 
 static void fragment(struct pickler *p, const struct dr_fragment *fragment) {
@@ -410,13 +379,13 @@ static void key(struct pickler *p, const char *literal) { text(p, literal, (uint
 
 static int metadata(struct pickler *p, struct dr_error *error) {
     static const char class[] = "torch.distributed.checkpoint.metadata\nMetadata\n";
-    op(p, PROTO);
+    op(p, DR_PROTO);
     dr_buffer_byte(p->out, 4);
     constants(p);
-    op(p, GLOBAL);
+    op(p, DR_GLOBAL);
     dr_buffer_put(p->out, class, strlen(class));
-    op(p, EMPTY_TUPLE);
-    op(p, NEWOBJ);
+    op(p, DR_EMPTY_TUPLE);
+    op(p, DR_NEWOBJ);
     begin_state(p);
     key(p, "state_dict_metadata");
     state_dict_metadata(p);
@@ -429,7 +398,7 @@ static int metadata(struct pickler *p, struct dr_error *error) {
     key(p, "version");
     fragment(p, &p->parts->version);
     end_state(p);
-    op(p, STOP);
+    op(p, DR_STOP);
     return rc;
 }
 

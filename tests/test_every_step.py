@@ -61,6 +61,7 @@ class Step(NamedTuple):
     Attributes:
         is_entry: of a function: its first line.
         when: -1: no other rank is waiting yet; 1: all ranks have told each other that they are done; 0: between these.
+            In a thread of its own others wait from the beginning.
         has_met: all ranks have come to hand on.
     """
 
@@ -88,7 +89,7 @@ class Tracer:
         self._at = None if at is None else (at.file, at.line, at.thread)
         self._kind = kind
         self._seen: set[tuple[str, int, str]] = set()
-        self.when = -1
+        self.when = {"main": -1, "background": 0}
         self.has_met = False
         self.steps: list[Step] = []
         self.has_raised = False
@@ -110,15 +111,29 @@ class Tracer:
 
     def _line(self, frame: FrameType, is_entry: bool) -> None:
         file = frame.f_code.co_filename.removeprefix(PACKAGE)
-        thread = "background" if threading.current_thread().name.startswith("dcpring-save") else "main"
+        thread = _thread()
         key = file, frame.f_lineno, thread
         if key in self._seen:
             return
         self._seen.add(key)
-        self.steps.append(Step(*key[:2], frame.f_code.co_name, thread, is_entry, self.when, self.has_met))
+        self.steps.append(Step(*key[:2], frame.f_code.co_name, thread, is_entry, self.when[thread], self.has_met))
         if key == self._at:
             self.has_raised = True
             raise self._kind(f"boom at {file}:{frame.f_lineno}")
+
+    def begin(self) -> None:
+        """Others wait from here on."""
+        self.when[_thread()] = max(self.when[_thread()], 0)
+
+    def begin_call(self) -> None:
+        """The same. What ran since they were done with an earlier call was between the two, and is nobody's step."""
+        thread = _thread()
+        if self.when[thread] == 1:
+            self.steps = [step for step in self.steps if (step.thread, step.when) != (thread, 1)]
+        self.when[thread] = 0
+
+    def end(self, label: str) -> None:
+        self.when[_thread()] = int(label == "end")
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Tracer]:
@@ -129,6 +144,10 @@ class Tracer:
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
+
+
+def _thread() -> str:
+    return "background" if threading.current_thread().name.startswith("dcpring-save") else "main"
 
 
 def _is_pickled(frame: FrameType | None) -> bool:
@@ -238,9 +257,9 @@ def record(call: Callable[[], None]) -> list[Step]:
     """The steps of a call on this rank."""
     tracer = Tracer()
 
-    def begins(original: Any) -> Any:
+    def begins(original: Any, begin: Callable[[], None]) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            tracer.when = max(tracer.when, 0)
+            begin()
             return original(*args, **kwargs)
 
         return noted
@@ -248,7 +267,7 @@ def record(call: Callable[[], None]) -> list[Step]:
     def ends(settle: Any) -> Any:
         def noted(joint: Any, label: str, is_last: bool = False) -> None:
             settle(joint, label, is_last)
-            tracer.when = int(label == "end")
+            tracer.end(label)
 
         return noted
 
@@ -262,8 +281,8 @@ def record(call: Callable[[], None]) -> list[Step]:
 
     operation, wrapper, settle = _ranks.Operation.__init__, _DistWrapper.__init__, _ranks.Joint.settle
     with (
-        mock.patch.object(_ranks.Operation, "__init__", begins(operation)),
-        mock.patch.object(_DistWrapper, "__init__", begins(wrapper)),
+        mock.patch.object(_ranks.Operation, "__init__", begins(operation, tracer.begin_call)),
+        mock.patch.object(_DistWrapper, "__init__", begins(wrapper, tracer.begin)),
         mock.patch.object(_ranks.Joint, "settle", ends(settle)),
         mock.patch.object(_group.Meeting, "wait", met(_group.Meeting.wait)),
         mock.patch.object(_handon, "MEET_SECONDS", 60.0),
@@ -298,9 +317,8 @@ def every_step(folder: Path, name: str, every_line: bool, log: Path) -> tuple[in
     call()
     per_rank = gathered([step for step in record(call) if every_line or step.is_entry])
     assert name not in ("load", "dcp_load") or all(any(step.has_met for step in steps) for steps in per_rank)
-    todo = [(rank, step) for rank, steps in enumerate(per_rank) for step in steps]
-    if not every_line:  # each function on one of the ranks
-        todo = [(rank, step) for at, (rank, step) in enumerate(todo) if at % len(per_rank) == rank]
+    every = 1 if every_line else len(per_rank)  # each function on one of the ranks
+    todo = [(rank, step) for rank, steps in enumerate(per_rank) for step in steps[rank % every :: every]]
     problems: list[str] = []
     raised = 0
     for number, (rank, step) in enumerate(todo):

@@ -7,6 +7,7 @@ If there is no next call, that is said when the program ends, and the program's 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -32,6 +33,7 @@ class Background:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
         self._pending: Future[None] | None = None
         self._number = 0
+        self._is_abandoned = False
 
     @property
     def is_pending(self) -> bool:
@@ -46,21 +48,18 @@ class Background:
     def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
         """Has ``work`` done as an operation of all ranks, and then ``after``."""
         self._number = next(_numbers)
-        try:
-            self._pending = self._executor.submit(self._run, self._number, work, after)
-        except BaseException as error:  # no thread is to be had: those of the other ranks wait for this one's
-            self._ranks.give_up(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
-            raise
+        self._pending = self._executor.submit(self._run, self._number, work, after)
 
     def _run(self, number: int, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
         try:
             with self._ranks.operation("save in the background") as joint:
                 work(joint)
         except BaseException as error:
-            _untold[number] = (os.getpid(), error)
-            logger.error(
-                "a save in the background has failed, and the next call will raise this: %s", failure_of(error).text
-            )
+            if not self._is_abandoned:
+                _untold[number] = (os.getpid(), error)
+                logger.error(
+                    "a save in the background has failed, and the next call will raise this: %s", failure_of(error).text
+                )
             raise
         after()
 
@@ -78,6 +77,14 @@ class Background:
         finally:
             if self._pending is None:
                 _untold.pop(self._number, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends a save that was started, if it was, as not all ranks have started it; returns once it has ended."""
+        text = f"rank {self._ranks.rank}: {failure_of(error).text}"
+        self._is_abandoned = True
+        with self._ranks.ended(text), contextlib.suppress(Exception):
+            self.settle()
+        self._is_abandoned = False
 
     def close(self) -> None:
         """Gives back the thread and the group; nothing may be pending."""

@@ -115,8 +115,8 @@ class Meeting:
         self._size = size
         self._is_over = False
 
-    def wait(self, seconds: float) -> bool:
-        """Comes, and waits for the others. What ends the wait early is raised, and says no for this rank."""
+    def wait(self, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+        """Comes, and waits for the others. What ends the wait early, as ``look`` may, is raised."""
         store = _store()
         if store is None:
             return False
@@ -126,6 +126,7 @@ class Meeting:
         for pause in _pauses():
             if store.check([self._verdict]) or time.monotonic() > deadline:
                 break
+            look()
             time.sleep(pause)
         return self.settle(False)
 
@@ -143,10 +144,11 @@ class Meeting:
         self._is_over = True
 
 
-def assemble(base: str, size: int, seconds: float) -> str:
+def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = lambda: None) -> str:
     """Waits until all have come, and gives a name that no other meeting has had.
 
-    Meetings at one base are numbered by the store, whatever each process has been through before.
+    Meetings at one base are numbered by the store, whatever each process has been through before. What ``look`` raises,
+    as it is called while this waits, ends the wait.
 
     Raises:
         TimeoutError: some have not come.
@@ -160,7 +162,7 @@ def assemble(base: str, size: int, seconds: float) -> str:
         store.compare_set(f"{base}/now", number, str(int(number) + 1))
     meeting = Meeting(name, size)
     try:
-        is_on = meeting.wait(seconds)
+        is_on = meeting.wait(seconds, look)
     except BaseException:
         meeting.settle(False)
         raise

@@ -36,6 +36,9 @@ _KINDS = (CorruptCheckpointError, UntrustedCheckpointError)
 _AGAIN_SECONDS = 300.0
 """How long ranks wait for each other to make a new group in the place of one that was given up."""
 
+_TWIN_SECONDS = 25.0
+"""The same for a second group, where all have just told each other that they make it."""
+
 # ---- failures ----
 
 
@@ -258,16 +261,23 @@ class Ranks:
     def twin(self) -> Ranks:
         """The same ranks with another group: collectives of two threads must not meet in one."""
         twin = Ranks.__new__(Ranks)
-        twin._begin(self._members, lambda: f"{self._name}/twin")
+        twin._begin(self._members, lambda: twin._assemble(f"{self._name}/twin", _TWIN_SECONDS))
         return twin
 
     def _begin(self, members: list[int], name: Callable[[], str]) -> None:
         self._members = members
         self.rank, self.world_size = members.index(dist.get_rank()) if members else 0, len(members) or 1
         self.group: dist.ProcessGroup | None = None
-        self._name = self._lost = ""
+        self._name = self._lost = self._ended = ""
         if members:
             self._connect(name)
+
+    def _assemble(self, base: str, seconds: float) -> str:
+        return _group.assemble(base, self.world_size, seconds, self._check_ended)
+
+    def _check_ended(self) -> None:
+        if self._ended:
+            raise Lost(self._ended)
 
     def _connect(self, name: Callable[[], str]) -> None:
         try:
@@ -303,7 +313,7 @@ class Ranks:
         try:
             return self._gather(data, held)
         except Lost:
-            if not is_first or self._lost:
+            if not is_first or self._lost or self._ended:
                 raise
         self._connect_again()  # one has given the group up after this one's part in the last operation was over
         return self._gather(data, held)
@@ -334,7 +344,7 @@ class Ranks:
         return f"{self._name}/broken"
 
     def _look(self) -> None:
-        note = _group.find_note(self._broken)
+        note = self._ended or _group.find_note(self._broken)
         if note:
             raise Lost(note)
 
@@ -351,11 +361,21 @@ class Ranks:
         self._drop()
         return first
 
+    @contextlib.contextmanager
+    def ended(self, text: str) -> Iterator[None]:
+        """Gives the group up while another thread of this rank may be in it, which has left it when this is left."""
+        self._ended = text
+        if self.group is not None:
+            _group.leave_note(self._broken, text)
+        yield
+        self.give_up(text)
+        self._ended = ""
+
     def _connect_again(self) -> None:
         if self._lost:
             raise Lost(self._lost)
         old = self._broken
-        self._connect(lambda: _group.assemble(f"{self._name}/again", self.world_size, _AGAIN_SECONDS))
+        self._connect(lambda: self._assemble(f"{self._name}/again", _AGAIN_SECONDS))
         if self.rank == 0:
             _group.remove_note(old)
 

@@ -315,9 +315,14 @@ class Checkpointer:
         joint.settle("copied")
         if self._background is None:
             self._background = Background(self._ranks)
-        self._background.start(
-            lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
-        )
+        try:
+            self._background.start(
+                lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
+            )
+            joint.settle("started")
+        except BaseException as error:  # those that have started wait for those that have not
+            self._background.abandon(error)
+            raise
 
     # ---- retention ----
 

@@ -81,6 +81,7 @@ def test_json(tmp_path: Path, writer: str) -> None:
         "ranks": [0, 1],
         "files": sorted(files),
         "saved_by_rank": None,
+        "refused": None,
     }
     totals = document["totals"]
     sizes = [path.stat().st_size for path in tmp_path.glob("*.distcp")]

@@ -393,7 +393,7 @@ _RECORDS[dcp_metadata.MetadataIndex] = {
 
 
 def _set_properties(instance: Any, state: Any) -> None:
-    require(type(state) is tuple and len(state) >= 5 and isinstance(state[0], torch.dtype))
+    require(type(state) is tuple and len(state) >= 5)
     instance.__setstate__(state)
 
 

@@ -20,7 +20,8 @@ from crash.scenarios import Checkpoints, Conversions, Saves, Scenario, StockSave
 from fault._support import quiet
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcpring import _C, Checkpointer, RingWriter, _layout
+from dcpring import _C, RingWriter, _layout
+from dcpring._retention import Steps
 
 SEED = 1
 SCENARIOS = quick(SEED)
@@ -136,15 +137,10 @@ def test_calls_that_do_not_sync_are_found_out(tmp_path: Path, call: str, monkeyp
 
 def test_a_checkpointer_that_removes_too_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of which files are gone is not a step any more, also after a crash."""
-    real = Checkpointer._remove_doomed
+    real = Steps._remove_doomed
     scenario = Checkpoints("checkpointer", [1, 2], keep_last=1)
 
-    def without_sync(self: Checkpointer) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(_C, "sync_directory", lambda path: None)
-            real(self)
-
-    monkeypatch.setattr(Checkpointer, "_remove_doomed", without_sync)
+    monkeypatch.setattr(Steps, "_remove_doomed", lambda self, sync: real(self, False))
     assert any("does not load" in problem for problem in problems_of(scenario, tmp_path))
 
 

@@ -70,7 +70,7 @@ def until_exhausted(
             counted = _C.disarm_fault()
         yield nth, caught
         if counted < nth:
-            assert nth > 20, "so few calls are not a save or a load"
+            assert nth > 10, "so few calls are not a save or a load"
             assert caught is None
             return
 

@@ -143,10 +143,13 @@ class TorchSource:
         except (MemoryError, OSError):
             raise
         except Exception as error:  # damaged bytes end in errors of any kind
-            if isinstance(error, NotImplementedError) or (location == "meta" and isinstance(error, RuntimeError)):
+            from_torch = error.__cause__ if isinstance(error, ValueError) else error
+            if isinstance(from_torch, NotImplementedError) or (
+                location == "meta" and isinstance(from_torch, RuntimeError)
+            ):
                 raise _NotWithoutData(
                     f"{self._path} holds a special tensor, which torch cannot load here; load the file where it was "
-                    f"saved, and save such tensors as ordinary ones ({error!s:.100})"
+                    f"saved, and save such tensors as ordinary ones ({from_torch!s:.100})"
                 ) from error
             raise CorruptCheckpointError(f"it cannot be read: {error!s:.200}", str(self._path)) from error
 

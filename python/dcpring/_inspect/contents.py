@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpring import _C, _layout
 from dcpring._crc import RunningCrcs
 from dcpring._lazy import StoredChunks, has_known_tables
-from dcpring._load import MOST_DIMENSIONS, Inputs, Loader, windows
+from dcpring._load import Inputs, Loader, windows
 from dcpring._metadata import (
     BYTES,
     METADATA_NAME,
@@ -49,6 +49,9 @@ from dcpring.torchside.tensors import narrowed
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
 _INT = {int}
+
+_MOST_DIMENSIONS = 1 << 10
+"""Of what is listed; those of more than the core knows are."""
 
 _LARGEST_OBJECT_BYTES = 64 << 20
 _OBJECT_BATCH_BYTES = 32 << 20
@@ -460,7 +463,8 @@ def _check_tensor(
         if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):
             raise ValueError(f"{key!r:.200} has a size or an offset that is no number, or below 0, or one too many")
     # In this order: the product of very many or very long numbers takes for ever.
-    if len(shape) > MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63 or math.prod(shape) * dtype.itemsize >= 1 << 63:
+    is_long = len(shape) > _MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63
+    if is_long or math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"{key!r:.200} has a size that no tensor can have")
 
 

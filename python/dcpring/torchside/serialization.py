@@ -51,7 +51,8 @@ def forget_unfinished_load() -> None:
 
 def place_in_file(storage: torch.UntypedStorage) -> int:
     """Where a storage that was loaded without its data lies in its file; -1 where it is not known."""
-    return getattr(storage, "_checkpoint_offset", -1)
+    offset: int | None = getattr(storage, "_checkpoint_offset", None)
+    return -1 if offset is None else offset
 
 
 def described(storage: Any) -> tuple[str, int, torch.UntypedStorage]:

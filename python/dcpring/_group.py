@@ -144,6 +144,11 @@ class Meeting:
         self._is_over = True
 
 
+def counter_of(base: str) -> str:
+    """Where the store numbers the meetings at a base; when there will be no more, it can be removed."""
+    return f"{base}/now"
+
+
 def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = lambda: None) -> str:
     """Waits until all have come, and gives a name that no other meeting has had.
 
@@ -153,13 +158,13 @@ def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = la
     Raises:
         TimeoutError: some have not come.
     """
-    store = _the_store()
+    store, now = _the_store(), counter_of(base)
     while True:
-        number = bytes(store.compare_set(f"{base}/now", "", "0")).decode()
+        number = bytes(store.compare_set(now, "", "0")).decode()
         name = f"{base}/{number}"
         if not store.check([f"{name}/verdict"]):
             break
-        store.compare_set(f"{base}/now", number, str(int(number) + 1))
+        store.compare_set(now, number, str(int(number) + 1))
     meeting = Meeting(name, size)
     try:
         is_on = meeting.wait(seconds, look)
@@ -168,7 +173,7 @@ def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = la
         raise
     if not is_on:
         raise TimeoutError(f"{store.add(f'{name}/came', 0)} of {size} ranks came within {seconds:.0f} s")
-    store.compare_set(f"{base}/now", number, str(int(number) + 1))
+    store.compare_set(now, number, str(int(number) + 1))
     meeting.leave()
     return name
 

@@ -260,8 +260,10 @@ class Ranks:
 
     def twin(self) -> Ranks:
         """The same ranks with another group: collectives of two threads must not meet in one."""
-        twin = Ranks.__new__(Ranks)
-        twin._begin(self._members, lambda: twin._assemble(f"{self._name}/twin", _TWIN_SECONDS))
+        twin, base = Ranks.__new__(Ranks), f"{self._name}/twin"
+        twin._begin(self._members, lambda: twin._assemble(base, _TWIN_SECONDS))
+        if twin.rank == 0:
+            _group.remove_note(_group.counter_of(base))
         return twin
 
     def _begin(self, members: list[int], name: Callable[[], str]) -> None:

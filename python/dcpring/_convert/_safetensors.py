@@ -214,7 +214,10 @@ def _is_shard(path: FilePath) -> bool:
 def _files_of(path: FilePath) -> list[FilePath]:
     """The file itself, or all shards in a directory. One rank's shard is no model."""
     if path.is_dir():
-        return sorted(path.glob("*.safetensors"))
+        shards = sorted(path.glob("*.safetensors"))
+        if not shards:
+            raise CheckpointError(f"{path} is a directory, and there is nothing in it to convert")
+        return shards
     others = [one for one in path.parent.glob("shard-*") if _SHARD_FILE.fullmatch(one.name) and one.name != path.name]
     if others and _SHARD_FILE.fullmatch(path.name) and _is_shard(path):
         raise CheckpointError(

@@ -439,11 +439,11 @@ def test_what_is_missing_in_activation_checkpointing_has_its_canonical_name() ->
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="key number 0, 7, is not a str"):
         dcpring.set_model_state_dict(Net(), {7: torch.ones(1)})
-    with pytest.raises(ValueError, match="needs full_state_dict"):
+    with pytest.raises(ValueError, match="full_state_dict must be True"):
         dcpring.get_model_state_dict(Net(), options=StateDictOptions(broadcast_from_rank0=True))
-    with pytest.raises(RuntimeError, match="state dict is empty"):
+    with pytest.raises(RuntimeError, match="model state_dict is empty"):
         dcpring.set_model_state_dict(Net(), {})
-    with pytest.raises(RuntimeError, match="no optimizers"):
+    with pytest.raises(RuntimeError, match="Optimizers are not passed in"):
         dcpring.get_optimizer_state_dict(Net(), [])
     stranger = torch.optim.SGD(Net().parameters(), lr=1)
     with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 of SGD .* is not in the model"):

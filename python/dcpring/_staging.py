@@ -324,8 +324,8 @@ def _like(made: Tensor, tensor: Tensor) -> Tensor:
     tensor is a part of (DCP's CheckpointableTensor)."""
     if tensor.requires_grad:
         made.requires_grad_()
-    if type(made) in PLAIN_TYPES and tensor.__dict__:
-        made.__dict__.update(tensor.__dict__)
+    if tensor.__dict__:  # what a class's copy has of its own it keeps
+        made.__dict__.update({**tensor.__dict__, **made.__dict__})
     return made
 
 

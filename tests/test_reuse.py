@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from _kinds import failure
 from torch.distributed.checkpoint import FileSystemReader
 
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, saved_key_map
+from dcpring import CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, saved_key_map
 
 MAP = {"prefixes": {"a.": "a.b."}}
 """Twice it would make another name of each."""
@@ -212,3 +212,35 @@ def test_saves_of_several_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_the_reason_is_that_of_this_save(tmp_path: Path) -> None:
+    planner = RingSavePlanner(enable_plan_caching=True)
+    for name in ("first", "second"):
+        path = tmp_path / name
+        dcp.save(state("x"), storage_writer=RingWriter(path), planner=planner, no_dist=True)
+        assert str(path) in planner.report().reason
+    assert planner.report().cached == 1
+
+
+def test_a_planner_that_has_planned_nothing_here_says_so() -> None:
+    assert str(RingSavePlanner().report()).startswith("this process has planned no save")
+
+
+# ---- remote storage, which there is none of yet ----
+
+URL = "gs://bucket/step-1"
+
+
+def test_urls_are_no_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for make in (RingWriter, RingReader):
+        with pytest.raises(CheckpointError, match=r"gs://bucket/step-1 is remote storage.*FsspecWriter"):
+            make(URL)
+    with pytest.raises(CheckpointError, match="remote storage"):
+        dcp.save(state("x"), checkpoint_id=URL, storage_writer=RingWriter(tmp_path / "here"), no_dist=True)
+    with pytest.raises(CheckpointError, match="remote storage"):
+        dcp.load(state("x"), checkpoint_id=URL, storage_reader=RingReader(tmp_path / "here"), no_dist=True)
+    assert not list(tmp_path.iterdir())
+    dcp.save(state("x"), storage_writer=RingWriter(Path("gs:")), no_dist=True)  # a folder, by its name
+    assert stored(tmp_path / "gs:") == {"a.x"}

@@ -8,6 +8,7 @@ failed save has left.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -25,6 +26,24 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
 _TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
 _MOST_NAMED = 8
+
+
+def not_remote(path: object) -> str:
+    """Why a path is none of a file system, as "gs://bucket/step-1"; "" if it is one. No folder "gs:" is ever meant."""
+    text = "" if isinstance(path, Path) else os.fsdecode(os.fspath(path))  # type: ignore[call-overload]
+    if "://" not in text:
+        return ""
+    return (
+        f"{text} is remote storage, which dcpring does not write or read yet; give a folder of a file system that is "
+        "mounted, or use torch.distributed.checkpoint's FsspecWriter and FsspecReader"
+    )
+
+
+def require_local(path: object) -> None:
+    """Raises CheckpointError for what is ``not_remote``'s to refuse; None is no path."""
+    remote = "" if path is None else not_remote(path)
+    if remote:
+        raise CheckpointError(remote)
 
 
 def new_tag() -> str:

@@ -138,9 +138,9 @@ def _left(entries: Mapping[str, Any]) -> Left:
 
 def unusable(folder: str | os.PathLike[str]) -> str:
     """Why no checkpoints can be in a folder, which need not exist; "" if they can. Nothing is made."""
-    text = os.fspath(folder)
-    if "://" in text:
-        return f"{text} is no path, but remote storage; give a folder of a file system that is mounted"
+    remote = _layout.not_remote(folder)
+    if remote:
+        return remote
     path = Path(folder)
     above = path
     while not os.path.lexists(above) and above != above.parent:

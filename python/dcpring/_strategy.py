@@ -78,6 +78,14 @@ def remote_storage(checkpoint: object) -> str:
     return f"{text} is on {kind}" if kind else ""
 
 
+_UNEVEN = ", and whole tensors cannot be shared out evenly"
+
+
+def as_before(before: Choice, choice: Choice) -> Choice:
+    """What ``assign`` has made of the same choice for the same plans, with the reason that there is now."""
+    return Choice(before.writers, f"{choice.reason}{_UNEVEN if before.reason.endswith(_UNEVEN) else ''}")
+
+
 def assign(merge: _C.Merge, choice: Choice, hosts: Sequence[str], split_bytes: int) -> Choice:
     """Gives every item its writer; says which strategy it was."""
     number_of = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -92,7 +100,7 @@ def assign(merge: _C.Merge, choice: Choice, hosts: Sequence[str], split_bytes: i
         merge.assign(SPLIT, 0, numbers, split_bytes)
         cut = [load for _, load, _, _ in merge.sums()]
         if max(cut) < max(loads):
-            return Choice("split", f"{choice.reason}, and whole tensors cannot be shared out evenly")
+            return Choice("split", f"{choice.reason}{_UNEVEN}")
         merge.assign(BALANCED, 0, numbers, split_bytes)
         return Choice("balanced", choice.reason)
     if isinstance(choice.writers, int):

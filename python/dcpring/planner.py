@@ -253,7 +253,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if not any(message.fingerprints for message in messages):
             known = cache.known_outcome(messages, wish)
             if known is not None:
-                return known
+                return replace(known, choice=_strategy.as_before(known.choice, choice))
         merge = _C.Merge(len(messages))
         for message, layout in zip(messages, layouts, strict=True):
             with _as_checkpoint_error(f"the plan of rank {message.rank}"):
@@ -311,7 +311,10 @@ class RingSavePlanner(DefaultSavePlanner):
                 seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
 
     def report(self) -> PlanReport:
-        """What the last save's plan did. On the coordinator it covers all ranks, elsewhere this one."""
+        """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
+
+        On the coordinator it covers all ranks, elsewhere this one.
+        """
         return self._save.report
 
     def note_written(self, stats: IOStats) -> None:

@@ -123,6 +123,7 @@ class RingReader(FileSystemReader):
     ) -> None:
         self._tracer = _trace.Tracer(trace)
         self._loads = _Loads()
+        _layout.require_local(path)
         super().__init__(path, _extension_registry)
         self.options = IOOptions(
             engine=engine,
@@ -186,6 +187,10 @@ class RingReader(FileSystemReader):
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        _layout.require_local(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def set_up_storage_reader(
         self,

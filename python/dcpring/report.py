@@ -103,10 +103,12 @@ class PlanReport:
             )
             for rank in self.ranks
         ]
-        return f"{format_table(header, rows)}\n{self.summary()}"
+        return f"{format_table(header, rows)}\n{self.summary()}" if rows else self.summary()
 
     def summary(self) -> str:
         """One line, as it is logged."""
+        if not self.ranks:
+            return "this process has planned no save; one that runs in a process of its own logs its report there"
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
         reason = f" ({self.reason})" if self.reason else ""
         total = sum(rank.bytes for rank in self.ranks)

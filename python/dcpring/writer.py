@@ -127,7 +127,7 @@ class RingWriter(FileSystemWriter):
             ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
 
     Attributes:
-        stats: ``IOStats`` of this rank's last ``write_data``, None before.
+        stats: ``IOStats`` of this rank's last ``write_data`` in this process, None before.
 
     Raises (from the save, inside DCP's ``CheckpointException``):
         OSError: with errno and path; this rank's partial files are removed.
@@ -166,6 +166,7 @@ class RingWriter(FileSystemWriter):
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
                 "for safetensors use torch.distributed.checkpoint.HuggingFaceStorageWriter"
             )
+        _layout.require_local(path)
         super().__init__(
             path,
             single_file_per_rank=single_file_per_rank,
@@ -421,6 +422,10 @@ class RingWriter(FileSystemWriter):
         data = dump_tables(tables)
         _C.commit(str(self.path), _layout.unfinished_name(name), name, data, self.sync_files)
         return name
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        _layout.require_local(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

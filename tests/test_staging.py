@@ -38,6 +38,7 @@ from dcpring import (
 )
 from dcpring._staging import StagingBuffer, blocks_for, fitted
 from dcpring.torchside import accelerators
+from dcpring.torchside.dcp import HAS_STRIDES
 
 __all__ = ["twin"]
 
@@ -217,7 +218,11 @@ def test_ties_stay(tmp_path: Path) -> None:
     tables = [_plan.make_table(one) for one in (flat, staged)]
     ties = [set(_plan.tied_rows(one, table)) for one, table in zip((flat, staged), tables, strict=True)]
     assert ties[0] == ties[1] and len(ties[0]) >= 6
-    assert tables[0].encode() == tables[1].encode()
+    if HAS_STRIDES:  # what has gaps is copied without, and torch 2.15 notes that
+        found = [(table.names(), table.types(), table.sizes(), table.flags()) for table in tables]
+        assert found[0] == found[1]
+    else:
+        assert tables[0].encode() == tables[1].encode()
 
 
 def test_what_is_tied_takes_memory_once() -> None:

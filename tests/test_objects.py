@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +109,35 @@ def test_a_checkpoint_of_another_python(tmp_path: Path, planner: str) -> None:
     metadata = tmp_path / ".metadata"
     data = metadata.read_bytes()
     moved = data.replace(b"\x8c\x07pathlib\x94", b"\x8c\x0epathlib._local\x94")
-    assert moved != data
-    metadata.write_bytes(_unframed(moved))
+    if b"pathlib._local" not in data:  # as 3.13 has it by itself
+        assert moved != data
+        metadata.write_bytes(_unframed(moved))
     found: dict[str, Any] = {"w": torch.zeros(2), "path": None}
     dcp.load(found, storage_reader=RingReader(tmp_path), planner=LOAD_PLANNERS[planner](), no_dist=True)
     assert torch.equal(found["w"], torch.ones(2)) and found["path"] == [Path("a/b")]
+
+
+def test_what_is_refused_leaves_sound_garbage(tmp_path: Path) -> None:
+    """A view of a BytesIO's buffer in a cycle, as a traceback makes them, crashes some versions of Python."""
+    program = """
+import gc, sys
+import torch
+import torch.distributed.checkpoint as dcp
+from dcpring import RingReader, RingWriter
+
+class Named(torch.Tensor):
+    pass
+
+dcp.save({"x": torch.ones(4).as_subclass(Named)}, storage_writer=RingWriter(sys.argv[1]), no_dist=True)
+try:
+    dcp.load({"x": torch.zeros(4)}, storage_reader=RingReader(sys.argv[1]), no_dist=True)
+except BaseException as error:
+    assert "Named" in str(error)
+gc.collect()
+print("sound")
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "sound\n"
 
 
 def _unframed(data: bytes) -> bytes:

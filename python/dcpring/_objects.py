@@ -81,6 +81,11 @@ class Loaded:
         return again
 
 
+def _bytes_of(archive: io.BytesIO) -> memoryview:
+    """What is in it, not copied. Python crashes where a view of ``getbuffer()`` is garbage, as an error leaves it."""
+    return memoryview(archive.getvalue())
+
+
 def load(archive: io.BytesIO, safe: Safe, map_location: Any = "cpu") -> Loaded:
     """Reads an object without running code of it.
 
@@ -88,7 +93,7 @@ def load(archive: io.BytesIO, safe: Safe, map_location: Any = "cpu") -> Loaded:
         RefusedError: it holds more than data and tensors.
         Exception: it is damaged, which ends in errors of any kind.
     """
-    data = archive.getbuffer()
+    data = _bytes_of(archive)
     pickled = _pickle_of(data)
     if pickled is not None:
         reader = _WithoutTensors(pickled, safe)
@@ -256,7 +261,7 @@ def refusal(archive: io.BytesIO, safe: Safe) -> str:
 
     Most objects name nothing, or tensors: that is seen without reading them.
     """
-    pickled = _pickle_of(archive.getbuffer())
+    pickled = _pickle_of(_bytes_of(archive))
     if pickled is not None and pickled[:2] == b"\x80\x02" and all(map(_is_harmless, _NAMED.findall(pickled))):
         return ""
     try:

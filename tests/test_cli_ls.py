@@ -129,9 +129,8 @@ def test_files_that_are_missing_short_or_left_over(tmp_path: Path) -> None:
     (tmp_path / "__7_0.0123456789abcdef.distcp").write_bytes(b"x" * 100)
     (tmp_path / ".metadata.0123456789abcdef.tmp").write_bytes(b"x")
     result = _cli.run("ls", tmp_path, "--files")
-    states = {
-        line.split()[0]: line.split()[-1] for line in result.out.splitlines() if "distcp" in line or "tmp" in line
-    }
+    rows = [line.split() for line in result.out.splitlines()]
+    states = {row[0]: row[-1] for row in rows if row and row[0].endswith((".distcp", ".tmp"))}
     assert states.pop(files[2].name).endswith("%")
     assert states == {
         files[0].name: "missing",

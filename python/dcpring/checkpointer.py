@@ -594,12 +594,6 @@ def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return save, load
 
 
-def _warn(errors: Sequence[Exception]) -> None:
-    """Of what has failed on the way out of something that has failed."""
-    for error in errors:
-        logger.warning("while that failed: %s", failure_of(error).text)
-
-
 def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
     if not components:
         raise ValueError("components: there is nothing to save")

@@ -22,7 +22,7 @@ from typing import Any
 from dcpring import _C
 from dcpring._inspect.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring._lazy import StoredChunks, has_known_tables
-from dcpring._load import Inputs
+from dcpring._load import MOST_DIMENSIONS, Inputs
 from dcpring._metadata import (
     METADATA_NAME,
     Parts,
@@ -45,7 +45,6 @@ _BARE, _PACKED = 1, 2
 """What the core leaves unchecked (csrc/core/verify.h)."""
 
 _END = 1 << 63
-_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,8 @@ def _wrong_place(record: Record) -> str:
         first, last = place.payload_offset // _C.CRC_BLOCK_BYTES, (end - 1) // _C.CRC_BLOCK_BYTES
         if len(place.crcs) != (4 * (last - first + 1) if place.payload_bytes else 0):
             return "the metadata has the wrong number of checksums for it"
-    if len(record.lengths) > _MOST_DIMENSIONS:
-        return f"it has more than {_MOST_DIMENSIONS} dimensions, which dcpring cannot check"
+    if len(record.lengths) > MOST_DIMENSIONS:
+        return f"it has more than {MOST_DIMENSIONS} dimensions, which dcpring cannot check"
     if record.lengths and not 0 <= min(record.lengths) <= max(record.lengths) < _END:
         return "its shape in the metadata is impossible"
     return ""

@@ -21,7 +21,7 @@ PYTHON ?= python3
 VENV_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
-TEST_PACKAGES := setuptools wheel numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
+TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
 DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh

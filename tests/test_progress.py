@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import gc
@@ -15,8 +14,8 @@ import os
 import pickle
 import pty
 import re
-import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -33,10 +32,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from tqdm.std import tqdm
 
 from dcpring import _C, Checkpointer, Progress, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring import _progress as progress_module
-from dcpring._progress import progress_bar
+from dcpring._progress import Slots, progress_bar
 
 TENSORS = 16
 TENSOR_BYTES = 3 << 20
@@ -75,7 +75,7 @@ class Screen:
     @property
     def is_bare(self) -> bool:
         """Whether nothing of what was drawn is left."""
-        return "\n" not in self.raw and self.raw.endswith("\r\x1b[K")
+        return "\n" not in self.raw and self.text.endswith("\r") and not self.text.split("\r")[-2].strip()
 
     @property
     def last(self) -> str:
@@ -129,6 +129,7 @@ def terminal(columns: int = 100, encoding: str = "utf-8") -> Iterator[Screen]:
     try:
         with open(theirs, "w", encoding=encoding) as sys.stderr, awaiting(lambda: len(screen.pictures) >= 2):
             yield screen
+            wait_for(lambda: bar_threads() == 0)  # another rank may end later
     finally:
         sys.stderr = before
         reader.join(20)
@@ -137,8 +138,8 @@ def terminal(columns: int = 100, encoding: str = "utf-8") -> Iterator[Screen]:
 
 
 def bar_threads() -> int:
-    """How many threads of this process draw a bar."""
-    return sum(path.read_text() == "dcpring-bar\n" for path in Path("/proc/self/task").glob("*/comm"))
+    """How many threads of this process draw or tell."""
+    return sum(thread.name == "dcpring-progress" for thread in threading.enumerate())
 
 
 # ---- states and planners ----
@@ -195,9 +196,12 @@ def check_screen(screen: Screen, label: str, ranks: int = 1) -> None:
     if ranks == 1:  # a rank that begins later makes the whole larger
         assert screen.percents == sorted(screen.percents)
     assert screen.percents[0] < 100
-    total = f"{ranks * STATE_BYTES / 2**20:.1f}"
-    assert all(line.startswith(label) and f"/{total} MiB" in line for line in screen.pictures[-2:])
-    assert re.fullmatch(rf"{label}: {total} MiB in \d+\.\d s, [\d.]+ [kMG]B/s", screen.last), screen.last
+    total = tqdm.format_sizeof(ranks * STATE_BYTES, divisor=1024)
+    for line in screen.pictures[-2:]:
+        assert line.startswith(f"{label}: ") and f"/{total} [" in line, screen.pictures
+    assert re.fullmatch(rf"{label}: 100%\|.*\| {total}/{total} \[\d\d:\d\d<00:00, +[\d.]+[kMG]?B/s\] *", screen.last), (
+        screen.last
+    )
     assert screen.text.count("\n") == 1
 
 
@@ -253,7 +257,7 @@ def test_a_bar_does_not_outlive_a_failed_save(tmp_path: Path) -> None:
 
     with terminal() as screen, pytest.raises(CheckpointException):
         dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=True), planner=Failing(), no_dist=True)
-    assert re.fullmatch(r"saving: stopped at \d+\.\d/48\.0 MiB after \d+\.\d s", screen.last), screen.last
+    assert re.match(r"saving: +\d\d%\|.*\d\.?\d*M/48\.0M ", screen.last), screen.last
     assert bar_threads() == 0
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -305,28 +309,19 @@ def draw(label: str = "verifying", **options: Any) -> Screen:
     return screen
 
 
-def test_colours_and_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
+def test_characters_are_those_of_the_terminal() -> None:
     screen = draw()
-    assert "\x1b[36m━" in screen.raw
+    assert "█" in screen.raw
     assert screen.is_bare
     assert "#" in draw(encoding="ascii").raw.encode("ascii").decode()
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            raw = draw().raw
-            assert set(re.findall(r"\x1b\[[^A-Za-z]*[A-Za-z]", raw)) == {"\x1b[K"}
-            assert "█" in raw
 
 
-@pytest.mark.parametrize("columns", [200, 80, 50, 30, 14, 6])
+@pytest.mark.parametrize("columns", [200, 80, 50, 30, 14])
 def test_a_line_never_wraps(columns: int) -> None:
     screen = draw(columns=columns, label="prüfe")
     lines = re.split(r"[\r\n]+", screen.text.strip())
     assert len(lines) >= 2
-    assert max(map(len, lines)) <= columns - 1
-    assert ("left" in screen.pictures[0]) == (columns >= 80) if columns > 6 else True
+    assert max(map(len, lines)) <= columns
 
 
 def test_a_body_that_fails_ends_the_bar() -> None:
@@ -348,7 +343,7 @@ def test_a_bar_may_be_turned_off() -> None:
 def test_a_label_cannot_steer_the_terminal() -> None:
     screen = draw(label="bad\x1b[2Jname\n")
     assert "\x1b[2J" not in screen.raw
-    assert screen.pictures[0].startswith("bad?[2Jname? ")
+    assert screen.pictures[0].startswith("bad?[2Jname?: ")
 
 
 # ---- several ranks ----
@@ -441,7 +436,7 @@ def test_the_bar_ends_when_a_rank_fails(tmp_path: Path) -> None:
     first, second = _distributed.run(2, _fail_on_one, tmp_path)
     screen = Screen()
     screen.raw = first[0]
-    assert re.fullmatch(r"saving: stopped at \d+\.\d/96\.0 MiB after \d+\.\d s", screen.last), screen.last
+    assert re.match(r"saving: +\d\d%\|.*\d\.?\d*M/96\.0M ", screen.last), screen.last
     assert second[0] == ""
     assert (first[1:], second[1:]) == ((0, 0), (0, 0))
 
@@ -467,8 +462,7 @@ def test_a_rank_that_cannot_share_goes_on_without(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_gone_ends_the_bar() -> None:
-    memory = mmap.mmap(-1, _C.Slots.size(2))
-    slots = _C.Slots(memory, 2)
+    slots = Slots(mmap.mmap(-1, Slots.bytes(2)))
     slots.join(0)
     slots.begin(0, 100)
     child = os.fork()
@@ -605,98 +599,63 @@ def test_the_coordinator_is_told_of_all_ranks(tmp_path: Path) -> None:
 # ---- cost ----
 
 
-def test_the_bar_needs_no_gil() -> None:
-    """It moves while a call of C holds the GIL for a second, and another process counts."""
-    total = 10_000
-    memory = mmap.mmap(-1, _C.Slots.size(1))
-    slots = _C.Slots(memory, 1)
-    where = slots.join(0)
-    slots.begin(0, total)
-    ours, theirs = pty.openpty()
-    hold = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
-    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
-    child = os.fork()
-    if child == 0:
-        watch = _C.Watch(memoryview(memory)[where : where + 8], 0)
-        for _ in range(1000):
-            time.sleep(0.01)
-            watch.add(total // 1000)
-        os._exit(0)
-    os.set_blocking(ours, False)
-    assert bar_threads() == 1
-    for _ in range(10):  # more than once on a busy machine
-        with contextlib.suppress(BlockingIOError):  # what was drawn before the GIL is held does not count
-            while os.read(ours, 1 << 16):
-                pass
-        hold(800_000)
-        held = os.read(ours, 1 << 16).decode()
-        percents = [int(match) for match in re.findall(r"(\d+)%", held)]
-        assert percents == sorted(percents)
-        if len(set(percents)) >= 3:
-            break
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    slots.end(0, False)
-    bar.close()
-    os.close(ours)
-    os.close(theirs)
-    assert len(set(percents)) >= 3
-
-
 def test_a_bar_costs_next_to_no_cpu() -> None:
-    ours, theirs = pty.openpty()
-    memory = mmap.mmap(-1, _C.Slots.size(64))
-    slots = _C.Slots(memory, 64)
-    watches = []
+    slots = Slots(mmap.mmap(-1, Slots.bytes(64)))
+    watches = [_C.Watch(slots.join(index), 0) for index in range(64)]
     for index in range(64):
-        where = slots.join(index)
-        watches.append(_C.Watch(memoryview(memory)[where : where + 8], 0))
         slots.begin(index, 1000)
-    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
-    began, cpu = time.monotonic(), time.process_time()
-    for watch in watches[:20]:
-        time.sleep(0.1)
-        watch.add(500)
-    share = (time.process_time() - cpu) / (time.monotonic() - began)
-    bar.close()
-    os.close(ours)
-    os.close(theirs)
-    assert share < 0.05  # of one core; 0.002 on a quiet machine
+    with terminal() as screen:
+        settle = progress_module._draw(slots, "saving", stays=True)
+        wait_for(lambda: bool(screen.pictures))  # tqdm has been imported
+        began, cpu = time.monotonic(), time.process_time()
+        for watch in watches[:20]:
+            time.sleep(0.1)
+            watch.add(500)
+        share = (time.process_time() - cpu) / (time.monotonic() - began)
+        for index in range(64):
+            slots.end(index, False)
+        settle()
+    assert share < 0.05  # of one core; 0.01 on a quiet machine
 
 
-def test_a_terminal_that_takes_nothing_holds_up_nobody() -> None:
-    """Stopped by Ctrl-S: pictures are lost, and the bar ends all the same."""
-    ours, theirs = pty.openpty()
-    termios.tcflow(theirs, termios.TCOOFF)
-    memory = mmap.mmap(-1, _C.Slots.size(1))
-    slots = _C.Slots(memory, 1)
-    slots.join(0)
-    slots.begin(0, 100)
-    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
-    time.sleep(0.3)
-    began = time.monotonic()
-    bar.close()
-    assert time.monotonic() - began < 2
-    termios.tcflow(theirs, termios.TCOON)
-    os.close(ours)
-    os.close(theirs)
+def test_a_terminal_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
+    """Stopped by Ctrl-S: the save ends all the same, and the bar when the terminal goes on."""
+    with terminal() as screen:
+        termios.tcflow(sys.stderr.fileno(), termios.TCOOFF)
+        meter = progress_module.start_meter(True, "save", "nowhere", True)
+        meter.begin(lambda: 100)
+        time.sleep(0.3)
+        began = time.monotonic()
+        meter.end(False)
+        assert time.monotonic() - began < 5
+        termios.tcflow(sys.stderr.fileno(), termios.TCOON)
+        wait_for(lambda: bar_threads() == 0)
+    assert screen.last.startswith("saving: 100%")
 
 
-def test_a_forked_child_is_not_held_up() -> None:
-    memory = mmap.mmap(-1, _C.Slots.size(1))
-    slots = _C.Slots(memory, 1)
-    slots.join(0)
-    slots.begin(0, 100)
-    ours, theirs = pty.openpty()
-    bar = _C.Bar(slots, "saving", os.dup(theirs), 0)
-    child = os.fork()
-    if child == 0:
-        bar.close()
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    bar.close()
-    os.close(ours)
-    os.close(theirs)
+def test_without_tqdm_there_is_no_bar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    warned = awaiting(lambda: bool(caplog.records))
+    with terminal() as screen, warned, caplog.at_level(logging.WARNING, "dcpring"):
+        dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=True), planner=SlowSave(), no_dist=True)
+    assert screen.raw == ""
+    (record,) = [record for record in caplog.records if record.name == "dcpring"]
+    assert record.message.startswith("there is no progress bar: ") and "tqdm" in record.message
+
+
+def test_a_program_ends_with_its_bar(tmp_path: Path) -> None:
+    """Though another rank has joined, and never ends."""
+    program = (
+        "import mmap, os, sys\n"
+        "from dcpring._progress import Slots, _draw\n"
+        "slots = Slots(mmap.mmap(-1, Slots.bytes(2)))\n"
+        "for index in range(2): slots.join(index); slots.begin(index, 100)\n"
+        "_draw(slots, 'saving', stays=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 # ---- wrong use ----
@@ -709,29 +668,23 @@ def test_what_is_no_function(make: Any) -> None:
 
 
 def test_an_end_between_look_and_wait_is_not_missed() -> None:
-    """The function's thread looks, is at work, and waits; the meter ends meanwhile, and looks too."""
-    slots, counter, index = progress_module._own_slots()
+    """The thread looks, is at work, and waits; the meter ends meanwhile, and looks too."""
+    slots, counter, index, _ = progress_module._own_slots()
     meter = progress_module._SlotMeter(slots, counter, index, lambda _: lambda: None)
     meter.begin(lambda: 100)
-    assert not slots.look()[2]
+    assert not slots.look().over
     meter.end(False)
     began = time.monotonic()
-    slots.wait(10_000)
+    slots.wait(10)
     assert time.monotonic() - began < 9
-    assert slots.look()[2]
+    assert slots.look() == (100, 100, True)
 
 
-def test_slots_check_what_they_are_given() -> None:
-    memory = mmap.mmap(-1, _C.Slots.size(2))
-    for buffer, count in ((memory, 3000), (memory, 0), (memory, -1), (memoryview(memory)[8:], 1), (memory, 1 << 62)):
-        with pytest.raises(ValueError, match="slots do not lie"):
-            _C.Slots(buffer, count)
-    with pytest.raises(BufferError):
-        _C.Slots(bytes(4096), 1)
-    slots = _C.Slots(memory, 2)
-    for call in (slots.join, lambda index: slots.begin(index, 1), lambda index: slots.end(index, False)):
-        for index in (-1, 2):
-            with pytest.raises(ValueError, match="slot"):
-                call(index)
-    with pytest.raises(TypeError):
-        _C.Bar(memory, "saving", 2, 0)  # type: ignore[arg-type]
+def test_what_others_put_into_slots_is_only_shown() -> None:
+    memory = mmap.mmap(-1, Slots.bytes(3))
+    memory[:] = b"\xff" * len(memory)
+    slots = Slots(memory)
+    assert slots.look().over
+    slots.join(1)
+    slots.begin(1, 100)
+    assert not slots.look().over

@@ -1,7 +1,7 @@
-"""How far saves, loads and commands are: a bar on standard error, or a function that is told.
+"""How far saves, loads and commands are: a bar (tqdm's) on standard error, or a function that is told.
 
-Who works counts bytes in a slot of ``_C.Slots``, the core's workers by themselves through a ``_C.Watch``. The bar reads
-them, from a thread of the core's that never needs the GIL; a function is called from a thread of Python's.
+Who works counts bytes in a slot, the core's workers by themselves through a ``_C.Watch``. A thread looks at the slots
+some times a second, until all have ended, and draws or tells.
 
 Of a save or a load by several ranks, those of a host share the memory of the slots. The first that sets up makes it,
 and leaves a word for it in the process group's store; a rank that cannot open it goes on with memory of its own, and is
@@ -22,8 +22,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,11 +34,14 @@ from dcpring._plan import host_id
 
 logger = logging.getLogger("dcpring")
 
-_REPORT_MS = 200
-"""Between two calls of a function."""
+_DRAW_SECONDS, _TELL_SECONDS = 1 / 8, 1 / 5
+"""Between two pictures of a bar, and two calls of a function. Work that takes less than one picture shows none."""
 
 _LAST_CALL_SECONDS = 1.0
-"""How long the end of a save or load may wait for the function's last call."""
+"""How long the end of a save or load may wait for the last picture or call."""
+
+_GRACE_SECONDS = 2.0
+"""For a slot that has joined and does not begin, once no other is at work."""
 
 Operation = Literal["save", "load"]
 
@@ -68,29 +72,201 @@ class Progress:
 ProgressOption = bool | Callable[[Progress], None]
 
 
+# ---- slots ----
+
+
+class _State(IntEnum):
+    FREE = 0
+    JOINED = 1  # will begin
+    RUNNING = 2
+    DONE = 3
+    FAILED = 4
+
+
+class Sums(NamedTuple):
+    """Of all slots: bytes done, bytes in all, and whether nobody is at work any more."""
+
+    done: int
+    total: int
+    over: bool
+
+
+class Slots:
+    """How far work is, in memory that processes may share: for each that takes part a cache line.
+
+    A slot is four words of 8 bytes: bytes done, bytes in all, a ``_State``, and the process. Each process writes its
+    own slot, the core's workers the bytes done; whoever has the memory may look. Memory of zeros is ready for use. What
+    another process puts into it is only added up and shown. Any thread may look.
+    """
+
+    _SIZE = 64
+    _DONE, _TOTAL, _STATE, _PROCESS = range(4)
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memoryview(memory)
+        self._words = self._memory.cast("Q")
+        self._changed = threading.Event()
+        self._busy = time.monotonic()
+
+    @classmethod
+    def bytes(cls, count: int) -> int:
+        """Of memory that so many slots take."""
+        return cls._SIZE * count
+
+    def join(self, index: int) -> memoryview:
+        """This process will do work. Returns the 8 bytes in which it counts what is done."""
+        self._write(index, 0, 0, _State.JOINED, os.getpid())
+        return self._memory[index * self._SIZE :][:8]
+
+    def begin(self, index: int, total: int) -> None:
+        self._put(index, self._TOTAL, total)
+        self._put(index, self._STATE, _State.RUNNING)
+
+    def end(self, index: int, failed: bool) -> None:
+        """What has ended well is done wholly: a plan says only about how many bytes there will be."""
+        if not failed:
+            self._put(index, self._DONE, self._read(index)[self._TOTAL])
+        self._put(index, self._STATE, _State.FAILED if failed else _State.DONE)
+        self._changed.set()
+
+    def look(self) -> Sums:
+        slots = [slot for slot in map(self._read, range(len(self._memory) // self._SIZE)) if slot[self._STATE]]
+        states = [self._state_now(slot) for slot in slots]
+        now = time.monotonic()
+        if busy := _State.RUNNING in states or not any(state >= _State.DONE for state in states):
+            self._busy = now
+        over = not busy and (_State.JOINED not in states or now - self._busy > _GRACE_SECONDS)
+        return Sums(sum(min(slot[:2]) for slot in slots), sum(slot[self._TOTAL] for slot in slots), over)
+
+    def wait(self, seconds: float) -> None:
+        """Returns after this time, or when a slot of this process has ended since the last wait."""
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    def _state_now(self, slot: tuple[int, ...]) -> int:
+        """A slot whose process is gone counts as failed."""
+        state = slot[self._STATE]
+        return state if state >= _State.DONE or _exists(slot[self._PROCESS]) else _State.FAILED
+
+    def _read(self, index: int) -> tuple[int, ...]:
+        first = index * self._SIZE // 8
+        return tuple(self._words[first : first + 4])
+
+    def _put(self, index: int, word: int, value: int) -> None:
+        self._words[index * self._SIZE // 8 + word] = value
+
+    def _write(self, index: int, *values: int) -> None:
+        for word, value in enumerate(values):
+            self._put(index, word, value)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class Look(NamedTuple):
+    """What is shown of the slots at one time; ``seconds`` since the work began."""
+
+    sums: Sums
+    seconds: float
+
+
+class _Onlooker:
+    """A thread that shows slots until they have ended.
+
+    It is no daemon, as one that the end of the program cuts off while it holds standard error would bring that down;
+    it ends with the main thread.
+    """
+
+    def __init__(self, slots: Slots, every_seconds: float, show: Callable[[Look], None], daemon: bool) -> None:
+        self._slots, self._every_seconds, self._show = slots, every_seconds, show
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dcpring-progress", daemon=daemon)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while threading.main_thread().is_alive():
+            sums = self._slots.look()
+            self._show(Look(sums, time.monotonic() - self._began))
+            if sums.over:
+                break
+            self._slots.wait(self._every_seconds)
+
+    def settle(self) -> None:
+        """Waits for the last picture or call, a moment."""
+        self._thread.join(_LAST_CALL_SECONDS)
+
+
 # ---- the bar ----
 
 
-def is_terminal() -> bool:
-    """Whether standard error is one."""
+def is_shown() -> bool:
+    """Whether a bar has a place: standard error is a terminal, or this is a notebook."""
+    if "ipykernel" in sys.modules:
+        return True
     try:
         return sys.stderr.isatty() and os.isatty(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # closed, or replaced by what has no descriptor
         return False
 
 
-def _draw(slots: _C.Slots, label: str, flags: int = 0) -> _C.Bar | None:
-    """Draws the slots on standard error, a terminal, until they have ended; None where there is no thread to be had."""
-    if (getattr(sys.stderr, "encoding", None) or "").lower().replace("-", "") == "utf8":
-        flags |= _C.BAR_UNICODE
-    if not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-        flags |= _C.BAR_COLOUR
+class _Picture:
+    """Shows slots as a bar. It is made when there is more than one picture's time to show."""
+
+    def __init__(self, label: str, stays: bool) -> None:
+        self._label = "".join(character if character.isprintable() else "?" for character in label)
+        self._stays = stays
+        self._bar: Any = None
+        self._gave_up = False
+
+    def __call__(self, look: Look) -> None:
+        if self._gave_up or (self._bar is None and (look.sums.over or look.seconds < _DRAW_SECONDS)):
+            return
+        try:
+            self._draw(look)
+        except Exception as error:  # tqdm is missing; the terminal is gone; what a bar meets is worth no save
+            logger.warning("there is no progress bar: %s", error)
+            self._gave_up = True
+
+    def _draw(self, look: Look) -> None:
+        done, total, over = look.sums
+        if self._bar is None:
+            self._bar = _tqdm()(
+                desc=self._label, total=total, leave=self._stays, unit="B", unit_scale=True, unit_divisor=1024,
+                dynamic_ncols=True, mininterval=0, miniters=0,
+            )  # fmt: skip
+        if total != self._bar.total:
+            self._bar.reset(total)  # a rank that begins later makes the whole larger
+        self._bar.start_t = time.time() - look.seconds
+        self._bar.update(max(0, done - self._bar.n))
+        if over:
+            self._bar.close()
+
+
+def _tqdm() -> Any:
+    """tqdm's bar for where this runs, without its thread, which looks after bars that nobody updates."""
+    from tqdm.auto import tqdm
+
+    return type("tqdm", (tqdm,), {"monitor_interval": 0})
+
+
+def _draw(slots: Slots, label: str, stays: bool) -> Callable[[], None]:
+    """Begins to draw the slots; returns what waits for the last picture."""
+    return _show(slots, _DRAW_SECONDS, _Picture(label, stays), daemon=False)
+
+
+def _show(slots: Slots, every_seconds: float, show: Callable[[Look], None], daemon: bool) -> Callable[[], None]:
     try:
-        sys.stderr.flush()
-        return _C.Bar(slots, label, os.dup(sys.stderr.fileno()), flags)
-    except (OSError, ValueError, RuntimeError):
-        logger.info("there is no progress bar", exc_info=True)
-        return None
+        return _Onlooker(slots, every_seconds, show, daemon).settle
+    except RuntimeError as error:  # there is no thread to be had, as when the program is ending
+        logger.warning("progress is not shown: %s", error)
+        return _nothing
 
 
 class Bar:
@@ -117,38 +293,38 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
         total: bytes that it will be.
         enabled: whether to draw it, where standard error is a terminal; None: yes.
     """
-    slots, counter, _ = _own_slots()
+    slots, counter, *_ = _own_slots()
     slots.begin(0, total)
-    drawn = _draw(slots, label, _C.BAR_TRANSIENT) if enabled is not False and is_terminal() else None
+    settle = _draw(slots, label, stays=False) if enabled is not False and is_shown() else _nothing
     failed = True
     try:
         yield Bar(counter)
         failed = False
     finally:
         slots.end(0, failed)
-        if drawn is not None:
-            drawn.close()
+        settle()
 
 
 # ---- a function that is told ----
 
 
-def _report(slots: _C.Slots, operation: Operation, function: Callable[[Progress], None]) -> None:
-    """Calls the function until the slots have ended. What it raises is logged once."""
-    began = time.monotonic()
-    has_failed = False
-    over = False
-    while not over:
-        done, total, over = slots.look()
-        seconds = time.monotonic() - began
+class _Teller:
+    """Calls the function. What it raises is logged once."""
+
+    def __init__(self, operation: Operation, function: Callable[[Progress], None]) -> None:
+        self._operation, self._function = operation, function
+        self._has_failed = False
+
+    def __call__(self, look: Look) -> None:
+        (done, total, over), seconds = look
+        rate = done / seconds if seconds else 0.0
         try:
-            function(Progress(operation, done, total, seconds, done / seconds if seconds else 0.0, over))
+            self._function(Progress(self._operation, done, total, seconds, rate, over))
         except Exception:
-            if not has_failed:
-                logger.warning("the function given as progress= failed; the %s goes on", operation, exc_info=True)
-            has_failed = True
-        if not over:
-            slots.wait(_REPORT_MS)
+            if not self._has_failed:
+                message = "the function given as progress= failed; the %s goes on"
+                logger.warning(message, self._operation, exc_info=True)
+            self._has_failed = True
 
 
 # ---- a rank's part of a save or load ----
@@ -194,7 +370,7 @@ class _SlotMeter(Meter):
     """
 
     def __init__(
-        self, slots: _C.Slots, counter: memoryview, index: int, show: Callable[[_C.Slots], Callable[[], None]]
+        self, slots: Slots, counter: memoryview, index: int, show: Callable[[Slots], Callable[[], None]]
     ) -> None:
         self.counter = counter
         self._slots, self._index, self._show = slots, index, show
@@ -210,7 +386,7 @@ class _SlotMeter(Meter):
 
     def end(self, failed: bool) -> None:
         self._slots.end(self._index, failed)
-        if self._slots.over():
+        if self._slots.look().over:
             self._settle()
 
 
@@ -230,53 +406,42 @@ def start_meter(progress: ProgressOption, operation: Operation, path: str, is_co
     if not progress:
         return Meter()
 
-    def show(slots: _C.Slots) -> Callable[[], None]:
+    def show(slots: Slots) -> Callable[[], None]:
         if not is_coordinator:
             return _nothing
         if callable(progress):
-            return _tell(slots, operation, progress)
-        # Loads with no_dist=True have as many coordinators as there are ranks, and share a terminal.
-        bar = _draw(slots, _LABELS[operation]) if is_terminal() and slots.claim() else None
-        return bar.close if bar is not None else _nothing
+            return _show(slots, _TELL_SECONDS, _Teller(operation, progress), daemon=True)
+        return _draw(slots, _LABELS[operation], stays=True) if is_shown() and claim() else _nothing
 
-    slots, counter, index = _shared_slots(operation, path) or _own_slots()
+    slots, counter, index, claim = _shared_slots(operation, path) or _own_slots()
     return _SlotMeter(slots, counter, index, show)
-
-
-def _tell(slots: _C.Slots, operation: Operation, function: Callable[[Progress], None]) -> Callable[[], None]:
-    thread = threading.Thread(target=_report, args=(slots, operation, function), name="dcpring-progress", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # there is no thread to be had, as when the program is ending
-        logger.warning("the function given as progress= is not called: %s", error)
-        return _nothing
-    return lambda: thread.join(_LAST_CALL_SECONDS)
 
 
 # ---- memory ----
 
-_Place = tuple[_C.Slots, memoryview, int]
-"""Slots, the 8 bytes of the count in one of them, and its number."""
-
-
-def _join(memory: mmap.mmap, count: int, index: int) -> _Place:
-    slots = _C.Slots(memory, count)
-    where = slots.join(index)
-    return slots, memoryview(memory)[where : where + 8], index
+_Place = tuple[Slots, memoryview, int, Callable[[], bool]]
+"""Slots, the 8 bytes of the count in one of them, its number, and who asks first whether to show them."""
 
 
 def _own_slots() -> _Place:
-    return _join(mmap.mmap(-1, _C.Slots.size(1)), 1, 0)
+    slots = Slots(mmap.mmap(-1, Slots.bytes(1)))
+    return slots, slots.join(0), 0, lambda: True
 
 
 def _shared_slots(operation: Operation, path: str) -> _Place | None:
     """A slot among those of this host's ranks; None where there are no others, or they cannot be reached."""
     if not has_group() or dist.get_world_size() == 1:
         return None
-    ranks = dist.get_world_size()
+    name = f"dcpring/progress/{host_id()}/{operation}/{path}"
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def claim() -> bool:
+        """Loads with no_dist=True have as many coordinators as there are ranks, and share a terminal."""
+        return agree(f"{name}/shown", str(rank)) == str(rank)
+
     try:
-        memory = _host_memory(f"dcpring/progress/{host_id()}/{operation}/{path}", _C.Slots.size(ranks))
-        return _join(memory, ranks, dist.get_rank())
+        slots = Slots(_host_memory(name, Slots.bytes(ranks)))
+        return slots, slots.join(rank), rank, claim
     except Exception as error:  # of the system's, or of the store's: none is worth a save
         logger.info("this rank's progress is not seen, as it cannot share memory with the others: %s", error)
         return None

@@ -1,10 +1,10 @@
-/* dcpring._C.Table: the rows of a plan (core/table.h), made from tensors, and turned into bytes or a pickle. */
+/* dcpring._C.Table: the rows of a plan (core/plan/table.h), made from tensors, and turned into bytes or a pickle. */
 #include "tables.h"
 
 #include "tensors.h"
 
-#include "../core/metadata_pickle.h"
-#include "../core/strides.h"
+#include "plan/metadata_pickle.h"
+#include "plan/strides.h"
 
 #include <stdio.h>
 

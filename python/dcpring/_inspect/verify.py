@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole: every byte that something covers is read and compared with it.
 
-The core checks the records (csrc/core/verify.h says what covers what); what the metadata says of them, and of itself,
-is checked here. Whatever is wrong becomes a ``Problem``; nothing stops at the first.
+The core checks the records (csrc/core/data/verify.h says what covers what); what the metadata says of them, and of
+itself, is checked here. Whatever is wrong becomes a ``Problem``; nothing stops at the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dcpring.report import format_bytes, format_table
 __all__ = ["Problem", "VerifyReport", "verify"]
 
 _BARE, _PACKED = 1, 2
-"""What the core leaves unchecked (csrc/core/verify.h)."""
+"""What the core leaves unchecked (csrc/core/data/verify.h)."""
 
 _END = 1 << 63
 

@@ -39,7 +39,7 @@ _NOISE = 0.05
 """A difference that is not worth an option."""
 
 _STEP_OF = {"save": 2, "load": 4}
-"""Spans of blocks (csrc/core/watch.h)."""
+"""Spans of blocks (csrc/core/io/watch.h)."""
 
 Direction = Literal["save", "load"]
 

@@ -27,7 +27,7 @@ MOST_EVENTS = 100_000
 """In a file; about 17 MB."""
 
 STEPS = ("allocate", "fill", "write", "fsync", "read", "use", "set up")
-"""The core's names for what it does (csrc/core/watch.h), by number."""
+"""The core's names for what it does (csrc/core/io/watch.h), by number."""
 
 NO_SLOT = (1 << 32) - 1
 FORMAT = 1

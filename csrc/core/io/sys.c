@@ -248,43 +248,8 @@ static int real_uring_wait(struct io_uring *ring, struct io_uring_cqe **cqe, uns
 
 static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; }
 
-#define REAL_CALLS \
-    { \
-        .open_dir = real_open_dir, \
-        .open_below = real_open_below, \
-        .close = real_close, \
-        .fstat = real_fstat, \
-        .pread = real_pread, \
-        .pwrite = real_pwrite, \
-        .set_direct = real_set_direct, \
-        .set_blocking = real_set_blocking, \
-        .fallocate = real_fallocate, \
-        .ftruncate = real_ftruncate, \
-        .fdatasync = real_fdatasync, \
-        .fsync = real_fsync, \
-        .mkdir = real_mkdir, \
-        .stat = real_stat, \
-        .rename = real_rename, \
-        .exchange = real_exchange, \
-        .unlink = real_unlink, \
-        .cached = real_cached, \
-        .direct_alignment = real_direct_alignment, \
-        .statfs = real_statfs, \
-        .print = real_print, \
-        .open_terminal = real_open_terminal, \
-        .columns = real_columns, \
-        .wait_for = real_wait_for, \
-        .wake_all = real_wake_all, \
-        .process_exists = real_process_exists, \
-        .map = real_map, \
-        .unmap = real_unmap, \
-        .uring_init = real_uring_init, \
-        .uring_supports = real_uring_supports, \
-        .uring_register = real_uring_register, \
-        .uring_submit = real_uring_submit, \
-        .uring_wait = real_uring_wait, \
-        .uring_result = real_uring_result, \
-    }
+#define REAL_CALL(failure, result, name, parameters, arguments) .name = real_##name,
+#define REAL_CALLS {DR_SYS_CALLS(REAL_CALL)}
 
 const struct dr_sys dr_sys_real = REAL_CALLS;
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.base.memory import same_memory
 from dcpring.base.windows import split_box
 from dcpring.move import device as devices
 from dcpring.move import load as loading
@@ -373,7 +374,7 @@ def test_lazy_views_are_not_tied_to_their_base(tmp_path: Path, twin: Twin, plann
 def test_ties_of_planners_know_lazy_views() -> None:
     z = random(torch.complex64, 9)
     values = _lazies(z)
-    assert table.same_memory(dict(enumerate(values.values()))) == {2: 1, 5: 0}
+    assert same_memory(dict(enumerate(values.values()))) == {2: 1, 5: 0}
     flat = table.flatten(values)
     assert set(table.tied_rows(flat, table.make_table(flat))) == {(2, 1), (5, 0)}
 
@@ -392,7 +393,7 @@ def test_tensors_without_pointers_are_not_tied() -> None:
             return getattr(self._tensor, name)
 
     made: Any = {0: NoPointer(torch.ones(3)), 1: NoPointer(torch.zeros(3))}
-    assert table.same_memory(made) == {}
+    assert same_memory(made) == {}
 
 
 def test_parts_must_come_in_order(tmp_path: Path) -> None:

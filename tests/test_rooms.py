@@ -34,12 +34,8 @@ MUST_STAY = {
     ("cli/doctor.py", "dcpring"): "the version that it prints",
     ("format/lazy.py", "dcpring.plan.table"): "properties of tensors, encoded",
     ("move/handon.py", "dcpring.resume.ranks"): "words among ranks",
-    ("names/policy.py", "dcpring.plan.table"): "which tensors are the same memory",
-    ("names/state_dict.py", "dcpring.format.metadata"): "pausing the collector",
     ("plan/load_planner.py", "dcpring.move"): "who reads what is handed on",
-    ("plan/replicas.py", "dcpring.move.device"): "what an accelerator is",
     ("sources/safetensors.py", "dcpring.tools.inspect.verify"): "whether boxes make up a tensor",
-    ("watch/progress.py", "dcpring.plan.table"): "the name of a host",
     ("watch/trace_file.py", "dcpring.store"): "the name of an unfinished file",
 }
 """Imports that run back up, and what for. Nothing is added here: what two rooms need lies below both."""

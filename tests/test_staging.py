@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dcpring import Checkpointer, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded, diff_checkpoints
+from dcpring.base.memory import memory_key
 from dcpring.plan import table as plans
 from dcpring.resume import staging
 from dcpring.resume.staging import StagingBuffer, blocks_for, fitted
@@ -132,7 +133,7 @@ def _moved(twin: Twin, value: Any, devices: int, memo: dict[Any, Tensor] | None 
     """The state with the plain tensors of its mappings and lists on so many devices, tied where they were."""
     memo = {} if memo is None else memo
     if _is_plain(value):
-        key = plans.memory_key(value)
+        key = memory_key(value)
         memo.setdefault(key, twin.tensor(value.detach(), len(memo) % devices))
         return memo[key].detach().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping) and not isinstance(value, Tensor):

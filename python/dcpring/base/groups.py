@@ -9,8 +9,11 @@ timeout, or when a connection ends because a process has.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import pathlib
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -45,6 +48,19 @@ def rank_in(group: dist.ProcessGroup | None = None) -> int:
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """The ranks of a group, None for all; 1 where there is no group."""
     return dist.get_world_size(group) if has_group() else 1
+
+
+def host_id() -> str:
+    """The same on all ranks of a machine, and on no other."""
+    return f"{socket.gethostname()}/{_boot_id()}"
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 # ---- through the store ----

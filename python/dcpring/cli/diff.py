@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.format.metadata import collection_paused
+    from dcpring.base.collector import collection_paused
 
     with collection_paused():  # the process is the command's own
         return _compare(args, out)

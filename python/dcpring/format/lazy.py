@@ -16,8 +16,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcpring import _C
+from dcpring.base.collector import collection_paused
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.metadata import Parts, collection_paused, load_metadata, metadata_id, unpickle_metadata
+from dcpring.format.metadata import Parts, load_metadata, metadata_id, unpickle_metadata
 from dcpring.plan.table import decode_properties, pickled_fragment
 from dcpring.torchside.dcp import restore_strides
 

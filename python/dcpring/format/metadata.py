@@ -7,21 +7,19 @@ uint32), and eight bytes of magic. Files without one were written by stock DCP.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import json
 import pickle
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
@@ -109,45 +107,6 @@ class Trailer:
             raise ValueError(f"a world size of {self.world_size}")
         if not isinstance(self.index_bytes, int) or self.index_bytes < 0:
             raise ValueError(f"an index of {self.index_bytes} bytes")
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection in a loop that makes many small objects, which all stay: it would run for nothing.
-
-    The collector is the whole process's, so this is for loops that end soon, in the main thread: nothing that reads,
-    writes or waits belongs into it, but for a command's, which has its process to itself. In other threads it does
-    nothing.
-    """
-    pauses = gc.isenabled() and _in_main_thread()
-    if pauses:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pauses:
-            gc.enable()
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def as_old(load: Callable[[], Any]) -> Any:
-    """Runs ``load`` without collections; what it makes counts as old, as if it had survived those left out.
-
-    Young garbage is collected before, so that none of it grows old with the rest. A thread beside training leaves all
-    that alone.
-    """
-    if not _in_main_thread():
-        return load()
-    gc.collect(1)
-    with collection_paused():
-        result = load()
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
-            gc.unfreeze()
-    return result
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:

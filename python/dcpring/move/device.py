@@ -16,9 +16,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from dcpring.base.memory import is_lazy_view
 from dcpring.base.windows import split_box
-from dcpring.plan.table import is_lazy_view
 from dcpring.torchside import accelerators
+from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
 
 logger = logging.getLogger("dcpring")
@@ -28,10 +29,6 @@ DEFAULT_PIECE_BYTES = 8 << 20
 
 _ALIGNMENT = 64
 """Copies in a buffer start where any dtype may."""
-
-
-def is_accelerator(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")
 
 
 def on_accelerator(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring.base.memory import is_lazy_view
 from dcpring.base.windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.format.lazy import Chunks
@@ -41,7 +42,7 @@ from dcpring.options import IOOptions, IOStats, make_watch
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.placements import check_chunk
-from dcpring.plan.table import BYTES_ROW, decode_properties, is_lazy_view
+from dcpring.plan.table import BYTES_ROW, decode_properties
 from dcpring.torchside.dcp import StorageInfo, attributes_of
 from dcpring.torchside.tensors import narrowed
 from dcpring.watch.phases import Phases

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
+from dcpring.base.memory import is_lazy_view, same_memory
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring.move.device import Downloader, Piece
@@ -26,7 +27,7 @@ from dcpring.move.objects import Judge
 from dcpring.options import IOStats, overrides
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.save_planner import RingSavePlanner
-from dcpring.plan.table import BYTES_ROW, Items, has_scattered, is_lazy_view, memory_of_row, same_memory
+from dcpring.plan.table import BYTES_ROW, Items, has_scattered, memory_of_row
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 

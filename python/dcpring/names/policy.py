@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
+from dcpring.base.memory import memory_key
 from dcpring.errors import KeyMismatchError
 from dcpring.names.diff import (
     KeyDiff,
@@ -23,7 +24,6 @@ from dcpring.names.diff import (
     entry_of_value,
 )
 from dcpring.names.key_map import KeyMap
-from dcpring.plan.table import memory_key
 from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
 
 logger = logging.getLogger("dcpring")

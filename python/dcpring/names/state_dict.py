@@ -34,8 +34,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from dcpring.base.collector import collection_paused
 from dcpring.errors import KeyMismatchError
-from dcpring.format.metadata import collection_paused
 from dcpring.names.diff import describe_names
 from dcpring.names.first_step import (
     NoFirstStep,

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcpring import _C
-from dcpring.base.groups import rank_in
+from dcpring.base.groups import host_id, rank_in
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
@@ -37,7 +37,6 @@ from dcpring.plan.table import (
     decode_properties,
     fields_of,
     flatten,
-    host_id,
     make_table,
     memory_of_rows,
     part_of,

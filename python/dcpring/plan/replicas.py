@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dcpring import _C
 from dcpring.base.values import digest
 from dcpring.base.windows import windows
-from dcpring.move.device import is_accelerator
+from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import is_whole, local_tensor
 

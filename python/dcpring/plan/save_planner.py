@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcpring import _C
-from dcpring.base.groups import rank_in, world_size
+from dcpring.base.groups import host_id, rank_in, world_size
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
@@ -38,7 +38,6 @@ from dcpring.plan.table import (
     LocalMessage,
     RingPlan,
     flatten,
-    host_id,
     make_table,
     open_sharded_tensors,
     part_of,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pathlib
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, overload
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
+from dcpring.base.memory import same_memory
 from dcpring.errors import CheckpointError
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.placements import Part, parts_of, tensor_at
@@ -522,32 +521,6 @@ def part_of(values: Mapping[str, Any], index: MetadataIndex) -> Tensor | None:
     return tensor_at(index.fqn, value, index.offset)
 
 
-def is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are not the values: a conjugate or negative view."""
-    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
-
-
-def memory_key(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are the same values in the same memory, as tied ones are."""
-    look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return tensor.data_ptr(), *look, tensor.is_neg(), tensor.is_complex() and tensor.is_conj()
-
-
-def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
-    """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
-    pointers = [tensor.data_ptr() for tensor in tensors.values()]
-    if len(set(pointers)) == len(pointers):
-        return {}
-    first: dict[tuple[Any, ...], int] = {}
-    same: dict[int, int] = {}
-    for pointer, (index, tensor) in zip(pointers, tensors.items(), strict=True):
-        if not pointer or tensor.numel() == 0:  # some devices have no pointers
-            continue
-        if (earlier := first.setdefault(memory_key(tensor), index)) != index:
-            same[index] = earlier
-    return same
-
-
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
@@ -753,16 +726,3 @@ class RingPlan(SavePlan):
 def pickled_fragment(value: Any) -> bytes:
     """A pickle of plain values without header, end and memo, for the core to put into a larger one."""
     return pickled(value, 3, fast=True)[2:-1]
-
-
-def host_id() -> str:
-    """The same on all ranks of a machine, and on no other."""
-    return f"{socket.gethostname()}/{_boot_id()}"
-
-
-@functools.cache
-def _boot_id() -> str:
-    try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

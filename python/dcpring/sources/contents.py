@@ -22,19 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring.base.collector import as_old
 from dcpring.base.files import read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import StoredChunks, has_known_tables
-from dcpring.format.metadata import (
-    BYTES,
-    METADATA_NAME,
-    OPAQUE,
-    Parts,
-    Trailer,
-    as_old,
-    ring_info,
-    split_metadata,
-)
+from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, Parts, Trailer, ring_info, split_metadata
 from dcpring.format.metadata import unpickle_metadata as unpickle
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs

@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from dcpring import _C
 from dcpring.base import shared_memory
-from dcpring.base.groups import agree, has_group
-from dcpring.plan.table import host_id
+from dcpring.base.groups import agree, has_group, host_id
 
 logger = logging.getLogger("dcpring")
 

@@ -20,17 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dcpring import _C
+from dcpring.base.collector import collection_paused
 from dcpring.base.files import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.lazy import StoredChunks, has_known_tables
-from dcpring.format.metadata import (
-    METADATA_NAME,
-    Parts,
-    collection_paused,
-    split_metadata,
-    unpickle_metadata,
-    unpickle_safely,
-)
+from dcpring.format.metadata import METADATA_NAME, Parts, split_metadata, unpickle_metadata, unpickle_safely
 from dcpring.move.load import MOST_DIMENSIONS, Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions

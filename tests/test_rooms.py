@@ -36,7 +36,6 @@ MUST_STAY = {
     ("move/handon.py", "dcpring.resume.ranks"): "words among ranks",
     ("plan/load_planner.py", "dcpring.move"): "who reads what is handed on",
     ("sources/safetensors.py", "dcpring.tools.inspect.verify"): "whether boxes make up a tensor",
-    ("watch/trace_file.py", "dcpring.store"): "the name of an unfinished file",
 }
 """Imports that run back up, and what for. Nothing is added here: what two rooms need lies below both."""
 

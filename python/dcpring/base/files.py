@@ -1,12 +1,14 @@
-"""Files where somebody else may have put something else: a FIFO in their place is refused, not waited for."""
+"""Small files: a FIFO in the place of one that is read is refused, not waited for; one is replaced at once or not."""
 
 from __future__ import annotations
 
 import io
 import os
+import secrets
 import stat
 from pathlib import Path
 
+from dcpring import _C
 from dcpring.errors import CorruptCheckpointError
 
 
@@ -28,3 +30,22 @@ def read_regular(path: Path) -> bytes:
     """All of a file. Raises as ``open_regular``."""
     with open_regular(path) as file:
         return file.read()
+
+
+def new_tag() -> str:
+    """What tells a file from all others that were ever written under its name."""
+    return secrets.token_hex(8)
+
+
+def unfinished_name(name: str) -> str:
+    """Where a file is written before it is renamed."""
+    return f"{name}.{new_tag()}.tmp"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file beside, hidden, and renames it: whoever looks sees the old one or the new one. It is not synced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _C.commit(str(path.absolute().parent), f".{unfinished_name(path.name)}", path.name, data, False)

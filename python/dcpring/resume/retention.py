@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcpring import _C
-from dcpring.base.files import read_regular
+from dcpring.base.files import read_regular, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME, metadata_id
 from dcpring.store import layout
@@ -218,7 +218,7 @@ class Steps:
         return note.then
 
     def _write(self, note: _Note, sync: bool) -> None:
-        _C.commit(str(self.folder), layout.unfinished_name(LEFT_NAME), LEFT_NAME, note.dump(), sync)
+        _C.commit(str(self.folder), unfinished_name(LEFT_NAME), LEFT_NAME, note.dump(), sync)
 
     # ---- a save, on rank 0 ----
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dcpring import _C
+from dcpring.base.files import unfinished_name
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
-from dcpring.store import layout
 
 logger = logging.getLogger("dcpring")
 
@@ -81,7 +81,7 @@ def _beside(target: Path, is_directory: bool, overwrite: bool) -> Iterator[tuple
     check_target(target, is_directory, overwrite)
     _C.make_directory(str(target.parent), True)
     _remove_orphans(target)
-    unfinished = target.with_name(f".{target.name}.{layout.new_tag()}.tmp")
+    unfinished = target.with_name(f".{unfinished_name(target.name)}")
     with contextlib.ExitStack() as locks:
         try:
             yield unfinished, locks

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcpring import _C
+from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
@@ -173,7 +174,7 @@ class DcpTarget:
                 if pieces or objects:
                     self._write_file(directory, number, source, pieces, objects, watch)
             data = self._metadata()
-            _C.commit(directory, layout.unfinished_name(METADATA_NAME), METADATA_NAME, data, True)
+            _C.commit(directory, unfinished_name(METADATA_NAME), METADATA_NAME, data, True)
 
     def _write_file(
         self,
@@ -184,7 +185,7 @@ class DcpTarget:
         objects: Sequence[Item],
         watch: _C.Watch | None,
     ) -> None:
-        name = layout.data_file_name(number, 0, layout.new_tag())
+        name = layout.data_file_name(number, 0, new_tag())
         hint = sum(piece.nbytes + _RECORD_BYTES + _padding(piece) for piece in pieces)
         with writing(directory, name, hint, watch) as file:
             for runs in stream(source, pieces):
@@ -232,7 +233,7 @@ class DcpTarget:
         places = _C.Places(len(table))
         places.put([place[:7] for place in placed])
         made = Chunks(table, True, places)
-        save_id = layout.new_tag()
+        save_id = new_tag()
         version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         pickled = made.pickled(StorageMeta(str(self._path), save_id), version)
         trailer = Trailer(files=sorted(self.files), save_id=save_id, version=version)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,17 +45,8 @@ def require_local(path: object) -> None:
         raise CheckpointError(remote)
 
 
-def new_tag() -> str:
-    return secrets.token_hex(8)
-
-
 def data_file_name(rank: int, index: int, tag: str) -> str:
     return f"__{rank}_{index}.{tag}.distcp"
-
-
-def unfinished_name(metadata_name: str) -> str:
-    """Where metadata is written before it is renamed."""
-    return f"{metadata_name}.{new_tag()}.tmp"
 
 
 def rank_metadata_name(rank: int) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C
+from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import agree_among
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -289,7 +290,7 @@ class RingWriter(FileSystemWriter):
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
-        rank, tag = self._plan_rank(plan), layout.new_tag()
+        rank, tag = self._plan_rank(plan), new_tag()
         source = source_of(plan.items, planner)
         self._save.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
@@ -401,7 +402,7 @@ class RingWriter(FileSystemWriter):
         layout.check_data_files(self._directory, sizes, self.rank or 0)
         name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
-        _C.commit(str(self.path), layout.unfinished_name(name), name, data, self.sync_files)
+        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
         self._phases.begin(_trace.CLEAN_UP)
         layout.remove_superseded(self._directory, superseded, set(sizes))
         layout.remove_tables(self._directory, self._own_rank_only, table_name)
@@ -421,7 +422,7 @@ class RingWriter(FileSystemWriter):
             if current is not None and current.save_id in kept:
                 tables[current.save_id] = kept[current.save_id]
         data = dump_tables(tables)
-        _C.commit(str(self.path), layout.unfinished_name(name), name, data, self.sync_files)
+        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
         return name
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -457,4 +458,4 @@ def _refused_in(results: list[Any]) -> dict[str, str]:
 
 def agree_on_id(path: str, members: list[int]) -> str:
     """The same random id on all of these ranks for one save, "" where there is no store to agree by."""
-    return agree_among(members, f"dcpring/{path}", layout.new_tag())
+    return agree_among(members, f"dcpring/{path}", new_tag())

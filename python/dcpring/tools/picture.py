@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpring import _C
+from dcpring.base.files import replace_file
 from dcpring.errors import CheckpointError
-from dcpring.store import layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,8 +66,7 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
         yield figure
         picture = io.BytesIO()
         figure.savefig(picture, format=kind[1:], metadata=_UNDATED[kind])
-    beside = f".{layout.unfinished_name(path.name)}"
-    _C.commit(str(path.absolute().parent), beside, path.name, picture.getvalue(), False)
+    replace_file(path, picture.getvalue())
 
 
 def drawable(text: str, most: int = 200) -> str:

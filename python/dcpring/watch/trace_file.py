@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcpring import _C
 from dcpring.base import groups
-from dcpring.store import layout
+from dcpring.base.files import replace_file
 
 logger = logging.getLogger("dcpring")
 
@@ -192,8 +191,7 @@ class TraceFile:
         events = b",\n".join([*map(str.encode, self._names(lanes)), *(one.text for one in operations)])
         text = b"".join((head[:-1].encode(), b', "traceEvents": [\n', events, b"\n]}\n"))
         os.makedirs(self._path.parent, exist_ok=True)
-        beside = f".{layout.unfinished_name(self._path.name)}"
-        _C.commit(str(self._path.parent), beside, self._path.name, text, False)
+        replace_file(self._path, text)
 
     def _about(self) -> dict[str, Any]:
         notes = []

@@ -85,8 +85,9 @@ setup(
     ext_modules=[
         Extension(
             "dcpring._C",
-            sources=sorted(str(path) for folder in ("core", "py") for path in Path("csrc", folder).glob("*.c")),
+            sources=sorted(str(path) for path in Path("csrc").rglob("*.c")),
             depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
+            include_dirs=["csrc/core"],
             define_macros=[("_GNU_SOURCE", None), ("NDEBUG", None)],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
             extra_link_args=["-pthread", "-lm", "-Wl,--exclude-libs,ALL", *extra],

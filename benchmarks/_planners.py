@@ -33,10 +33,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcpring import _C, RingSavePlanner, planner
-from dcpring._lazy import LazyMetadata
-from dcpring._plan import DIVISIBLE, HASHED, SHARD_ROW, TENSOR_ROW, Items, LocalMessage, RingPlan, encode_properties
-from dcpring._replicas import MAX_BYTES
+from dcpring import _C, RingSavePlanner
+from dcpring.format.lazy import LazyMetadata
+from dcpring.plan import save_planner
+from dcpring.plan.replicas import MAX_BYTES
+from dcpring.plan.table import (
+    DIVISIBLE,
+    HASHED,
+    SHARD_ROW,
+    TENSOR_ROW,
+    Items,
+    LocalMessage,
+    RingPlan,
+    encode_properties,
+)
 
 UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER = "unpickle", "dedup", "metadata", "validate", "pickle", "other"
 STEPS = (UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER)
@@ -123,7 +133,7 @@ def _ring_plan(job: Job, rank: int) -> RingPlan:
             flags = DIVISIBLE | (HASHED if _is_hashed(chunk) else 0)
             rows[key] = kind, tensor.size, chunk.offsets, chunk.lengths, encoded, dtype_bytes, ITEM_BYTES, flags
         names.append(tensor.name)
-        codes.append(planner.path_code({tensor.name: tensor.path}, tensor.name))
+        codes.append(save_planner.path_code({tensor.name: tensor.path}, tensor.name))
         values.append(rows[key])
         if _is_hashed(chunk):
             prints.append(zlib.crc32(tensor.name.encode()))
@@ -197,7 +207,7 @@ def _ring_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Answered:
     plans = watch.timed(UNPICKLE, _unpickled)(gathered)
     coordinator = RingSavePlanner()
     core = SimpleNamespace(**{**vars(_C), "Merge": lambda world: _TimedMerge(world, watch)})
-    with patch.object(planner, "_C", core):
+    with patch.object(save_planner, "_C", core):
         global_plans, metadata = coordinator.create_global_plan(plans)
     answers = watch.timed(PICKLE, _pickled)(global_plans)
     report = coordinator.report()

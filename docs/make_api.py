@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 import dcpring
-from dcpring.components import Component
+from dcpring.resume.components import Component
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# API

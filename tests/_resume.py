@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from dcpring import CheckpointError
-from dcpring._tree import leaves
+from dcpring.resume.trees import leaves
 
 WORLDS = {"single": 1, "ddp": 2, "fsdp": 4, "fsdp-3": 3, "hsdp": 4, "tp-fsdp": 4, "fsdp1": 2}
 """The ways to spread a model, and the ranks that each takes."""

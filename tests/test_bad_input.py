@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingReader, RingWriter
-from dcpring._metadata import ring_info
+from dcpring.format.metadata import ring_info
 
 STATE = small_state(1)
 

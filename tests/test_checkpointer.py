@@ -31,7 +31,7 @@ from dcpring import (
     RingWriter,
     Sharded,
 )
-from dcpring._stored import MANIFEST_KEY
+from dcpring.resume.manifest import MANIFEST_KEY
 
 # ---- one process ----
 

@@ -82,7 +82,7 @@ def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:
     assert _cli.run_in_terminal("ls", tmp_path, PYTHONIOENCODING="latin-1").status == 0
 
 
-@pytest.mark.parametrize("module", ["rich", "rich.console", "dcpring.cli._parser", "dcpring._inspect.inventory"])
+@pytest.mark.parametrize("module", ["rich", "rich.console", "dcpring.cli._parser", "dcpring.tools.inspect.inventory"])
 def test_ctrl_c_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
     code = f"""
 import signal, sys

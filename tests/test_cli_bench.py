@@ -17,12 +17,12 @@ import pytest
 from fault._support import MIB, fault, mounted, mounted_on, run_python
 
 import dcpring
-from dcpring._machine import bench as _bench
-from dcpring._machine import bench_plot as _bench_plot
-from dcpring._machine.bench import Direction, Report, Result, Transfer, engines_here, ways
 from dcpring.cli import bench
 from dcpring.cli._output import Output
 from dcpring.options import IOOptions
+from dcpring.tools.machine import bench as _bench
+from dcpring.tools.machine import bench_plot as _bench_plot
+from dcpring.tools.machine.bench import Direction, Report, Result, Transfer, engines_here, ways
 
 QUICK = ("--quick", "--size", "4M")
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")

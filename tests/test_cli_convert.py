@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import RingWriter
-from dcpring._convert._beside import _locked
 from dcpring.cli.convert import EXAMPLES
+from dcpring.sources.beside import _locked
 
 MIB = 1 << 20
 MODEL = {"layer.weight": torch.arange(12.0).view(3, 4), "layer.bias": torch.ones(3)}

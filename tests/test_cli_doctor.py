@@ -20,8 +20,8 @@ import torch
 from fault._support import MIB, fault, mounted, mounted_on, run_python
 
 from dcpring import _C
-from dcpring._machine import doctor as _doctor
-from dcpring._machine.doctor import Check, Kernel, Mount, examine, find_mount, works
+from dcpring.tools.machine import doctor as _doctor
+from dcpring.tools.machine.doctor import Check, Kernel, Mount, examine, find_mount, works
 
 DIRECTORY_CHECKS = (
     "file system",
@@ -182,7 +182,7 @@ SMALL_LIMIT = """
 import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
-from dcpring._machine.doctor import examine
+from dcpring.tools.machine.doctor import examine
 check = next(c for c in examine(Path(sys.argv[1])) if c.name == "registered buffers")
 print(check.status, "ulimit -l unlimited" in check.cure, check.found)
 """

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcpring
-from dcpring._key_map import KeyTable
 from dcpring.cli._app import make_parser
 from dcpring.cli._parser import Example, Parser
+from dcpring.names.key_map import KeyTable
 
 PARSERS = make_parser()[1].parsers
 EXAMPLES = [

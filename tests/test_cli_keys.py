@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import KeyTable, RingWriter
-from dcpring._inspect.key_report import report_keys
-from dcpring._key_map import Rule
+from dcpring.names.key_map import Rule
+from dcpring.tools.inspect.key_report import report_keys
 
 WRITERS: dict[str, Any] = {"stock": FileSystemWriter, "ring": RingWriter}
 

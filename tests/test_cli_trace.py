@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from _traces import START, made, slow_sync, write
 
 from dcpring import RingReader, RingWriter
-from dcpring._trace.critical import Analysis
-from dcpring._trace.read import read_operations
+from dcpring.tools.trace.critical import Analysis
+from dcpring.tools.trace.read import read_operations
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -17,7 +17,7 @@ from fault._support import MIB, data_files, drop_cache, flip_bit, storage_of
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import RingSavePlanner, RingWriter
-from dcpring._inspect.contents import open_contents
+from dcpring.sources.contents import open_contents
 
 
 def options(writer: str, path: Path) -> dict[str, Any]:

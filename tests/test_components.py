@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import lr_scheduler
 
 from dcpring import RNG, Checkpointer, CheckpointError, Elastic, LRSchedule, PerRank, Replicated, Sharded
-from dcpring._tree import decode, digest, encode
+from dcpring.resume.trees import decode, digest, encode
 
 # ---- learning rate schedules ----
 

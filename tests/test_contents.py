@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingSavePlanner, RingWriter, verify
-from dcpring._inspect.contents import open_all, open_contents, rank_of_file
+from dcpring.sources.contents import open_all, open_contents, rank_of_file
 
 WRITERS: dict[str, Any] = {
     "stock": lambda path: {"storage_writer": FileSystemWriter(path)},

@@ -41,11 +41,11 @@ from dcpring import (
     UntrustedCheckpointError,
     convert,
 )
-from dcpring._convert._dcp import share_out
-from dcpring._convert._safetensors import _NAMES
-from dcpring._convert._stream import WINDOW_BYTES, Item
-from dcpring._inspect.contents import open_contents
-from dcpring._zip import ZipStream
+from dcpring.format.zip import ZipStream
+from dcpring.sources.contents import open_contents
+from dcpring.sources.dcp import share_out
+from dcpring.sources.safetensors import _NAMES
+from dcpring.sources.stream import WINDOW_BYTES, Item
 
 MIB = 1 << 20
 SUFFIX = {"dcp": "", "torch": ".pt", "safetensors": ".safetensors"}
@@ -611,7 +611,7 @@ def test_a_list_that_holds_another_very_often(tmp_path: Path) -> None:
 
 
 def test_a_dict_that_holds_another_very_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpring._convert._torch_file._MOST_LEAVES", 1000)
+    monkeypatch.setattr("dcpring.sources.torch_file._MOST_LEAVES", 1000)
     value: dict[str, Any] = {"a": 1}
     for _ in range(60):
         value = {"a": value, "b": value}

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import CorruptCheckpointError, RingReader, convert, diff_checkpoints
-from dcpring._crc import RunningCrcs, box_start, buffer_at
-from dcpring._inspect.contents import open_contents
+from dcpring.move.crc import RunningCrcs, box_start, buffer_at
+from dcpring.sources.contents import open_contents
 
 ROWS, COLUMNS = 10, 1 << 20
 """Of a float32 tensor that is larger than a window."""

@@ -16,20 +16,14 @@ from test_slices import _load_boxes
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from dcpring import (
-    _C,
-    RingLoadPlanner,
-    RingReader,
-    RingSavePlanner,
-    RingWriter,
-    _device,
-    _load,
-    _plan,
-    _replicas,
-    writer,
-)
-from dcpring._device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
-from dcpring._windows import split_box
+from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.base.memory import same_memory
+from dcpring.base.windows import split_box
+from dcpring.move import device as devices
+from dcpring.move import load as loading
+from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
+from dcpring.plan import replicas, table
+from dcpring.store import writer
 
 __all__ = ["strict_twin", "twin"]
 
@@ -241,7 +235,7 @@ def test_an_error_between_copies_and_events(
 def _fail_at(monkeypatch: pytest.MonkeyPatch, step: str, number: int, error: type[BaseException]) -> None:
     """The so-manieth copy, recording or wait raises, once."""
     owner, name = {
-        "copy": (_device, "copy_to_host"),
+        "copy": (devices, "copy_to_host"),
         "record": (_twin.Event, "record"),
         "wait": (_twin.Event, "synchronize"),
     }[step]
@@ -312,7 +306,7 @@ def test_tensors_that_a_planner_makes_on_the_device(
     tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come in windows, and die as soon as a window is written."""
-    monkeypatch.setattr("dcpring._save.WINDOW_BYTES", 10_000)
+    monkeypatch.setattr("dcpring.move.save.WINDOW_BYTES", 10_000)
     plain = {str(n): torch.randn(700) for n in range(30)}
     made = RingWriter(tmp_path, per_thread_copy_ahead=4096)
     dcp.save(_on(twin, plain), storage_writer=made, planner=_Doubling())
@@ -350,7 +344,7 @@ def test_a_failing_write_leaves_nothing_under_way(tmp_path: Path, twin: Twin, mo
             return getattr(self._file, name)
 
     fake = type("_C", (), {**{name: getattr(_C, name) for name in dir(_C)}, "FileWriter": Failing})
-    monkeypatch.setattr("dcpring._save._C", fake)
+    monkeypatch.setattr("dcpring.move.save._C", fake)
     assert "No space left" in failure(lambda: save(state, tmp_path, per_thread_copy_ahead=8192))
     assert not twin.under_way
 
@@ -380,9 +374,9 @@ def test_lazy_views_are_not_tied_to_their_base(tmp_path: Path, twin: Twin, plann
 def test_ties_of_planners_know_lazy_views() -> None:
     z = random(torch.complex64, 9)
     values = _lazies(z)
-    assert _plan.same_memory(dict(enumerate(values.values()))) == {2: 1, 5: 0}
-    flat = _plan.flatten(values)
-    assert set(_plan.tied_rows(flat, _plan.make_table(flat))) == {(2, 1), (5, 0)}
+    assert same_memory(dict(enumerate(values.values()))) == {2: 1, 5: 0}
+    flat = table.flatten(values)
+    assert set(table.tied_rows(flat, table.make_table(flat))) == {(2, 1), (5, 0)}
 
 
 def test_tensors_without_pointers_are_not_tied() -> None:
@@ -399,7 +393,7 @@ def test_tensors_without_pointers_are_not_tied() -> None:
             return getattr(self._tensor, name)
 
     made: Any = {0: NoPointer(torch.ones(3)), 1: NoPointer(torch.zeros(3))}
-    assert _plan.same_memory(made) == {}
+    assert same_memory(made) == {}
 
 
 def test_parts_must_come_in_order(tmp_path: Path) -> None:
@@ -421,7 +415,7 @@ def test_parts_must_come_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ring", "stock"])
 def test_loading_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, window: int) -> None:
     """Casts go through host copies, large ones in several pieces."""
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
     saved = {
         "wide": torch.randn(3, 40_000),
         "tall": torch.randn(20_000, 7),
@@ -444,8 +438,8 @@ def test_slices_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     saved = random(torch.int32, 300, 50, 40)
     save({"w": saved}, tmp_path)
     boxes = [("w", (11, 3, 5), (250, 40, 30)), ("w", (0, 49, 0), (300, 1, 40)), ("w", (299, 0, 39), (1, 50, 1))]
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", 5000)
-    monkeypatch.setattr(_load, "_is_plain_memory", lambda tensor: False)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 5000)
+    monkeypatch.setattr(loading, "_is_plain_memory", lambda tensor: False)
     planner, _ = _load_boxes(tmp_path, boxes)
     for (_, offsets, lengths), tensor in zip(boxes, planner.tensors, strict=True):
         assert torch.equal(tensor, saved[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
@@ -479,7 +473,7 @@ def _load_with(planner: str, state: dict[str, Any], path: Path, **options: Any) 
 def test_loading_every_kind(
     tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch, kind: str, planner: str, window: int
 ) -> None:
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
     saved = {key: tensor for key, tensor in everything().items() if tensor.nbytes < 50 * window}
     save(saved, tmp_path, kind)
     loaded = _on(strict_twin, {key: poisoned(tensor) for key, tensor in saved.items()})
@@ -548,7 +542,7 @@ def test_a_small_load_takes_little_pinned_memory(tmp_path: Path, twin: Twin) -> 
 def test_damage_in_the_middle_of_a_load_leaves_nothing_under_way(
     tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", 1 << 13)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 13)
     saved = {f"{n:02}": torch.randn(700) for n in range(20)}
     save(saved, tmp_path)
     info = stored(tmp_path)["15"]
@@ -595,7 +589,7 @@ def test_where_memory_cannot_be_pinned_it_is_ordinary(
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(twin, "pinned", refuse)
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", 1 << 13)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 13)
     saved = {str(n): torch.randn(700) for n in range(20)}
     save(_on(twin, saved), tmp_path, per_thread_copy_ahead=4096)
     assert "pinned" in caplog.text and "out of memory" in caplog.text and "more" not in caplog.text
@@ -622,20 +616,20 @@ def test_no_dtype_is_left_out() -> None:
 
 
 def test_fingerprints_are_those_of_the_cpu(twin: Twin) -> None:
-    tensors = [t.detach() for t in everything().values() if t.nbytes <= _replicas.MAX_BYTES]
+    tensors = [t.detach() for t in everything().values() if t.nbytes <= replicas.MAX_BYTES]
     moved = [twin.tensor(tensor, n % 2) for n, tensor in enumerate(tensors)]
     late = twin.tensor(torch.zeros(50), 1)
     twin.write(late, torch.ones(50))
-    assert _replicas.fingerprints([*moved, late]) == _replicas.fingerprints([*tensors, torch.ones(50)])
+    assert replicas.fingerprints([*moved, late]) == replicas.fingerprints([*tensors, torch.ones(50)])
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
 def test_fingerprints_take_little_memory_however_many_there_are(
     strict_twin: Twin, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(_replicas, "_WINDOW_BYTES", 50_000)
+    monkeypatch.setattr(replicas, "_WINDOW_BYTES", 50_000)
     tensors = [torch.full((100, 20), n) for n in range(200)]
-    wanted = _replicas.fingerprints(tensors)
+    wanted = replicas.fingerprints(tensors)
     seen: list[int] = []
     original = _C.Tensors
 
@@ -644,10 +638,10 @@ def test_fingerprints_take_little_memory_however_many_there_are(
         return original(tensors)
 
     fake = type("_C", (), {"Tensors": staticmethod(watched)})
-    monkeypatch.setattr(_replicas, "_C", fake)
+    monkeypatch.setattr(replicas, "_C", fake)
     if where == "device":
         tensors = [strict_twin.tensor(tensor, n % 2) for n, tensor in enumerate(tensors)]
     before = strict_twin.allocated[0]
-    assert _replicas.fingerprints(tensors) == wanted
+    assert replicas.fingerprints(tensors) == wanted
     assert max(seen) <= 50_000 and sum(seen) == 200 * 16_000
     assert strict_twin.most_allocated[0] - before <= 50_000

@@ -1,8 +1,8 @@
 """A raise at every step, on every rank: all ranks raise it, in bounded time, and the next call works.
 
 The steps are lines of dcpring, as they ran. A first run without a fault records them; then each is made to raise, one
-at a time. What is left out is the mechanism itself (``_ranks``, ``_group``), and what DCP pickles outside of where it
-catches errors.
+at a time. What is left out is the mechanism itself (``resume.ranks``, ``base.groups``), and what DCP pickles outside of
+where it catches errors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from dcpring import (
     RingReader,
     RingSavePlanner,
     RingWriter,
-    _group,
-    _handon,
-    _ranks,
 )
+from dcpring.base import groups
+from dcpring.move import handon
+from dcpring.resume import ranks
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep
-MECHANISM = ("_ranks.py", "_group.py", "torchside/groups.py")
+MECHANISM = ("resume/ranks.py", "base/groups.py", "torchside/groups.py")
 PICKLING = ("_object_to_tensor", "_tensor_to_object")
 """Functions of torch.distributed in which DCP catches nothing."""
 
@@ -279,13 +279,13 @@ def record(call: Callable[[], None]) -> list[Step]:
 
         return noted
 
-    operation, wrapper, settle = _ranks.Operation.__init__, _DistWrapper.__init__, _ranks.Joint.settle
+    operation, wrapper, settle = ranks.Operation.__init__, _DistWrapper.__init__, ranks.Joint.settle
     with (
-        mock.patch.object(_ranks.Operation, "__init__", begins(operation, tracer.begin_call)),
+        mock.patch.object(ranks.Operation, "__init__", begins(operation, tracer.begin_call)),
         mock.patch.object(_DistWrapper, "__init__", begins(wrapper, tracer.begin)),
-        mock.patch.object(_ranks.Joint, "settle", ends(settle)),
-        mock.patch.object(_group.Meeting, "wait", met(_group.Meeting.wait)),
-        mock.patch.object(_handon, "MEET_SECONDS", 60.0),
+        mock.patch.object(ranks.Joint, "settle", ends(settle)),
+        mock.patch.object(groups.Meeting, "wait", met(groups.Meeting.wait)),
+        mock.patch.object(handon, "MEET_SECONDS", 60.0),
     ):
         outcome = attempt(call, tracer)
     assert not outcome.error, outcome.error
@@ -324,7 +324,7 @@ def every_step(folder: Path, name: str, every_line: bool, log: Path) -> tuple[in
     for number, (rank, step) in enumerate(todo):
         if dist.get_rank() == 0:
             log.write_text(f"{number} of {len(todo)}: {step} on rank {rank}")
-        _handon.MEET_SECONDS = 10.0 if step.has_met else 0.2  # who raises before does not come
+        handon.MEET_SECONDS = 10.0 if step.has_met else 0.2  # who raises before does not come
         found = gathered(attempt(call, Tracer(step) if rank == dist.get_rank() else None))
         raised += found[rank].has_raised
         wrong = problem(step, rank, found)

@@ -15,7 +15,7 @@ from fault._support import data_files, drop_cache, leaks_descriptors, open_descr
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring._inspect.contents import open_contents
+from dcpring.sources.contents import open_contents
 
 FILES = 40
 TENSOR = 1 << 18

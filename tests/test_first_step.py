@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dcpring
-from dcpring import _first_step
+from dcpring.names import first_step
 from dcpring.state_dict import StateDictOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:sparse")
@@ -120,17 +120,17 @@ def test_portions_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter for itself gives what all together do; an optimizer with attributes of its own gets all."""
     model = Net()
     for make in (ALL["AdamW"], ALL["Caching"], ALL["SGD with momentum"]):
-        whole = _first_step.first_step(make(model))
+        whole = first_step.first_step(make(model))
         with monkeypatch.context() as patch:
-            patch.setattr(_first_step, "_COPIED_BYTES", 1)
-            portions = _first_step.first_step(make(model))
-            one = _first_step.first_step(make(model), [model.second.weight])
+            patch.setattr(first_step, "_COPIED_BYTES", 1)
+            portions = first_step.first_step(make(model))
+            one = first_step.first_step(make(model), [model.second.weight])
         assert list(portions.states) == list(whole.states)
         assert all(equal(portions.states[parameter], whole.states[parameter]) for parameter in whole.states)
         assert portions.options == whole.options
         assert list(one.states) == [model.second.weight]
     assert whole.options == [{}]
-    assert _first_step.first_step(Caching(model.parameters())).options == [{"k": 1}]
+    assert first_step.first_step(Caching(model.parameters())).options == [{"k": 1}]
 
 
 class Sneaky(Plain):
@@ -191,10 +191,10 @@ def test_state_dicts_of_their_own_form() -> None:
     for optimizer in (container, Wrapper(container)):
         with pytest.raises(RuntimeError, match=r"has a state dict of its own form, with 'state.first.weight.step'"):
             dcpring.get_optimizer_state_dict(model, optimizer)
-    assert _first_step.is_fresh(container)
-    assert set(_first_step.own_state_dict(container)) == set(Container(Net()).state_dict())
-    assert _first_step.own_state_dict(recorded := Recorded(model.parameters()))["note"] == 1
-    assert _first_step.is_fresh(recorded)
+    assert first_step.is_fresh(container)
+    assert set(first_step.own_state_dict(container)) == set(Container(Net()).state_dict())
+    assert first_step.own_state_dict(recorded := Recorded(model.parameters()))["note"] == 1
+    assert first_step.is_fresh(recorded)
 
 
 def test_state_under_a_name_of_its_own() -> None:

@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _group, _handon
-from dcpring._pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.base import groups as base_groups
+from dcpring.move import handon
+from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
 from dcpring.torchside.groups import default_store
 
 PATIENCE_SECONDS = 60.0
@@ -41,7 +43,7 @@ def pieces_for(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[
 @pytest.mark.parametrize("piece_bytes", (64, 1 << 10, 4 << 20))
 @pytest.mark.parametrize("gap", (0, 40, 1 << 17))
 def test_pieces_make_up_what_is_wanted(monkeypatch: pytest.MonkeyPatch, piece_bytes: int, gap: int) -> None:
-    monkeypatch.setattr("dcpring._pieces.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("dcpring.plan.pieces.PIECE_BYTES", piece_bytes)
     monkeypatch.setattr("dcpring._C.SLICE_GAP_BYTES", gap)
     chance = random.Random(piece_bytes + gap)
     for _ in range(200):
@@ -72,9 +74,9 @@ def test_a_range_is_cut_where_the_files_blocks_are() -> None:
 def test_memory_is_bounded_whatever_the_size() -> None:
     """A tensor of 64 GiB that 8 ranks need goes through the same memory, in turns."""
     pieces = pieces_for((1 << 17, 1 << 17), (0, 0), (1 << 17, 1 << 17), 64)
-    table = _handon.units_table([str(piece) for piece in pieces], [piece.size_bytes for piece in pieces])
-    sharing = _handon.plan_sharing([_handon.Needs(rank, 8, "host", "host", table) for rank in range(8)])
-    assert max(part.room for part in sharing) <= _handon.ROUND_BYTES + PIECE_BYTES
+    table = handon.units_table([str(piece) for piece in pieces], [piece.size_bytes for piece in pieces])
+    sharing = handon.plan_sharing([handon.Needs(rank, 8, "host", "host", table) for rank in range(8)])
+    assert max(part.room for part in sharing) <= handon.ROUND_BYTES + PIECE_BYTES
     for number in (0, 7, sharing[0].rounds - 2):
         read = [
             sum(unit.size for unit in sharing[0].units if (unit.round, unit.reader) == (number, rank))
@@ -107,8 +109,8 @@ def interleaved(path: str, name: str, share: Any, hosts: str) -> tuple[bool, int
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
     reader = RingReader(path)
     with (
-        mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]),
-        mock.patch.object(_handon, "MEET_SECONDS", PATIENCE_SECONDS),
+        mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[dist.get_rank()]),
+        mock.patch.object(handon, "MEET_SECONDS", PATIENCE_SECONDS),
     ):
         dcp.load(loaded, storage_reader=reader, planner=planner)
     expected = distribute_tensor(full, mesh, placements, src_data_rank=None)
@@ -165,7 +167,7 @@ def load(
     error = ""
     one = reader(path)
     try:
-        with mock.patch.object(_handon, "MEET_SECONDS", patience):
+        with mock.patch.object(handon, "MEET_SECONDS", patience):
             dcp.load(found, storage_reader=one, planner=planner(process_group=dist.group.WORLD, share="host"))
     except (CheckpointException, KeyboardInterrupt) as caught:
         error = str(caught) or type(caught).__name__
@@ -272,14 +274,14 @@ def test_a_slow_rank_costs_only_the_sharing(tmp_path: Path) -> None:
 def one_is_killed(path: str, where: str) -> Any:
     save_state(path)
     dist.barrier()
-    with mock.patch.object(_handon, "ROUND_BYTES", 1 << 16):
+    with mock.patch.object(handon, "ROUND_BYTES", 1 << 16):
         if dist.get_rank() == 1:
             kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             target, name = {
                 "before": (RingReader, "read_data"),
-                "waiting": (_group.Meeting, "settle"),
-                "reading": (_handon.Exchange, "_read_own"),
-                "taking": (_handon.Exchange, "_fill"),
+                "waiting": (base_groups.Meeting, "settle"),
+                "reading": (handon.Exchange, "_read_own"),
+                "taking": (handon.Exchange, "_fill"),
             }[where]
             setattr(target, name, kill)
         return load(path, patience=1.0 if where in ("before", "waiting") else PATIENCE_SECONDS)[1]
@@ -307,9 +309,9 @@ def interrupted(path: str, where: str) -> tuple[Any, Any]:
         return call
 
     target, name = {
-        "reading": (_handon.Exchange, "_read_own"),
-        "gathering": (_group, "_all_gather"),
-        "meeting": (_group.Meeting, "wait"),
+        "reading": (handon.Exchange, "_read_own"),
+        "gathering": (base_groups, "_all_gather"),
+        "meeting": (base_groups.Meeting, "wait"),
     }[where]
     on = [mock.patch.object(target, name, press(getattr(target, name)))] if dist.get_rank() == 1 else []
     for patch in on:
@@ -352,7 +354,7 @@ def test_nothing_is_left_in_the_store(tmp_path: Path) -> None:
 
 def without_a_store(path: str) -> Any:
     save_state(path)
-    with mock.patch.object(_group, "_store", lambda: None):
+    with mock.patch.object(base_groups, "_store", lambda: None):
         return load(path)
 
 

@@ -22,10 +22,11 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 import dcpring
-from dcpring import _C, KeyMismatchError, KeyTable, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _layout
-from dcpring._key_diff import compressed
-from dcpring._key_map import KeyMap
+from dcpring import _C, KeyMismatchError, KeyTable, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.base.files import unfinished_name
 from dcpring.errors import CheckpointError
+from dcpring.names.diff import compressed
+from dcpring.names.key_map import KeyMap
 
 SANITIZED = "DCPRING_SANITIZED" in os.environ
 
@@ -338,7 +339,7 @@ def test_a_save_that_fails_leaves_the_old_table(tmp_path: Path, monkeypatch: pyt
 
 
 def test_leftovers_of_the_table_are_removed(tmp_path: Path) -> None:
-    left = tmp_path / _layout.unfinished_name(".dcpring.json")
+    left = tmp_path / unfinished_name(".dcpring.json")
     left.write_text("half")
     _save(tmp_path, _state(a=(1,)))
     assert not left.exists()

@@ -34,8 +34,8 @@ from dcpring import (
     RingWriter,
     verify,
 )
-from dcpring._inspect.contents import open_contents
-from dcpring._values import digest
+from dcpring.base.values import digest
+from dcpring.sources.contents import open_contents
 
 WRITERS = {"stock": FileSystemWriter, "ring": RingWriter}
 READERS = {"stock": FileSystemReader, "ring": RingReader}

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dcpring._handon
-import dcpring._load
-import dcpring.load_planner
-from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _plan
-from dcpring._metadata import join_metadata, split_metadata
-from dcpring.load_planner import ReadItems
-from dcpring.planner import _caches
+import dcpring.move.handon
+import dcpring.move.load
+import dcpring.plan.load_planner
+from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.format.metadata import join_metadata, split_metadata
+from dcpring.plan import table
+from dcpring.plan.load_planner import ReadItems
+from dcpring.plan.save_planner import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
 
@@ -134,7 +135,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path, writers: str) -> None:
 def items_made(path: str, writers: Any) -> tuple[int, int, bool]:
     """How many of DCP's items a save and a load make."""
     state = hsdp_state(1)
-    with mock.patch("dcpring._plan._make_item", side_effect=_plan._make_item) as made:
+    with mock.patch("dcpring.plan.table._make_item", side_effect=table._make_item) as made:
         planner = RingSavePlanner(writers=writers, split_bytes=4096)
         dcp.save(state, storage_writer=RingWriter(path), planner=planner)
     loaded = hsdp_state(2)
@@ -363,7 +364,7 @@ def hand_on(path: str, share: Any, hosts: str, device_dtype: Any) -> tuple[bool,
         loaded["embedding"] = loaded["embedding"].to(device_dtype)
     reader = RingReader(path)
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
-    with mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]):
+    with mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[dist.get_rank()]):
         dcp.load(loaded, storage_reader=reader, planner=planner)
     assert reader.stats is not None
     state["embedding"] = state["embedding"].to(loaded["embedding"].dtype)
@@ -432,11 +433,11 @@ def early_failure(path: str, share: Any, where: str) -> str:
     torch.manual_seed(0)
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
     if dist.get_rank() == 1 and where == "objects":
-        dcpring._load.Loader._read_objects = lambda *_: (_ for _ in ()).throw(OSError(5, "boom"))  # type: ignore[method-assign]
+        dcpring.move.load.Loader._read_objects = lambda *_: (_ for _ in ()).throw(OSError(5, "boom"))  # type: ignore[method-assign]
     if where == "memory":
         os.memfd_create = lambda *_: (_ for _ in ()).throw(OSError(24, "boom"))
     if dist.get_rank() == 1 and where == "map":
-        dcpring._shared_memory.mmap.mmap = lambda *_: (_ for _ in ()).throw(ValueError("too small"))  # type: ignore[assignment]
+        dcpring.base.shared_memory.mmap.mmap = lambda *_: (_ for _ in ()).throw(ValueError("too small"))  # type: ignore[assignment]
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
     return failure_of(lambda: dcp.load(state, storage_reader=RingReader(path), planner=planner))
 
@@ -470,7 +471,7 @@ def failing_reader(path: str, share: str, hosts: str) -> str:
             return super().read_data(plan, planner)
 
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)  # type: ignore[arg-type]
-    with mock.patch("dcpring.load_planner.host_id", lambda: hosts[dist.get_rank()]):
+    with mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[dist.get_rank()]):
         return failure_of(lambda: dcp.load(state, storage_reader=Failing(path), planner=planner))
 
 

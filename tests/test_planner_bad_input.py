@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcpring import _C, RingSavePlanner
-from dcpring import _plan as plans
 from dcpring.errors import CheckpointError
+from dcpring.plan import table as plans
 
 ERRORS = (ValueError, CheckpointError, TypeError, OverflowError, MemoryError, SystemError)
 ENCODING, DTYPE_BYTES = plans.encode_properties(TensorProperties(dtype=torch.float32))

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcpring import _C, RingSavePlanner
-from dcpring import _plan as plans
 from dcpring.errors import CheckpointError
+from dcpring.plan import table as plans
 
 ROUNDS = 40
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tqdm.std import tqdm
 
 from dcpring import _C, Checkpointer, Progress, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring import _progress as progress_module
-from dcpring._progress import Slots, progress_bar
+from dcpring.watch import progress as progress_module
+from dcpring.watch.progress import Slots, progress_bar
 
 TENSORS = 16
 TENSOR_BYTES = 3 << 20
@@ -448,9 +448,9 @@ def _save_apart(path: Path) -> tuple[str, list[Progress]]:
     try:
         return _save_on_ranks(path, True)
     finally:
-        from dcpring import _shared_memory
+        from dcpring.base import shared_memory
 
-        progress_module._shared_memory = _shared_memory
+        progress_module._shared_memory = shared_memory
 
 
 def test_a_rank_that_cannot_share_goes_on_without(tmp_path: Path) -> None:

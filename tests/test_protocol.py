@@ -31,8 +31,10 @@ from fault._support import (
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import _C, RingReader, RingWriter, _layout
-from dcpring._metadata import load_metadata, read_trailer
+from dcpring import _C, RingReader, RingWriter
+from dcpring.base.files import new_tag
+from dcpring.format.metadata import load_metadata, read_trailer
+from dcpring.store import layout
 
 OLD, NEW = small_state(1), small_state(2)
 
@@ -640,10 +642,10 @@ def test_two_saves_at_once_do_not_commit_what_is_not_there(tmp_path: Path) -> No
 
 
 def test_names_that_are_ours() -> None:
-    tag = _layout.new_tag()
-    name = _layout.data_file_name(3, 14, tag)
+    tag = new_tag()
+    name = layout.data_file_name(3, 14, tag)
     assert name == f"__3_14.{tag}.distcp"
-    assert tag != _layout.new_tag()
+    assert tag != new_tag()
 
 
 def test_metadata_refers_to_files_that_are_there(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fault._support import run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
-from dcpring._ranks import Joint, Ranks
+from dcpring.resume.ranks import Joint, Ranks
 from dcpring.torchside.groups import default_store
 
 

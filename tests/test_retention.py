@@ -15,7 +15,7 @@ from fault._support import fault
 from test_checkpointer import Counter, small
 
 from dcpring import Checkpointer, CorruptCheckpointError, Replicated
-from dcpring._retention import LEFT_NAME, Fork, Steps, leave, superfluous
+from dcpring.resume.retention import LEFT_NAME, Fork, Steps, leave, superfluous
 
 # ---- pure functions ----
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingReader, UntrustedCheckpointError, saved_key_map
-from dcpring._metadata import load_metadata, ring_info
+from dcpring.format.metadata import load_metadata, ring_info
 
 STATE = small_state(1)
 

@@ -25,18 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dcpring import (
-    Checkpointer,
-    PerRank,
-    Replicated,
-    RingSavePlanner,
-    RingWriter,
-    Sharded,
-    _plan,
-    _staging,
-    diff_checkpoints,
-)
-from dcpring._staging import StagingBuffer, blocks_for, fitted
+from dcpring import Checkpointer, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded, diff_checkpoints
+from dcpring.base.memory import memory_key
+from dcpring.plan import table as plans
+from dcpring.resume import staging
+from dcpring.resume.staging import StagingBuffer, blocks_for, fitted
 from dcpring.torchside import accelerators
 from dcpring.torchside.dcp import HAS_STRIDES
 
@@ -140,12 +133,12 @@ def _moved(twin: Twin, value: Any, devices: int, memo: dict[Any, Tensor] | None 
     """The state with the plain tensors of its mappings and lists on so many devices, tied where they were."""
     memo = {} if memo is None else memo
     if _is_plain(value):
-        key = _plan.memory_key(value)
+        key = memory_key(value)
         memo.setdefault(key, twin.tensor(value.detach(), len(memo) % devices))
         return memo[key].detach().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping) and not isinstance(value, Tensor):
         return {key: _moved(twin, part, devices, memo) for key, part in value.items()}
-    if isinstance(value, list) and not _plan.is_terminal(value):
+    if isinstance(value, list) and not plans.is_terminal(value):
         return [_moved(twin, part, devices, memo) for part in value]
     return value
 
@@ -213,10 +206,10 @@ def _records(path: Path) -> tuple[int, int]:
 def test_ties_stay(tmp_path: Path) -> None:
     """The issue's: tied before, untied after. Those that the planner sees; views of other shapes are saved twice."""
     state = _strange()
-    flat, staged = _plan.flatten(state), _plan.flatten(StagingBuffer().stage(state))
+    flat, staged = plans.flatten(state), plans.flatten(StagingBuffer().stage(state))
     assert list(flat.values) == list(staged.values) and flat.codes == staged.codes
-    tables = [_plan.make_table(one) for one in (flat, staged)]
-    ties = [set(_plan.tied_rows(one, table)) for one, table in zip((flat, staged), tables, strict=True)]
+    tables = [plans.make_table(one) for one in (flat, staged)]
+    ties = [set(plans.tied_rows(one, table)) for one, table in zip((flat, staged), tables, strict=True)]
     assert ties[0] == ties[1] and len(ties[0]) >= 6
     if HAS_STRIDES:  # what has gaps is copied without, and torch 2.15 notes that
         found = [(table.names(), table.types(), table.sizes(), table.flags()) for table in tables]
@@ -251,8 +244,8 @@ def test_all_tensors_below_mappings_lie_in_the_buffer() -> None:
 
 def test_training_may_change_everything_afterwards() -> None:
     state = _strange()
-    staged = _plan.flatten(StagingBuffer().stage(state)).values
-    plain = {key: tensor for key, tensor in _plan.flatten(state).values.items() if _is_plain(tensor)}
+    staged = plans.flatten(StagingBuffer().stage(state)).values
+    plain = {key: tensor for key, tensor in plans.flatten(state).values.items() if _is_plain(tensor)}
     expected = {key: raw(tensor) for key, tensor in plain.items()}
     with torch.no_grad():
         for tensor in plain.values():
@@ -451,7 +444,7 @@ def test_an_error_in_the_middle_leaves_nothing_under_way(
 ) -> None:
     state = {str(n): twin.tensor(torch.full((100,), float(n)), n % 2) for n in range(8)}
     buffer = StagingBuffer()
-    original, calls = _staging._copied, []
+    original, calls = staging._copied, []
 
     def failing(*args: Any) -> Tensor:
         calls.append(1)
@@ -459,7 +452,7 @@ def test_an_error_in_the_middle_leaves_nothing_under_way(
             raise error
         return original(*args)
 
-    monkeypatch.setattr(_staging, "_copied", failing)
+    monkeypatch.setattr(staging, "_copied", failing)
     with pytest.raises(error):
         buffer.stage(state)
     assert not twin.under_way
@@ -486,8 +479,8 @@ def test_memory_is_taken_again_only_for_what_does_not_fit() -> None:
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_staging, "_LARGEST_BLOCK", 1 << 16)
-    monkeypatch.setattr(_staging, "_SMALLEST_BLOCK", 1 << 10)
+    monkeypatch.setattr(staging, "_LARGEST_BLOCK", 1 << 16)
+    monkeypatch.setattr(staging, "_SMALLEST_BLOCK", 1 << 10)
 
 
 @pytest.mark.usefixtures("_small_blocks")

@@ -15,10 +15,10 @@ from _versions import needs
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring import _plan as plans
-from dcpring._lazy import Chunks
-from dcpring._metadata import METADATA_NAME, load_metadata, pickle_metadata
 from dcpring.errors import CorruptCheckpointError
+from dcpring.format.lazy import Chunks
+from dcpring.format.metadata import METADATA_NAME, load_metadata, pickle_metadata
+from dcpring.plan import table as plans
 from dcpring.torchside.dcp import HAS_STRIDES, contiguous_strides
 
 with_strides = needs(HAS_STRIDES, "strides in TensorProperties")

@@ -57,7 +57,7 @@ def test_prototypes_are_those_of_the_installed_headers(tmp_path: Path) -> None:
 
 def _dtypes_in_header() -> list[str]:
     """The dtypes of our table for which this torch declares a function."""
-    ours = re.findall(r'^\s*\{"(\w+)"', (ROOT / "csrc" / "core" / "dtype.c").read_text(), re.MULTILINE)
+    ours = re.findall(r'^\s*\{"(\w+)"', (ROOT / "csrc" / "core" / "base" / "dtype.c").read_text(), re.MULTILINE)
     folder = Path(cpp_extension.include_paths()[0], "torch", "csrc", "inductor", "aoti_torch", "c")
     declared = set(re.findall(r"aoti_torch_dtype_(\w+)\(", "".join(f.read_text() for f in folder.glob("*.h"))))
     found = [name for name in ours if name in declared]

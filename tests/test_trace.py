@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import ProfilerActivity, profile
 
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring._trace import file as _trace_file
-from dcpring._trace.read import Part, read_operations
 from dcpring.options import IOOptions, make_watch
-from dcpring.planner import _REPORTED
+from dcpring.plan.save_planner import _REPORTED
+from dcpring.tools.trace.read import Part, read_operations
+from dcpring.watch import trace_file as _trace_file
 
 SAVE = ["local plan", "gather plans", "global plan", "scatter plans", "write", "gather results", "commit", "clean-up"]
 LOAD = ["read metadata", "local plan", "gather plans", "global plan", "scatter plans", "read"]
@@ -251,7 +251,7 @@ def test_the_oldest_operations_are_dropped_whole(tmp_path: Path, monkeypatch: py
 
 
 def test_spans_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpring._trace.phases._MOST_WORK", 5)
+    monkeypatch.setattr("dcpring.watch.phases._MOST_WORK", 5)
     writer = RingWriter(tmp_path / "c", trace=tmp_path / "t.json", block_size_bytes=1 << 20)
     dcp.save(_state(), storage_writer=writer)
     assert len(_parts(tmp_path / "t.json")[0].io) == 5

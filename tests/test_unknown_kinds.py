@@ -35,8 +35,8 @@ from dcpring import (
     RingWriter,
     Sharded,
 )
-from dcpring import _plan as plans
-from dcpring._staging import StagingBuffer
+from dcpring.plan import table as plans
+from dcpring.resume.staging import StagingBuffer
 from dcpring.torchside import tensors, versions
 
 ROWS, COLUMNS = 11, 6

@@ -26,9 +26,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from dcpring._objects import load, refusal
-from dcpring._unpickler import RefusedError, Safe, Unpickler, unpickle
-from dcpring._values import digest
+from dcpring.base.values import digest
+from dcpring.format.unpickler import RefusedError, Safe, Unpickler, unpickle
+from dcpring.move.objects import load, refusal
 
 OTHERS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("pickles.json").read_text())
 
@@ -164,7 +164,7 @@ sys.addaudithook(_audit)
 @pytest.fixture(autouse=True)
 def nothing_happens() -> Iterator[None]:
     """Python's own audit events say whether anything was opened, run, compiled or imported."""
-    import dcpring._unpickler_numpy  # noqa: F401  # which is imported at the first name of NumPy's
+    import dcpring.format.unpickler_numpy  # noqa: F401  # which is imported at the first name of NumPy's
 
     SPENT.clear()
     yield
@@ -223,7 +223,7 @@ FORBIDDEN_NAMES = """
     numpy.frompyfunc numpy.core.multiarray.fromfile numpy.lib.npyio.DataSource
     numpy.testing._private.utils.runstring numpy.core._internal.os numpy.f2py.compile
     numpy.ctypeslib.load_library numpy.random._pickle.MT19937.__init__ numpy.matrix numpy.ma.core._mareconstruct
-    numpy.ndarray.tofile numpy.loads dcpring._unpickler.unpickle dcpring._C.unpickle test_unpickler.Mine
+    numpy.ndarray.tofile numpy.loads dcpring.format.unpickler.unpickle dcpring._C.unpickle test_unpickler.Mine
     __main__.anything a.b nothing
 """
 

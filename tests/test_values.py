@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from dcpring import _replicas, _tree
-from dcpring._inspect.compare_objects import difference
-from dcpring._values import digest
+from dcpring.base.values import digest
+from dcpring.plan import replicas
+from dcpring.resume import trees
+from dcpring.tools.inspect.compare_objects import difference
 
 WORDS = [f"w{n}" for n in range(100)]
 
@@ -97,10 +98,11 @@ def test_what_holds_itself_or_is_held_often_takes_no_time() -> None:
 
 PROGRAM = """
 import collections
-from dcpring import _replicas, _tree
+from dcpring.plan import replicas
+from dcpring.resume import trees
 words = {"alpha", "beta", "gamma", "delta"}
 value = {"s": words, "f": {frozenset(words): 1}, "d": collections.deque([words]), "c": collections.Counter(words)}
-print(_tree.digest(value), sorted(_tree.digests(value).items()), _replicas.fingerprints([value]).hex())
+print(trees.digest(value), sorted(trees.digests(value).items()), replicas.fingerprints([value]).hex())
 """
 
 
@@ -119,8 +121,8 @@ def test_replicas_and_components_agree() -> None:
     for value, same, other in VALUES.values():
         if isinstance(value, torch.Tensor):
             continue
-        assert _tree.digest(value) == _tree.digest(same) != _tree.digest(other)
-        prints = [_replicas.fingerprints([one]) for one in (value, same, other)]
+        assert trees.digest(value) == trees.digest(same) != trees.digest(other)
+        prints = [replicas.fingerprints([one]) for one in (value, same, other)]
         assert prints[0] == prints[1] != prints[2]
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import CheckpointError, RingSavePlanner, RingWriter, UntrustedCheckpointError, VerifyReport, verify
-from dcpring._metadata import Trailer, join_metadata, load_metadata, split_metadata
+from dcpring.format.metadata import Trailer, join_metadata, load_metadata, split_metadata
 from dcpring.options import IOOptions
 
 WRITERS: dict[str, Any] = {

@@ -1,7 +1,7 @@
 /* Arguments in, and the GIL. See module.h. */
 #include "module.h"
 
-#include "../core/crc.h"
+#include "base/crc.h"
 
 int parse_options(struct module_state *state, PyObject *tuple, struct dr_options *options) {
     int direct, checksum, sync;

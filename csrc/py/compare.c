@@ -1,7 +1,7 @@
 /* dcpring._C.compare: how two lists of tensors differ. */
 #include "tensors.h"
 
-#include "../core/compare.h"
+#include "tools/compare.h"
 
 /* The elements of both, if they can be compared where they are. */
 static bool count_elements(const struct tensor_view *a, const struct tensor_view *b, uint64_t *count) {
@@ -74,6 +74,6 @@ static PyObject *compare(PyObject *module, PyObject *args) {
 PyMethodDef compare_methods[] = {
     {"compare", compare, METH_VARARGS,
      "compare(a, b, atol, rtol) -> for each pair (changed, differing, NaN in a, in b, first, farthest, distance, "
-     "relative): see csrc/core/compare.h"},
+     "relative): see csrc/core/tools/compare.h"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,7 @@
-/* dcpring._C.make_directory, commit and remove_files (core/file.h). */
+/* dcpring._C.make_directory, commit and remove_files (core/io/file.h). */
 #include "module.h"
 
-#include "../core/file.h"
+#include "io/file.h"
 
 static PyObject *finish_call(PyObject *module, int rc, const struct dr_error *error) {
     if (rc < 0)

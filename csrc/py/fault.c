@@ -1,7 +1,7 @@
-/* dcpring._C.arm_fault and disarm_fault (core/sys_fault.h): for tests. */
+/* dcpring._C.arm_fault and disarm_fault (core/io/sys_fault.h): for tests. */
 #include "module.h"
 
-#include "../core/sys_fault.h"
+#include "io/sys_fault.h"
 
 static PyObject *arm_fault(PyObject *module, PyObject *args) {
     (void)module;

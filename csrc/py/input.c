@@ -1,4 +1,4 @@
-/* dcpring._C.Input: the files of a directory that are read (core/input.h), kept from one call to the next. */
+/* dcpring._C.Input: the files of a directory that are read (core/io/input.h), kept from one call to the next. */
 #include "input.h"
 
 struct input {

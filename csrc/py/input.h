@@ -4,7 +4,7 @@
 
 #include "module.h"
 
-#include "../core/input.h"
+#include "io/input.h"
 
 /* The files of an Input, which cannot be closed until input_give; NULL with an exception where it is none, or closed. */
 struct dr_input *input_take(struct module_state *state, PyObject *object);

@@ -5,7 +5,7 @@
 #include "input.h"
 #include "tensors.h"
 
-#include "../core/load.h"
+#include "data/load.h"
 
 struct job {
     PyObject *input_object; /* borrowed, and taken */

@@ -1,7 +1,7 @@
-/* dcpring._C.canonical_keys, raw_keys and guess_keys (core/key.h). */
+/* dcpring._C.canonical_keys, raw_keys and guess_keys (core/keys/key.h). */
 #include "module.h"
 
-#include "../core/key.h"
+#include "keys/key.h"
 
 /* Everything that one call holds. The texts belong to the strings, and those to the caller's lists. */
 struct names {

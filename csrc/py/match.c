@@ -1,11 +1,11 @@
-/* dcpring._C.Match: what a rank reads, and reading it, without a Python object for each item (core/match.h). */
+/* dcpring._C.Match: what a rank reads, and reading it, without a Python object for each item (core/plan/match.h). */
 #include "tables.h"
 
 #include "job.h"
 
-#include "../core/box.h"
-#include "../core/crc.h"
-#include "../core/region.h"
+#include "base/crc.h"
+#include "plan/box.h"
+#include "record/region.h"
 
 struct match {
     PyObject_HEAD

@@ -1,4 +1,4 @@
-/* dcpring._C.Merge: the coordinator's plan (core/merge.h). */
+/* dcpring._C.Merge: the coordinator's plan (core/plan/merge.h). */
 #include "tables.h"
 
 #include <stdlib.h>

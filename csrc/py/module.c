@@ -1,12 +1,12 @@
 /* The extension module: state, initialisation, and nothing else. */
 #include "module.h"
 
-#include "../core/bar.h"
-#include "../core/crc.h"
-#include "../core/key.h"
-#include "../core/load.h"
-#include "../core/pool.h"
-#include "../core/record.h"
+#include "base/align.h"
+#include "base/crc.h"
+#include "data/load.h"
+#include "keys/key.h"
+#include "record/record.h"
+#include "tools/bar.h"
 
 static PyMethodDef *const all_methods[] = {
     torch_methods, reader_methods, directory_methods, fault_methods,

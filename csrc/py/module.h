@@ -16,9 +16,9 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "../core/crew.h"
-#include "../core/error.h"
-#include "../core/options.h"
+#include "base/error.h"
+#include "io/crew.h"
+#include "io/options.h"
 #include "torch_shim.h"
 
 struct module_state {

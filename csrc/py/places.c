@@ -1,7 +1,7 @@
-/* dcpring._C.Places: where items are stored (core/places.h). */
+/* dcpring._C.Places: where items are stored (core/plan/places.h). */
 #include "tables.h"
 
-#include "../core/crc.h"
+#include "base/crc.h"
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 

@@ -1,7 +1,7 @@
-/* dcpring._C.probe_ring, probe_space, probe_directory, probe_cached and probe_crc (core/probe.h). */
+/* dcpring._C.probe_ring, probe_space, probe_directory, probe_cached and probe_crc (core/tools/probe.h). */
 #include "module.h"
 
-#include "../core/probe.h"
+#include "tools/probe.h"
 
 /* None where it was not asked. */
 static PyObject *answer_tuple(const struct dr_answer *answer) {

@@ -1,7 +1,7 @@
-/* dcpring._C.Slots and Bar: how far work is (core/slots.h), and its picture on a terminal (core/bar.h). */
+/* dcpring._C.Slots and Bar: how far work is (core/tools/slots.h), and its picture on a terminal (core/tools/bar.h). */
 #include "module.h"
 
-#include "../core/bar.h"
+#include "tools/bar.h"
 
 /* ---- Slots ---- */
 

@@ -1,9 +1,10 @@
-/* dcpring._C.load, load_bytes and locate (core/load.h). */
+/* dcpring._C.load, load_bytes and locate (core/data/load.h). */
 #include "module.h"
 
 #include "job.h"
 
-#include "../core/crc.h"
+#include "base/crc.h"
+#include "data/locate.h"
 
 void job_free(struct job *job) {
     if (job->input)

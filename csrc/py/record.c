@@ -1,7 +1,7 @@
-/* dcpring._C.start_recording and stop_recording (core/sys_record.h): for tests. */
+/* dcpring._C.start_recording and stop_recording (core/io/sys_record.h): for tests. */
 #include "module.h"
 
-#include "../core/sys_record.h"
+#include "io/sys_record.h"
 
 static PyObject *start_recording(PyObject *module, PyObject *args) {
     (void)module;

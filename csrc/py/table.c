@@ -1,10 +1,10 @@
-/* dcpring._C.Table: the rows of a plan (core/table.h), made from tensors, and turned into bytes or a pickle. */
+/* dcpring._C.Table: the rows of a plan (core/plan/table.h), made from tensors, and turned into bytes or a pickle. */
 #include "tables.h"
 
 #include "tensors.h"
 
-#include "../core/metadata_pickle.h"
-#include "../core/strides.h"
+#include "plan/metadata_pickle.h"
+#include "plan/strides.h"
 
 #include <stdio.h>
 
@@ -60,7 +60,7 @@ static int no_core_error(struct builder *b, int rc) {
     return rc;
 }
 
-/* The bytes that Python's _plan.encode_properties makes for a strided tensor. */
+/* The bytes that Python's plan.table.encode_properties makes for a strided tensor. */
 static int plain_properties(struct builder *b, const struct tensor_view *tensor, char flags, uint16_t *out) {
     const struct dr_dtype *dtype = tensor->dtype;
     char encoding[96 + DR_MAX_STRIDES_BYTES];

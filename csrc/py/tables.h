@@ -4,9 +4,9 @@
 
 #include "module.h"
 
-#include "../core/match.h"
-#include "../core/merge.h"
-#include "../core/places.h"
+#include "plan/match.h"
+#include "plan/merge.h"
+#include "plan/places.h"
 
 struct table {
     PyObject_HEAD

@@ -1,7 +1,7 @@
 /* dcpring._C.Tensors: a list of tensors as the core sees them, kept from one call to the next. */
 #include "tensors.h"
 
-#include "../core/crc.h"
+#include "base/crc.h"
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 

@@ -4,7 +4,7 @@
 
 #include "module.h"
 
-#include "../core/record.h"
+#include "record/record.h"
 
 struct tensors {
     const struct torch_shim *shim;

@@ -9,7 +9,7 @@
 #ifndef DCPRING_TORCH_SHIM_H
 #define DCPRING_TORCH_SHIM_H
 
-#include "../core/dtype.h"
+#include "base/dtype.h"
 
 #include <stdint.h>
 

@@ -13,7 +13,7 @@
  */
 #include "module.h"
 
-#include "../core/pickle_read.h"
+#include "base/pickle_read.h"
 
 #include <stdlib.h>
 

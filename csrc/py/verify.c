@@ -1,8 +1,8 @@
-/* dcpring._C.verify (core/verify.h). */
+/* dcpring._C.verify (core/data/verify.h). */
 #include "input.h"
 
-#include "../core/crc.h"
-#include "../core/verify.h"
+#include "base/crc.h"
+#include "data/verify.h"
 
 /* One call of dr_verify with everything it holds. */
 struct verify_job {

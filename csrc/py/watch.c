@@ -1,4 +1,4 @@
-/* dcpring._C.Watch: what a save or a load does while it works (core/watch.h). */
+/* dcpring._C.Watch: what a save or a load does while it works (core/io/watch.h). */
 #include "module.h"
 
 struct watch {

@@ -1,10 +1,10 @@
-/* dcpring._C.FileWriter: one data file being written (core/save.h). */
+/* dcpring._C.FileWriter: one data file being written (core/data/save.h). */
 #include "module.h"
 
 #include "tensors.h"
 
-#include "../core/crc.h"
-#include "../core/save.h"
+#include "base/crc.h"
+#include "data/save.h"
 
 struct writer {
     PyObject_HEAD

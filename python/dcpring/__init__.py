@@ -15,23 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcpring._convert import ConvertReport, convert
-    from dcpring._inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
-    from dcpring._inspect.verify import Problem, VerifyReport, verify
-    from dcpring._progress import Progress
-    from dcpring.checkpointer import Checkpointer, ComponentReport, ResumeReport
-    from dcpring.components import Elastic, PerRank, Replicated, Sharded
-    from dcpring.data import ElasticDataset, ElasticLoader, ElasticSampler
     from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
-    from dcpring.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
-    from dcpring.load_planner import RingLoadPlanner
-    from dcpring.options import IOStats
-    from dcpring.planner import RingSavePlanner
-    from dcpring.reader import RingReader
-    from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
-    from dcpring.rng import RNG
-    from dcpring.schedules import LRSchedule
-    from dcpring.state_dict import (
+    from dcpring.names.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
         get_state_dict,
@@ -39,7 +24,22 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
         set_state_dict,
     )
-    from dcpring.writer import RingWriter
+    from dcpring.options import IOStats
+    from dcpring.plan.load_planner import RingLoadPlanner
+    from dcpring.plan.save_planner import RingSavePlanner
+    from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+    from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
+    from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
+    from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
+    from dcpring.resume.rng import RNG
+    from dcpring.resume.schedules import LRSchedule
+    from dcpring.store.reader import RingReader
+    from dcpring.store.writer import RingWriter
+    from dcpring.tools.convert import ConvertReport, convert
+    from dcpring.tools.inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
+    from dcpring.tools.inspect.verify import Problem, VerifyReport, verify
+    from dcpring.tools.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
+    from dcpring.watch.progress import Progress
 
 __all__ = [
     "RNG",
@@ -93,23 +93,23 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "_inspect.compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
-    "_convert": ("ConvertReport", "convert"),
-    "_inspect.verify": ("Problem", "VerifyReport", "verify"),
-    "_progress": ("Progress",),
-    "checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
-    "components": ("Elastic", "PerRank", "Replicated", "Sharded"),
-    "data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
+    "tools.inspect.compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
+    "tools.convert": ("ConvertReport", "convert"),
+    "tools.inspect.verify": ("Problem", "VerifyReport", "verify"),
+    "watch.progress": ("Progress",),
+    "resume.checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
+    "resume.components": ("Elastic", "PerRank", "Replicated", "Sharded"),
+    "resume.data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
     "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
-    "keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),
-    "load_planner": ("RingLoadPlanner",),
+    "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),
+    "plan.load_planner": ("RingLoadPlanner",),
     "options": ("IOStats",),
-    "planner": ("RingSavePlanner",),
-    "reader": ("RingReader",),
+    "plan.save_planner": ("RingSavePlanner",),
+    "store.reader": ("RingReader",),
     "report": ("LoadReport", "PlanReport", "RankReport", "ReadReport"),
-    "rng": ("RNG",),
-    "schedules": ("LRSchedule",),
-    "state_dict": (
+    "resume.rng": ("RNG",),
+    "resume.schedules": ("LRSchedule",),
+    "names.state_dict": (
         "get_model_state_dict",
         "get_optimizer_state_dict",
         "get_state_dict",
@@ -117,15 +117,18 @@ _MODULES = {
         "set_optimizer_state_dict",
         "set_state_dict",
     ),
-    "writer": ("RingWriter",),
+    "store.writer": ("RingWriter",),
 }
 """What each module offers; it is imported when that is asked for. The command line starts without torch."""
+
+_PUBLIC = ("cli", "data", "errors", "options", "report", "state_dict")
+"""Modules that are paths of their own; the rooms are private, whatever is public of them is above."""
 
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _PUBLIC:
         return importlib.import_module(f"dcpring.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -135,4 +138,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_PUBLIC})

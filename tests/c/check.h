@@ -11,7 +11,7 @@
 #ifndef DCPRING_CHECK_H
 #define DCPRING_CHECK_H
 
-#include "error.h"
+#include "base/error.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -5,9 +5,9 @@
 #ifndef DCPRING_TEST_PLAN_H
 #define DCPRING_TEST_PLAN_H
 
+#include "base/crc.h"
 #include "check.h"
-#include "crc.h"
-#include "table.h"
+#include "plan/table.h"
 
 enum { PLAN_HEADER = 8 };
 

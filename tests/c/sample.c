@@ -1,9 +1,10 @@
 /* Random tensors. See sample.h. */
 #include "sample.h"
 
-#include "sys.h"
+#include "base/crc.h"
+#include "io/sys.h"
 
-#include "crc.h"
+#include <liburing.h>
 
 static const struct dr_control never;
 

@@ -6,8 +6,9 @@
 #define DCPRING_SAMPLE_H
 
 #include "check.h"
-#include "load.h"
-#include "save.h"
+#include "data/load.h"
+#include "data/locate.h"
+#include "data/save.h"
 
 enum { SAMPLE_MAX_NDIM = 5 };
 

@@ -1,8 +1,8 @@
 /* The progress bar: its lines for all widths and numbers, its thread, and the slots that it reads. */
-#include "bar.h"
 #include "check.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
+#include "tools/bar.h"
 
 #include <fcntl.h>
 #include <poll.h>

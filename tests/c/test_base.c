@@ -1,9 +1,9 @@
 /* What everything else is made of: arrays that grow, bytes in and out, hash tables, boxes. */
-#include "array.h"
-#include "box.h"
-#include "bytes.h"
+#include "base/array.h"
+#include "base/bytes.h"
+#include "base/hash.h"
 #include "check.h"
-#include "hash.h"
+#include "plan/box.h"
 
 /* ---- arrays ---- */
 

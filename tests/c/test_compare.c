@@ -1,6 +1,6 @@
 /* Comparing elements: counts, distances and places, by block and across blocks. */
 #include "check.h"
-#include "compare.h"
+#include "tools/compare.h"
 
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /* CRC-32: known values, combination, and the grid that payloads are summed on. */
+#include "base/crc.h"
 #include "check.h"
-#include "crc.h"
 
 static void known_values(void) {
     CHECK_EQ(dr_crc32(0, "", 0), 0);

@@ -1,6 +1,6 @@
 /* The crew: all of them work, the first failure stops all, a cancel gets through. */
 #include "check.h"
-#include "crew.h"
+#include "io/crew.h"
 
 struct job {
     struct dr_crew crew;

@@ -2,10 +2,11 @@
  * The engine, with both methods: plain transfers, everything that can go wrong
  * with one, and leaving while requests are in flight.
  */
+#include "base/align.h"
 #include "check.h"
-#include "engine.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/engine.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 #include <fcntl.h>
 

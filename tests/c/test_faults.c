@@ -5,8 +5,8 @@
  */
 #include "sample.h"
 
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 enum { COUNT = 6, MIB = 1 << 20 };
 

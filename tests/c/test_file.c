@@ -1,8 +1,8 @@
 /* Directories and the commit: what they do, and what is left when any of their calls fails. */
 #include "check.h"
-#include "file.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/file.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 #include <fcntl.h>
 

@@ -2,10 +2,10 @@
  * Encoded tables and places that are made to cost much: time and memory are
  * in proportion to their size, and a cancel ends what takes long.
  */
-#include "match.h"
-#include "merge.h"
-#include "places.h"
 #include "plan.h"
+#include "plan/match.h"
+#include "plan/merge.h"
+#include "plan/places.h"
 
 /* CPU time, so that a busy machine makes no difference. What is in proportion takes a fiftieth of it. */
 enum { MOST_SECONDS = 3 };

@@ -4,10 +4,10 @@
  */
 #include "sample.h"
 
-#include "input.h"
-#include "load_plan.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "data/load_plan.h"
+#include "io/input.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>

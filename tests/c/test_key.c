@@ -1,6 +1,6 @@
 /* Names: through trees of wrappers and back, by their text alone, and those that become one. */
 #include "check.h"
-#include "key.h"
+#include "keys/key.h"
 
 #define KEY(literal) ((struct dr_key){literal, sizeof literal - 1})
 #define COUNT(array) (sizeof array / sizeof *array)

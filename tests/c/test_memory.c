@@ -5,14 +5,14 @@
  */
 #include "sample.h"
 
-#include "file.h"
-#include "key.h"
-#include "match.h"
-#include "merge.h"
-#include "metadata_pickle.h"
+#include "data/verify.h"
+#include "io/file.h"
+#include "io/sys_fault.h"
+#include "keys/key.h"
 #include "plan.h"
-#include "sys_fault.h"
-#include "verify.h"
+#include "plan/match.h"
+#include "plan/merge.h"
+#include "plan/metadata_pickle.h"
 
 enum { COUNT = 5, MIB = 1 << 20 };
 

@@ -1,6 +1,6 @@
 /* The opcodes of pickles, and arguments that are cut off at every byte. */
+#include "base/pickle_read.h"
 #include "check.h"
-#include "pickle_read.h"
 
 #define PICKLE(literal) ((struct dr_pickle){(const uint8_t *)literal, sizeof literal - 1, 0})
 

@@ -4,9 +4,9 @@
  * Tilings are made by cutting a box at random places, again and again, and handed to random ranks; an oracle that
  * looks at every element says what they should come to.
  */
-#include "match.h"
-#include "merge.h"
 #include "plan.h"
+#include "plan/match.h"
+#include "plan/merge.h"
 
 enum { MAX_RANKS = 16, MAX_NDIM = 4, MAX_BOXES = 24, MAX_TENSORS = 5 };
 

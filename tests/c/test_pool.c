@@ -1,8 +1,9 @@
 /* The buffer pool: alignment, taking and giving, and what a failed allocation leaves behind. */
+#include "base/align.h"
 #include "check.h"
-#include "pool.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/pool.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 static void takes_each_once(void) {
     struct dr_pool pool;

@@ -1,9 +1,9 @@
 /* Probes: what works is said to work, each call that fails is said to fail, and nothing stays behind. */
 #include "check.h"
-#include "probe.h"
-#include "pool.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "io/pool.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
+#include "tools/probe.h"
 
 #include <fcntl.h>
 

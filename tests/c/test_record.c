@@ -4,11 +4,11 @@
  * A payload's bytes do not matter to either, so the file is made of head and
  * tail only, with a hole of any size between them.
  */
+#include "base/align.h"
+#include "base/crc.h"
 #include "check.h"
-#include "crc.h"
-#include "pool.h"
-#include "record.h"
-#include "sys.h"
+#include "io/sys.h"
+#include "record/record.h"
 
 /* ---- a file with a hole ---- */
 

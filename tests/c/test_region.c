@@ -1,6 +1,6 @@
 /* Strided copies against an element by element oracle, in windows of any position. */
 #include "check.h"
-#include "region.h"
+#include "record/region.h"
 
 enum { MAX_NDIM = 5, ROUNDS = 4000 };
 

@@ -4,9 +4,9 @@
  */
 #include "sample.h"
 
-#include "crc.h"
-#include "sys.h"
-#include "sys_fault.h"
+#include "base/crc.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 #include <fcntl.h>
 #include <sys/wait.h>

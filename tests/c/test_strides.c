@@ -1,5 +1,5 @@
 /* Strides in the encoding of properties: what is written is read, and what is no strides is none. */
-#include "strides.h"
+#include "plan/strides.h"
 
 #include "check.h"
 

@@ -1,6 +1,6 @@
 /* Tables and places: the names' hash, and what encoding and decoding give back, of good bytes and of bad ones. */
-#include "places.h"
 #include "plan.h"
+#include "plan/places.h"
 
 enum { MAX_ROWS = 60, MAX_NAME = 400 };
 

@@ -2,13 +2,13 @@
  * dr_verify: sound files have no problems, and whatever is changed, cut off or
  * unreadable is found, with its place, and nothing else is blamed.
  */
+#include "base/align.h"
 #include "sample.h"
 
-#include "crc.h"
-#include "pool.h"
-#include "sys.h"
-#include "sys_fault.h"
-#include "verify.h"
+#include "base/crc.h"
+#include "data/verify.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 
 enum { MIB = 1 << 20, MOST = 40 };
 

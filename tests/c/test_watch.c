@@ -1,6 +1,6 @@
 /* What a watch sees of a save and of a load: every byte counted once, every block in its spans, nothing beyond the room. */
-#include "crc.h"
-#include "pool.h"
+#include "base/align.h"
+#include "base/crc.h"
 #include "sample.h"
 
 #include <fcntl.h>

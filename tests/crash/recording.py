@@ -1,6 +1,6 @@
 """Notes everything that is done to the files below a directory: by dcpring's core, and by Python itself.
 
-The core notes its own calls (csrc/core/sys_record.h). Those that Python makes are noted by functions that take the
+The core notes its own calls (csrc/core/io/sys_record.h). Those that Python makes are noted by functions that take the
 place of ``os.rename``, ``open`` and so on. An audit hook sees the calls that go past these, and fails them: nothing is
 done to the directory that is not in the log. Any number of threads and processes can share a log.
 """
@@ -25,7 +25,7 @@ from dcpring import _C
 
 
 class Call(IntEnum):
-    """As in csrc/core/sys_record.h; what Python adds follows from 100 on."""
+    """As in csrc/core/io/sys_record.h; what Python adds follows from 100 on."""
 
     CREATE = 1
     MKDIR = 2

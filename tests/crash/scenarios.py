@@ -38,7 +38,7 @@ from dcpring import (
     saved_key_map,
     verify,
 )
-from dcpring._inspect.contents import open_contents
+from dcpring.sources.contents import open_contents
 
 StateDict = dict[str, Any]
 NOTHING = 0

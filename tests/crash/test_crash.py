@@ -20,8 +20,9 @@ from crash.scenarios import Checkpoints, Conversions, Saves, Scenario, StockSave
 from fault._support import quiet
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcpring import _C, RingWriter, _layout
-from dcpring._retention import Steps
+from dcpring import _C, RingWriter
+from dcpring.resume.retention import Steps
+from dcpring.store import layout
 
 SEED = 1
 SCENARIOS = quick(SEED)
@@ -96,7 +97,7 @@ class RemovesEarly(RingWriter):
     """Removes the old checkpoint's data before the new one is committed."""
 
     def _commit(self, *arguments: Any) -> None:
-        _layout.remove_superseded(Path(self.path), _layout.superseded_files(Path(self.path)), set(arguments[0]))
+        layout.remove_superseded(Path(self.path), layout.superseded_files(Path(self.path)), set(arguments[0]))
         super()._commit(*arguments)
 
 
@@ -104,13 +105,13 @@ class CommitsInPlace(RingWriter):
     """Writes the metadata over the old, as a file of its own that is synced."""
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: Any) -> None:
-        superseded = _layout.superseded_files(Path(self.path))
+        superseded = layout.superseded_files(Path(self.path))
         with open(Path(self.path, ".metadata"), "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
         _C.sync_directory(str(self.path))
-        _layout.remove_superseded(Path(self.path), superseded, set(sizes))
+        layout.remove_superseded(Path(self.path), superseded, set(sizes))
 
 
 @pytest.mark.parametrize("writer", (RemovesEarly, CommitsInPlace))

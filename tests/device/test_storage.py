@@ -23,8 +23,10 @@ from device._support import (
 )
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _load, _replicas
-from dcpring._device import DEFAULT_PIECE_BYTES
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.move import load as loading
+from dcpring.move.device import DEFAULT_PIECE_BYTES
+from dcpring.plan import replicas
 from dcpring.torchside import accelerators
 
 SAVE_PLANNERS = [DefaultSavePlanner, RingSavePlanner]
@@ -108,7 +110,7 @@ def test_memory_of_a_save_is_bounded(tmp_path: Path, view: str) -> None:
 def test_every_kind_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any, kind: str, window: int
 ) -> None:
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
     saved = {key: tensor for key, tensor in everything().items() if tensor.nbytes < 50 * window}
     save(saved, tmp_path, kind)
     loaded = spread({key: poisoned(tensor) for key, tensor in saved.items()})
@@ -132,7 +134,7 @@ def test_a_load_into_views_and_other_dtypes(tmp_path: Path) -> None:
 
 def test_a_load_comes_between_what_was_and_what_will_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several windows, behind work that changes the targets, and seen by what follows on the same stream."""
-    monkeypatch.setattr(_load, "_WINDOW_BYTES", 2 * MiB)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 2 * MiB)
     saved = {str(n): torch.full((MiB,), float(n)) for n in range(8)}
     save(saved, tmp_path)
     loaded = spread({key: torch.zeros(MiB) for key in saved})
@@ -158,11 +160,11 @@ def test_memory_of_a_load_is_bounded(tmp_path: Path) -> None:
 
 
 def test_fingerprints_are_those_of_the_cpu() -> None:
-    tensors = [t.detach() for t in everything().values() if t.nbytes <= _replicas.MAX_BYTES]
+    tensors = [t.detach() for t in everything().values() if t.nbytes <= replicas.MAX_BYTES]
     there = [moved(tensor, index) for index, tensor in enumerate(tensors)]
     late = torch.zeros(50, device=devices()[-1])
     set_late(late, 1.0)
-    assert _replicas.fingerprints([*there, late]) == _replicas.fingerprints([*tensors, torch.ones(50)])
+    assert replicas.fingerprints([*there, late]) == replicas.fingerprints([*tensors, torch.ones(50)])
 
 
 def test_the_accelerator_is_what_it_is_said_to_be() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import _C, RingReader, RingWriter
-from dcpring._metadata import load_metadata
+from dcpring.format.metadata import load_metadata
 
 StateDict = dict[str, Any]
 MIB = 1 << 20

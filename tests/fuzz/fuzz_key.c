@@ -7,7 +7,7 @@
  * from a few), then names, one a line.
  */
 #include "fuzz.h"
-#include "key.h"
+#include "keys/key.h"
 
 #include <string.h>
 

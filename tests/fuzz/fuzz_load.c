@@ -6,10 +6,10 @@
  *
  * The file is in memory, and all its system calls are ours.
  */
-#include "crc.h"
-#include "load.h"
+#include "base/crc.h"
+#include "data/load.h"
+#include "io/pool.h"
 #include "memory_file.h"
-#include "pool.h"
 
 enum { FILE_BYTES = 2 * (1 << 20) + 300 * 1024 + 77, MAX_READS = 5, MAX_NDIM = 4, MAX_ELEMENTS = 60000, GUARD = 64 };
 

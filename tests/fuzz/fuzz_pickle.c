@@ -2,8 +2,8 @@
  * The opcodes of any bytes: each argument lies behind its opcode and in front
  * of the next, and reading ends with the bytes.
  */
+#include "base/pickle_read.h"
 #include "fuzz.h"
-#include "pickle_read.h"
 
 #include <string.h>
 

@@ -4,9 +4,9 @@
  * coordinator's answer, which has no CRC of its own.
  */
 #include "fuzz.h"
-#include "merge.h"
-#include "metadata_pickle.h"
 #include "plan.h"
+#include "plan/merge.h"
+#include "plan/metadata_pickle.h"
 
 enum { ANSWER_ROWS = 21 };
 

@@ -3,7 +3,7 @@
  * a plain tensor must lie in the file and fit its shape.
  */
 #include "memory_file.h"
-#include "record.h"
+#include "record/record.h"
 
 static void locate(uint64_t offset, uint64_t length) {
     struct dr_window window;

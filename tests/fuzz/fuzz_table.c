@@ -6,12 +6,12 @@
  * The first bytes of the input choose limits, fingerprints, and how much is the
  * first rank's.
  */
-#include "box.h"
 #include "fuzz.h"
-#include "match.h"
-#include "merge.h"
-#include "metadata_pickle.h"
 #include "plan.h"
+#include "plan/box.h"
+#include "plan/match.h"
+#include "plan/merge.h"
+#include "plan/metadata_pickle.h"
 
 enum { RANKS = 2, MAX_PRINTS = 8, CHOICES = 5 };
 

@@ -5,10 +5,10 @@
  *
  * The file is in memory, and all its system calls are ours.
  */
-#include "crc.h"
+#include "base/align.h"
+#include "base/crc.h"
+#include "data/verify.h"
 #include "memory_file.h"
-#include "pool.h"
-#include "verify.h"
 
 enum { MOST_CHECKS = 6, CHECK_BYTES = 16, MOST_DIMS = 3 };
 

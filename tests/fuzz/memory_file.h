@@ -6,7 +6,7 @@
 #define DCPRING_MEMORY_FILE_H
 
 #include "fuzz.h"
-#include "sys.h"
+#include "io/sys.h"
 
 #include <errno.h>
 #include <string.h>

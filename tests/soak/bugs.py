@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from soak import conversions
 from torch.futures import Future
 
-from dcpring import Checkpointer, RingReader, RingWriter, _layout
+from dcpring import Checkpointer, RingReader, RingWriter
+from dcpring.store import layout
 
 _finish = RingWriter.finish
 _read_data = RingReader.read_data
@@ -88,7 +89,7 @@ def removes_early(rank: int) -> None:
 
     def commit(self: RingWriter, sizes: Any, *arguments: Any) -> None:
         folder = Path(self.path)
-        _layout.remove_superseded(folder, _layout.superseded_files(folder), set(sizes))
+        layout.remove_superseded(folder, layout.superseded_files(folder), set(sizes))
         committed(self, sizes, *arguments)
 
     RingWriter._commit = commit  # type: ignore[method-assign]

@@ -20,7 +20,8 @@ from soak.processes import Answer, Disturbance
 from soak.story import require
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, _dcp
+from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.resume import backend
 
 MIB = 1 << 20
 DISK_BYTES = 128 * MIB
@@ -33,8 +34,8 @@ METHODS = {
     "load": (*_STORAGE_OF_LOADS, *_OF_PLANNERS, "resolve_tensor"),
 }
 _CLASSES = {
-    "save": (RingWriter, RingSavePlanner, DefaultSavePlanner, _dcp.SavePlanner),
-    "load": (RingReader, RingLoadPlanner, DefaultLoadPlanner, _dcp.LoadPlanner),
+    "save": (RingWriter, RingSavePlanner, DefaultSavePlanner, backend.SavePlanner),
+    "load": (RingReader, RingLoadPlanner, DefaultLoadPlanner, backend.LoadPlanner),
 }
 _OPENING = ("open_dir", "open_below", "fstat", "close", "map", "uring_init", "uring_submit", "uring_result")
 CALLS = {

@@ -19,7 +19,7 @@ from soak.story import Story, flip, require, require_no_growth
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, saved_key_map, verify
-from dcpring._inspect.contents import open_contents
+from dcpring.sources.contents import open_contents
 
 Options = dict[str, Any]
 

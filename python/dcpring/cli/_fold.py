@@ -18,7 +18,7 @@ def folded(rows: Iterable[tuple[str, ...]], names: int) -> Iterator[tuple[str, .
         rows: that become one where they are the same but for these numbers.
         names: how many of the first cells are names.
     """
-    from dcpring._key_diff import spans_of
+    from dcpring.names.diff import spans_of
 
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for row in rows:

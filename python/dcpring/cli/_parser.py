@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from dcpring._key_map import KeyTable
     from dcpring.cli._output import Output
+    from dcpring.names.key_map import KeyTable
 
 Run = Callable[[argparse.Namespace, "Output"], int]
 
@@ -155,7 +155,7 @@ def add_key_map(parser: argparse.ArgumentParser, help: str) -> None:
 def _key_map(text: str) -> KeyTable | str:
     if text == "normalize":
         return text
-    from dcpring._key_map import KeyTable
+    from dcpring.names.key_map import KeyTable
 
     try:
         return KeyTable.read(text)

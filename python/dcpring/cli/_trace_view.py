@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dcpring._text import ranks, spans
-from dcpring._trace.critical import CRC, LATE, OTHER, Analysis, RankTimes, Step
-from dcpring._trace.read import Operation
+from dcpring.base.text import ranks, spans
 from dcpring.cli._output import Output
 from dcpring.report import format_bytes
+from dcpring.tools.trace.critical import CRC, LATE, OTHER, Analysis, RankTimes, Step
+from dcpring.tools.trace.read import Operation
 
 _SHORT = 0.01
 """Steps that take less than this part of the whole are not in the one line."""

@@ -11,8 +11,8 @@ from dcpring.cli._parser import Commands, add_json, add_output, size
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._machine.bench import Direction, Report, Result
     from dcpring.options import Engine
+    from dcpring.tools.machine.bench import Direction, Report, Result
 
 _ENGINES = ("uring", "threads")
 
@@ -73,8 +73,8 @@ def _engines(text: str) -> list[Engine]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._machine import bench, bench_plot
-    from dcpring._picture import check
+    from dcpring.tools.machine import bench, bench_plot
+    from dcpring.tools.picture import check
 
     if args.output:
         check(args.output)

@@ -12,7 +12,7 @@ from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._convert import ConvertReport
+    from dcpring.tools.convert import ConvertReport
 
 _FORMATS = ("dcp", "torch", "safetensors")
 
@@ -95,7 +95,7 @@ def _prefix(text: str) -> tuple[str, str]:
 
 
 def _dtype(text: str) -> str:
-    from dcpring._convert import float_dtype
+    from dcpring.tools.convert import float_dtype
 
     try:
         float_dtype(text)
@@ -105,8 +105,8 @@ def _dtype(text: str) -> str:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._convert import convert
-    from dcpring._key_map import KeyTable
+    from dcpring.names.key_map import KeyTable
+    from dcpring.tools.convert import convert
 
     try:
         report = convert(

@@ -13,8 +13,8 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map,
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff
-    from dcpring._key_diff import Different, Unmatched
+    from dcpring.names.diff import Different, Unmatched
+    from dcpring.tools.inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff
 
 _ROWS_ON_SCREEN = 40
 
@@ -75,15 +75,15 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._metadata import collection_paused
+    from dcpring.base.collector import collection_paused
 
     with collection_paused():  # the process is the command's own
         return _compare(args, out)
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inspect.compare import Comparison
-    from dcpring._progress import progress_bar
+    from dcpring.tools.inspect.compare import Comparison
+    from dcpring.watch.progress import progress_bar
 
     comparison = Comparison(
         args.a,

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 import dcpring
-from dcpring._machine.doctor import Check, examine, works
 from dcpring.cli._output import Output, visible
 from dcpring.cli._parser import Commands, add_json
+from dcpring.tools.machine.doctor import Check, examine, works
 
 _STYLES = {"ok": "green", "slow": "yellow", "missing": "yellow", "failed": "bold red"}
 

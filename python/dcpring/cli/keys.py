@@ -12,8 +12,8 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map,
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dcpring._inspect.key_report import KeyReport, Row
-    from dcpring._key_map import KeyTable
+    from dcpring.names.key_map import KeyTable
+    from dcpring.tools.inspect.key_report import KeyReport, Row
 
 _MOST_PLACES = 4
 
@@ -47,8 +47,8 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inspect.contents import open_all, open_contents
-    from dcpring._inspect.key_report import report_keys
+    from dcpring.sources.contents import open_all, open_contents
+    from dcpring.tools.inspect.key_report import report_keys
 
     if args.rank is None:
         parts = open_all(args.checkpoint, trusted=args.trusted)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _saved_key_map(checkpoint: str, rank: int | None) -> tuple[KeyTable | None, str]:
     """The key map that the checkpoint was saved with, or why it cannot be read."""
-    from dcpring.keys import saved_key_map
+    from dcpring.tools.keys import saved_key_map
 
     try:
         return saved_key_map(checkpoint, rank), ""

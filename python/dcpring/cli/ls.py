@@ -12,9 +12,9 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, ad
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._inspect.contents import Entry
-    from dcpring._inspect.inventory import DataFile, Inventory, Item, Sum
-    from dcpring._inspect.outline import Row
+    from dcpring.sources.contents import Entry
+    from dcpring.tools.inspect.inventory import DataFile, Inventory, Item, Sum
+    from dcpring.tools.inspect.outline import Row
 
 _LINES_AROUND = 8
 """Of a screen, those that are left for what is not the tree."""
@@ -65,16 +65,16 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._metadata import collection_paused
+    from dcpring.base.collector import collection_paused
 
     with collection_paused():  # the process is the command's own
         return _show(args, out)
 
 
 def _show(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inspect.inventory import take_inventory
-    from dcpring._inspect.select import check_patterns, key_filter
-    from dcpring._objects import refused_text
+    from dcpring.move.objects import refused_text
+    from dcpring.tools.inspect.inventory import take_inventory
+    from dcpring.tools.inspect.select import check_patterns, key_filter
 
     inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
     items = list(inventory.items(key_filter(args.keys)))
@@ -105,7 +105,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile]) -> None:
-    from dcpring._inspect.inventory import total
+    from dcpring.tools.inspect.inventory import total
 
     out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
     used = [file for file in files if file.state != "leftover"]
@@ -187,7 +187,7 @@ def _dtype(entry: Entry) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    from dcpring._key_diff import spans_of
+    from dcpring.names.diff import spans_of
 
     return spans_of(list(ranks)) or "-"
 
@@ -198,7 +198,7 @@ def _spans(ranks: Sequence[int]) -> str:
 def _print_tree(
     out: Output, inventory: Inventory, items: Sequence[Item], refused: Mapping[str, str], depth: int | None
 ) -> None:
-    from dcpring._inspect.outline import Outline
+    from dcpring.tools.inspect.outline import Outline
 
     outline = Outline(items)
     rows, hidden = (list(outline.rows(depth)), 0) if depth else _fitting(outline, out)
@@ -243,7 +243,7 @@ def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
 
 def _row_cells(row: Row, refused: Mapping[str, str]) -> list[Piece]:
     """Shape or number of keys, dtype, size, chunks, ranks."""
-    from dcpring._inspect.inventory import ranks_of, total
+    from dcpring.tools.inspect.inventory import ranks_of, total
 
     items = list(row.items())
     sum, ranks = total(items), ranks_of(items)
@@ -305,7 +305,7 @@ def _document(
     *,
     with_keys: bool,
 ) -> dict[str, Any]:
-    from dcpring._inspect.inventory import total, totals_by_component
+    from dcpring.tools.inspect.inventory import total, totals_by_component
 
     manifest = inventory.manifest
     notes = {} if manifest is None else manifest.components

@@ -11,8 +11,8 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_output, 
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
-    from dcpring._inspect.inventory import Inventory
-    from dcpring._inspect.plot import Shares
+    from dcpring.tools.inspect.inventory import Inventory
+    from dcpring.tools.inspect.plot import Shares
 
 DESCRIPTION = """\
 Draws which rank wrote what into which file, how even that is, and which tensors are the largest. No tensor is read."""
@@ -39,9 +39,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inspect.inventory import take_inventory
-    from dcpring._inspect.plot import draw, shares_of
-    from dcpring._picture import check
+    from dcpring.tools.inspect.inventory import take_inventory
+    from dcpring.tools.inspect.plot import draw, shares_of
+    from dcpring.tools.picture import check
 
     path: Path | None = args.output
     if path is None and not args.json:

@@ -12,7 +12,7 @@ from dcpring.cli._parser import Commands, add_json, add_output, positive
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dcpring._trace.read import Operation
+    from dcpring.tools.trace.read import Operation
 
 _DESCRIPTION = """\
 Reads the traces that RingWriter(trace="t.json"), RingReader(trace=...) or the environment variable DCPRING_TRACE have
@@ -48,12 +48,12 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._trace.critical import Analysis
-    from dcpring._trace.read import read_operations
     from dcpring.cli import _trace_view
+    from dcpring.tools.trace.critical import Analysis
+    from dcpring.tools.trace.read import read_operations
 
     if args.output is not None:
-        from dcpring._picture import check
+        from dcpring.tools.picture import check
 
         check(args.output)
     operations, notes = read_operations([path for given in args.traces for path in _files(given)])
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     chosen = _chosen(operations, args.operation)
     analyses = {number: Analysis(operations[number - 1]) for number in chosen}
     if args.output is not None:
-        from dcpring._trace import timeline
+        from dcpring.tools.trace import timeline
 
         timeline.draw(args.output, analyses[chosen[-1]])
     if args.json:

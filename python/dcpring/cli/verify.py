@@ -11,7 +11,7 @@ from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_trusted
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dcpring._inspect.verify import VerifyReport
+    from dcpring.tools.inspect.verify import VerifyReport
 
 DESCRIPTION = """Reads every record of checkpoints, at the disk's speed, and compares it with its checksums, with its
 headers, and with what the metadata says of it. Prints a line for each checkpoint that is whole, and for one
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring._inspect.verify import verify
+    from dcpring.tools.inspect.verify import verify
 
     status = 0
     reports = []

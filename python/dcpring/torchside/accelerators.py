@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+def is_accelerator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
+
+
 class Accelerators:
     """Those of this process, as torch has them."""
 

@@ -1,0 +1,112 @@
+/* Filling struct dr_error. See error.h. */
+#include "base/error.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Called for every block and record: the texts, which are long, are only ended. */
+void dr_error_clear(struct dr_error *error) {
+    error->kind = DR_ERROR_NONE;
+    error->err = 0;
+    error->op = NULL;
+    error->path[0] = '\0';
+    error->offset = -1;
+    error->length = -1;
+    error->item = DR_NO_ITEM;
+    error->detail[0] = '\0';
+}
+
+static int begin(struct dr_error *error, enum dr_error_kind kind, int err, const char *op, const char *path) {
+    if (error->kind != DR_ERROR_NONE)
+        return 0;
+    dr_error_clear(error);
+    error->kind = kind;
+    error->err = err;
+    error->op = op;
+    snprintf(error->path, sizeof error->path, "%s", path ? path : "");
+    return 1;
+}
+
+int dr_error_system(struct dr_error *error, int err, const char *op, const char *path) {
+    begin(error, DR_ERROR_SYSTEM, err, op, path);
+    return -err;
+}
+
+int dr_error_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
+
+int dr_error_io(struct dr_error *error, int err, const char *op, const char *path, int64_t offset, int64_t length) {
+    if (begin(error, DR_ERROR_SYSTEM, err, op, path)) {
+        error->offset = offset;
+        error->length = length;
+    }
+    return -err;
+}
+
+int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, int64_t item, const char *format, ...) {
+    if (begin(error, DR_ERROR_CORRUPT, EBADMSG, "check", path)) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(error->detail, sizeof error->detail, format, args);
+        va_end(args);
+        error->offset = offset;
+        error->item = item;
+    }
+    return -EBADMSG;
+}
+
+int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, ...) {
+    if (begin(error, DR_ERROR_INVALID, EINVAL, "check", NULL)) {
+        va_list args;
+        va_start(args, format);
+        vsnprintf(error->detail, sizeof error->detail, format, args);
+        va_end(args);
+        error->item = item;
+    }
+    return -EINVAL;
+}
+
+int dr_error_cancelled(struct dr_error *error) {
+    begin(error, DR_ERROR_CANCELLED, ECANCELED, "poll", NULL);
+    return -ECANCELED;
+}
+
+void dr_error_at(struct dr_error *error, const char *path) {
+    if (!*error->path)
+        snprintf(error->path, sizeof error->path, "%s", path);
+}
+
+const char *dr_error_cure(const struct dr_error *error) {
+    if (error->kind != DR_ERROR_SYSTEM)
+        return "";
+    switch (error->err) {
+    case ENOSPC:
+        return "free space on this file system, or save elsewhere";
+    case EDQUOT:
+        return "raise the disk quota, or save elsewhere";
+    case EMFILE:
+        return "raise the limit of open files (ulimit -n)";
+    case EROFS:
+        return "the file system is mounted read-only";
+    case EACCES:
+        return "check the permissions of the file and of the directories above it";
+    case ENOMEM:
+        return "memory, or the limit on it, is used up; lower queue_depth, block_size_bytes or workers";
+    case EXDEV:
+    case ELOOP:
+        return "the path leads out of the checkpoint directory, which is refused; copy the file into it";
+    case ENOTDIR:
+        return "a checkpoint is a directory; the path, or a part of it, is a file";
+    case EIO:
+        return "the device reported an error; see the kernel log (dmesg)";
+    default:
+        break;
+    }
+    if (error->op && strcmp(error->op, "io_uring_setup") == 0)
+        return "io_uring is not available here (sysctl kernel.io_uring_disabled, or a container's seccomp profile); "
+               "pass engine=\"threads\" or \"auto\"";
+    if (error->op && strcmp(error->op, "O_DIRECT") == 0)
+        return "this file system has no direct I/O; pass direct=\"auto\" or False";
+    return "";
+}

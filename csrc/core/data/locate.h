@@ -1,0 +1,19 @@
+/* Finding out what records are that the metadata says little about, by looking at them; in the caller's thread. */
+#ifndef DCPRING_LOCATE_H
+#define DCPRING_LOCATE_H
+
+#include "base/control.h"
+#include "io/input.h"
+#include "record/record.h"
+
+/* One record to be understood: dr_record_locate for many, file by file. */
+struct dr_lookup {
+    size_t file;
+    uint64_t offset, length;
+    struct dr_located located;
+};
+
+int dr_locate(struct dr_input *input, struct dr_lookup *lookups, size_t count, const struct dr_control *control,
+              struct dr_error *error);
+
+#endif

@@ -1,0 +1,225 @@
+/* Laying out sources in a data file, and filling its blocks. See save_window.h. */
+#include "data/save_window.h"
+
+#include "base/align.h"
+#include "base/crc.h"
+#include "base/memory.h"
+#include "record/region.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <string.h>
+
+/* Bytes gathered before they are summed: small enough to stay in the nearest caches. */
+#define STEP ((uint64_t)128 * 1024)
+
+static bool is_first(const struct dr_source *s) { return s->part_offset == 0; }
+
+static bool is_last(const struct dr_source *s) { return s->part_offset + s->size == s->total; }
+
+/* ---- laying out ---- */
+
+static size_t crcs_of_piece(const struct piece *p) { return dr_crc_count(p->payload, p->source->total); }
+
+static int check_source(const struct dr_writer *w, const struct dr_source *s, size_t index, size_t count,
+                        struct dr_error *error) {
+    uint64_t bytes = s->total;
+    if (s->shape.dtype && (s->shape.ndim > DR_MAX_DIMS || !dr_shape_bytes(&s->shape, &bytes)))
+        return dr_error_invalid(error, (int64_t)index, "a tensor of %d dimensions is too large", s->shape.ndim);
+    if (bytes != s->total || s->size > s->total || s->part_offset > s->total - s->size ||
+        (s->size == 0 && s->total != 0))
+        return dr_error_invalid(error, (int64_t)index, "the size of a tensor is not what its shape says");
+    if (s->part_offset != w->open_done || (s->size != s->total && count != 1))
+        return dr_error_invalid(error, (int64_t)index, "the parts of a tensor must come in order, one a call");
+    if (s->strides && s->size != s->total)
+        return dr_error_invalid(error, (int64_t)index, "a part of a tensor must be contiguous");
+    return 0;
+}
+
+static uint64_t place(struct dr_writer *w, struct piece *p, const struct dr_source *s, uint64_t at) {
+    uint8_t head[DR_RECORD_HEAD_MAX];
+    p->source = s;
+    p->begin = at;
+    if (is_first(s)) {
+        p->record = at;
+        p->head_size = s->shape.dtype ? dr_record_head(&s->shape, at, head) : 0;
+        p->data = at + p->head_size;
+        w->open_offset = p->record;
+        w->open_head = p->head_size;
+    } else {
+        p->record = w->open_offset;
+        p->head_size = w->open_head;
+        p->data = at;
+    }
+    p->payload = p->record + p->head_size;
+    p->end = p->data + s->size;
+    if (is_last(s) && s->shape.dtype)
+        p->end += dr_record_tail_size(&s->shape, p->head_size);
+    atomic_init(&p->unsummed, s->size);
+    return p->end;
+}
+
+/* Gives each piece room for its CRCs. Those of an unfinished record live on in the writer. */
+static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_error *error) {
+    size_t total = 0;
+    for (size_t i = 0; i < window->count; i++)
+        if (is_first(window->pieces[i].source) && is_last(window->pieces[i].source))
+            total += crcs_of_piece(&window->pieces[i]);
+    free(w->crcs);
+    w->crcs = dr_calloc(total ? total : 1, sizeof *w->crcs);
+    if (!w->crcs)
+        return dr_error_system(error, ENOMEM, "malloc", w->path);
+    uint32_t *next = w->crcs;
+    for (size_t i = 0; i < window->count; i++) {
+        struct piece *p = &window->pieces[i];
+        if (is_first(p->source) && is_last(p->source)) {
+            p->crcs = next;
+            next += crcs_of_piece(p);
+            continue;
+        }
+        if (is_first(p->source)) {
+            free(w->open_crcs);
+            w->open_crcs = dr_calloc(crcs_of_piece(p), sizeof *w->open_crcs);
+            if (!w->open_crcs)
+                return dr_error_system(error, ENOMEM, "malloc", w->path);
+        }
+        p->crcs = w->open_crcs;
+        if (!p->crcs)
+            return dr_error_invalid(error, (int64_t)i, "the first part of a tensor is missing");
+    }
+    return 0;
+}
+
+int dr_save_window_init(struct window *window, const struct dr_source *sources, size_t count, struct dr_error *error) {
+    struct dr_writer *w = window->writer;
+    window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
+    if (!window->pieces)
+        return dr_error_system(error, ENOMEM, "malloc", w->path);
+    window->count = count;
+    window->begin = window->end = w->position;
+    for (size_t i = 0; i < count; i++) {
+        int rc = check_source(w, &sources[i], i, count, error);
+        if (rc < 0)
+            return rc;
+        window->end = place(w, &window->pieces[i], &sources[i], window->end);
+    }
+    return allocate_crcs(w, window, error);
+}
+
+/* ---- filling blocks ---- */
+
+/* The part of [begin, begin + size) that lies in [lo, hi). */
+static bool overlap(uint64_t begin, uint64_t size, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
+    *from = begin > lo ? begin : lo;
+    *to = begin + size < hi ? begin + size : hi;
+    return *from < *to;
+}
+
+static void fill_head(const struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
+    uint64_t from, to;
+    if (!overlap(p->begin, p->data - p->begin, lo, hi, &from, &to))
+        return;
+    uint8_t head[DR_RECORD_HEAD_MAX];
+    dr_record_head(&p->source->shape, p->record, head);
+    memcpy(block + (from - lo), head + (from - p->begin), to - from);
+}
+
+static void gather(const struct piece *p, const struct dr_region *region, uint64_t from, uint64_t to, uint8_t *out) {
+    if (region)
+        dr_region_gather(region, from - p->payload, to - p->payload, out);
+    else
+        memcpy(out, (const uint8_t *)p->source->data + (from - p->data), to - from);
+}
+
+static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
+                      uint64_t *crc_ns) {
+    uint64_t from, to;
+    const struct dr_source *s = p->source;
+    if (!overlap(p->data, s->size, lo, hi, &from, &to))
+        return;
+    struct dr_region region;
+    if (s->strides)
+        dr_region_init(&region, &s->shape, NULL, s->shape.sizes, (void *)(uintptr_t)s->data, s->strides);
+    /* A transposed matrix is gathered many rows at a time, or each of its elements costs a cache line. */
+    bool at_once = s->strides && region.ndim > 1;
+    if (at_once)
+        gather(p, &region, from, to, block + (from - lo));
+    const struct dr_options *options = &window->writer->options;
+    uint64_t first_block = p->payload / DR_CRC_BLOCK;
+    for (uint64_t at = from, next; at < to; at = next) {
+        next = dr_align_down(at, STEP) + STEP;
+        if (next > to)
+            next = to;
+        uint8_t *out = block + (at - lo);
+        if (!at_once)
+            gather(p, s->strides ? &region : NULL, at, next, out);
+        if (options->checksum) {
+            uint32_t *crc = &p->crcs[at / DR_CRC_BLOCK - first_block];
+            *crc = dr_watch_crc32(options->watch, crc_ns, *crc, out, next - at);
+        }
+    }
+    if (atomic_fetch_sub(&p->unsummed, to - from) == to - from)
+        dr_crew_notify(&window->crew);
+}
+
+static bool is_summed(const void *context) {
+    const struct piece *p = context;
+    return atomic_load(&p->unsummed) == 0;
+}
+
+static bool fill_tail(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
+    assert(p->record <= p->payload && p->payload <= p->data && p->data + p->source->size <= p->end);
+    uint64_t tail = p->data + p->source->size, from, to;
+    if (!overlap(tail, p->end - tail, lo, hi, &from, &to))
+        return true;
+    if (!is_summed(p) && !dr_crew_wait(&window->crew, is_summed, p))
+        return false;
+    uint8_t bytes[DR_RECORD_TAIL_MAX];
+    uint32_t crc = dr_crc_whole(p->payload, p->source->total, p->crcs);
+    dr_record_tail(&p->source->shape, p->record, p->head_size, crc, bytes);
+    memcpy(block + (from - lo), bytes + (from - tail), to - from);
+    return true;
+}
+
+/* The first piece that ends behind a stream position. */
+static size_t find_piece(const struct window *window, uint64_t position) {
+    size_t lo = 0, hi = window->count;
+    while (lo < hi) {
+        size_t middle = lo + (hi - lo) / 2;
+        if (window->pieces[middle].end <= position)
+            lo = middle + 1;
+        else
+            hi = middle;
+    }
+    return lo;
+}
+
+static bool fill(struct window *window, uint64_t start, uint64_t end, uint8_t *block, uint64_t *crc_ns) {
+    const struct dr_writer *w = window->writer;
+    uint64_t lo = start;
+    if (start < window->begin) {
+        lo = window->begin;
+        memcpy(block, w->carry, lo - start);
+        block += lo - start;
+    }
+    size_t first = find_piece(window, lo);
+    for (size_t i = first; i < window->count && window->pieces[i].begin < end; i++) {
+        fill_head(&window->pieces[i], lo, end, block);
+        fill_data(window, &window->pieces[i], lo, end, block, crc_ns);
+    }
+    for (size_t i = first; i < window->count && window->pieces[i].begin < end; i++)
+        if (!fill_tail(window, &window->pieces[i], lo, end, block))
+            return false;
+    return true;
+}
+
+bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block) {
+    assert(start % window->writer->options.block_size == 0 && start < end && end <= window->end);
+    assert(end - start <= window->writer->options.block_size);
+    struct dr_watch *watch = window->writer->options.watch;
+    struct dr_span span = {.begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL,
+                           .worker = worker};
+    bool filled = fill(window, start, end, block, &span.crc);
+    dr_watch_note(watch, span);
+    return filled;
+}

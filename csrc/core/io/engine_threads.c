@@ -1,0 +1,154 @@
+/*
+ * The `threads` method: pread and pwrite in a few threads.
+ *
+ * The fallback where io_uring is forbidden, and the oracle in tests. The
+ * engine's owner queues requests and collects results; each I/O thread takes
+ * one request at a time. One mutex guards both queues.
+ */
+#include "base/clock.h"
+#include "base/memory.h"
+#include "io/engine.h"
+#include "io/sys.h"
+
+#include <errno.h>
+#include <pthread.h>
+
+enum { MAX_THREADS = 8, STACK_BYTES = 1024 * 1024 };
+
+struct queue {
+    struct dr_request **slots; /* a ring as long as the pool: it cannot overflow */
+    unsigned head, count, size;
+};
+
+struct threads {
+    pthread_mutex_t lock;
+    pthread_cond_t todo_changed, done_changed;
+    struct queue todo, done;
+    int *results; /* by request index */
+    bool stop;
+    unsigned count;
+    pthread_t ids[MAX_THREADS];
+};
+
+static void push(struct queue *queue, struct dr_request *request) {
+    queue->slots[(queue->head + queue->count++) % queue->size] = request;
+}
+
+static struct dr_request *pop(struct queue *queue) {
+    struct dr_request *request = queue->slots[queue->head];
+    queue->head = (queue->head + 1) % queue->size;
+    queue->count--;
+    return request;
+}
+
+static int transfer(const struct dr_request *request) {
+    uint8_t *data = request->data + request->done;
+    size_t size = request->size - request->done;
+    off_t offset = (off_t)(request->offset + request->done);
+    return (int)(request->op == DR_READ ? dr_sys.pread(request->fd, data, size, offset)
+                                        : dr_sys.pwrite(request->fd, data, size, offset));
+}
+
+static void *serve(void *argument) {
+    struct threads *threads = argument;
+    pthread_mutex_lock(&threads->lock);
+    for (;;) {
+        while (threads->todo.count == 0 && !threads->stop)
+            pthread_cond_wait(&threads->todo_changed, &threads->lock);
+        if (threads->todo.count == 0)
+            break;
+        struct dr_request *request = pop(&threads->todo);
+        pthread_mutex_unlock(&threads->lock);
+        int result = transfer(request);
+        pthread_mutex_lock(&threads->lock);
+        threads->results[request->buffer] = result;
+        push(&threads->done, request);
+        pthread_cond_signal(&threads->done_changed);
+    }
+    pthread_mutex_unlock(&threads->lock);
+    return NULL;
+}
+
+static void threads_close(struct dr_engine *engine) {
+    struct threads *threads = engine->method;
+    pthread_mutex_lock(&threads->lock);
+    threads->stop = true;
+    pthread_cond_broadcast(&threads->todo_changed);
+    pthread_mutex_unlock(&threads->lock);
+    for (unsigned i = 0; i < threads->count; i++)
+        pthread_join(threads->ids[i], NULL);
+    pthread_cond_destroy(&threads->todo_changed);
+    pthread_cond_destroy(&threads->done_changed);
+    pthread_mutex_destroy(&threads->lock);
+    free(threads->todo.slots);
+    free(threads->done.slots);
+    free(threads->results);
+    free(threads);
+}
+
+static void start_threads(struct threads *threads, unsigned wanted) {
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    while (threads->count < wanted &&
+           pthread_create(&threads->ids[threads->count], &attributes, serve, threads) == 0)
+        threads->count++;
+    pthread_attr_destroy(&attributes);
+}
+
+static int threads_open(struct dr_engine *engine, struct dr_error *error) {
+    unsigned depth = engine->pool.count;
+    struct threads *threads = dr_calloc(1, sizeof *threads);
+    if (!threads)
+        return dr_error_memory(error);
+    pthread_mutex_init(&threads->lock, NULL);
+    pthread_cond_init(&threads->todo_changed, NULL);
+    dr_clock_cond_init(&threads->done_changed);
+    threads->todo = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
+    threads->done = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
+    threads->results = dr_calloc(depth, sizeof *threads->results);
+    engine->method = threads;
+    bool memory = threads->todo.slots && threads->done.slots && threads->results;
+    if (memory)
+        start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);
+    if (threads->count > 0)
+        return 0;
+    threads_close(engine);
+    return memory ? dr_error_system(error, EAGAIN, "pthread_create", NULL) : dr_error_memory(error);
+}
+
+static int threads_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+    (void)error;
+    struct threads *threads = engine->method;
+    pthread_mutex_lock(&threads->lock);
+    push(&threads->todo, request);
+    pthread_cond_signal(&threads->todo_changed);
+    pthread_mutex_unlock(&threads->lock);
+    return 0;
+}
+
+static int threads_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **request, int *result,
+                        struct dr_error *error) {
+    (void)error;
+    struct threads *threads = engine->method;
+    struct timespec until = dr_clock_after(timeout_ms);
+    *request = NULL;
+    pthread_mutex_lock(&threads->lock);
+    while (threads->done.count == 0)
+        if (pthread_cond_timedwait(&threads->done_changed, &threads->lock, &until) != 0)
+            break;
+    if (threads->done.count > 0) {
+        *request = pop(&threads->done);
+        *result = threads->results[(*request)->buffer];
+    }
+    pthread_mutex_unlock(&threads->lock);
+    return 0;
+}
+
+const struct dr_engine_ops dr_engine_threads = {
+    .name = "threads",
+    .open = threads_open,
+    .submit = threads_submit,
+    .wait = threads_wait,
+    .close = threads_close,
+};

@@ -1,0 +1,332 @@
+/* Opening data files, directories and the commit. See file.h. */
+#include "io/file.h"
+
+#include "base/align.h"
+#include "base/clock.h"
+#include "base/memory.h"
+#include "io/sys.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+char *dr_path_join(const char *dir, const char *name) {
+    size_t length = strlen(dir);
+    char *path = dr_malloc(length + strlen(name) + 2);
+    if (!path)
+        return NULL;
+    memcpy(path, dir, length);
+    path[length] = '/';
+    strcpy(path + length + 1, name);
+    return path;
+}
+
+int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error) {
+    if (direct == DR_DIRECT_OFF)
+        return 0;
+    int alignment = dr_sys.direct_alignment(fd);
+    int rc = alignment > (int)DR_ALIGNMENT ? -EINVAL : dr_sys.set_direct(fd, 1);
+    if (rc >= 0)
+        return 1;
+    return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, "O_DIRECT", path) : 0;
+}
+
+/* ---- fdatasync, apart ---- */
+
+/* Shared by the caller and the syncing thread; whoever leaves last frees it. */
+struct sync {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int fd, result;
+    bool done, abandoned;
+};
+
+static void free_sync(struct sync *sync) {
+    pthread_mutex_destroy(&sync->lock);
+    pthread_cond_destroy(&sync->changed);
+    dr_sys.close(sync->fd);
+    free(sync);
+}
+
+static void *run_sync(void *argument) {
+    struct sync *sync = argument;
+    int result = DR_RETRY(dr_sys.fdatasync(sync->fd));
+    pthread_mutex_lock(&sync->lock);
+    sync->result = result;
+    sync->done = true;
+    bool mine = sync->abandoned;
+    pthread_cond_signal(&sync->changed);
+    pthread_mutex_unlock(&sync->lock);
+    if (mine)
+        free_sync(sync);
+    return NULL;
+}
+
+static struct sync *start_sync(int fd) {
+    struct sync *sync = dr_calloc(1, sizeof *sync);
+    if (!sync)
+        return NULL;
+    pthread_mutex_init(&sync->lock, NULL);
+    dr_clock_cond_init(&sync->changed);
+    sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t id;
+    bool started = sync->fd >= 0 && pthread_create(&id, &attributes, run_sync, sync) == 0;
+    pthread_attr_destroy(&attributes);
+    if (!started) {
+        free_sync(sync);
+        return NULL;
+    }
+    return sync;
+}
+
+/* Waits for the sync to end or the caller to cancel. Returns whether it was cancelled; *ended says whether it is over. */
+static bool await_sync(struct sync *sync, const struct dr_control *control, bool *ended) {
+    bool cancelled = false;
+    pthread_mutex_lock(&sync->lock);
+    while (!sync->done && !cancelled) {
+        struct timespec until = dr_clock_after(20);
+        pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
+        if (sync->done || !control->poll)
+            continue;
+        pthread_mutex_unlock(&sync->lock);
+        cancelled = control->poll(control->context) != 0;
+        pthread_mutex_lock(&sync->lock);
+    }
+    *ended = sync->done;
+    sync->abandoned = !sync->done;
+    pthread_mutex_unlock(&sync->lock);
+    return cancelled;
+}
+
+int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error) {
+    struct sync *sync = start_sync(fd);
+    if (!sync) {
+        int rc = DR_RETRY(dr_sys.fdatasync(fd));
+        return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+    }
+    bool ended;
+    bool cancelled = await_sync(sync, control, &ended);
+    int rc = ended ? sync->result : 0;
+    if (ended)
+        free_sync(sync);
+    if (cancelled)
+        return dr_error_cancelled(error);
+    return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+}
+
+/* ---- directories ---- */
+
+static int sync_directory(int fd, const char *path, struct dr_error *error) {
+    int rc = DR_RETRY(dr_sys.fsync(fd));
+    /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
+    if (rc < 0 && rc != -EINVAL && rc != -EROFS)
+        return dr_error_system(error, -rc, "fsync", path);
+    return 0;
+}
+
+/* A directory that cannot be opened for reading, as one with mode 0711, is left to the kernel's own time. */
+static int sync_parent(const char *path, struct dr_error *error) {
+    const char *slash = strrchr(path, '/');
+    char *parent = slash == path ? dr_strdup("/") : slash ? dr_strndup(path, (size_t)(slash - path)) : dr_strdup(".");
+    if (!parent)
+        return dr_error_system(error, ENOMEM, "malloc", path);
+    int fd = DR_RETRY(dr_sys.open_dir(parent)), rc = 0;
+    if (fd >= 0) {
+        rc = sync_directory(fd, parent, error);
+        dr_sys.close(fd);
+    } else if (fd != -EACCES) {
+        rc = dr_error_system(error, -fd, "open", parent);
+    }
+    free(parent);
+    return rc;
+}
+
+/* 0: it is a directory, whatever may be done in it. */
+static int look_at_directory(const char *path) {
+    struct stat st;
+    int rc = DR_RETRY(dr_sys.stat(path, &st));
+    return rc == 0 && !S_ISDIR(st.st_mode) ? -ENOTDIR : rc;
+}
+
+/* One directory of the path. Some file systems refuse to make one that is there with other errors than EEXIST. */
+static int make_one(const char *path, bool sync, struct dr_error *error) {
+    int rc = DR_RETRY(dr_sys.mkdir(path, 0777));
+    if (rc == 0)
+        return sync ? sync_parent(path, error) : 0;
+    int there = look_at_directory(path);
+    if (there == 0)
+        return 0;
+    return dr_error_system(error, rc == -EEXIST ? -there : -rc, "mkdir", path);
+}
+
+int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
+    int rc = look_at_directory(path);
+    if (rc == 0)
+        return sync ? sync_parent(path, error) : 0;
+    if (rc != -ENOENT || *path == '\0')
+        return dr_error_system(error, -rc, "stat", path);
+    char *partial = dr_strdup(path);
+    if (!partial)
+        return dr_error_system(error, ENOMEM, "malloc", path);
+    rc = 0;
+    for (char *at = partial + 1; *at && rc == 0; at++) {
+        if (*at != '/')
+            continue;
+        *at = '\0';
+        rc = make_one(partial, sync, error);
+        *at = '/';
+    }
+    if (rc == 0)
+        rc = make_one(partial, sync, error);
+    free(partial);
+    return rc;
+}
+
+static int write_all(int fd, const char *path, const uint8_t *data, size_t size, struct dr_error *error) {
+    for (size_t done = 0; done < size;) {
+        ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data + done, size - done, (off_t)done));
+        if (n <= 0)
+            return dr_error_io(error, n < 0 ? (int)-n : EIO, "write", path, (int64_t)done, (int64_t)(size - done));
+        done += (size_t)n;
+    }
+    return 0;
+}
+
+static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size, bool sync,
+                      struct dr_error *error) {
+    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666));
+    if (fd < 0)
+        return dr_error_system(error, -fd, "open", path);
+    int rc = write_all(fd, path, data, size, error);
+    if (rc == 0 && sync && (rc = DR_RETRY(dr_sys.fsync(fd))) < 0)
+        rc = dr_error_system(error, -rc, "fsync", path);
+    int closed = dr_sys.close(fd);
+    if (rc == 0 && closed < 0)
+        rc = dr_error_system(error, -closed, "close", path);
+    if (rc < 0)
+        DR_RETRY(dr_sys.unlink(dirfd, name));
+    return rc;
+}
+
+static int rename_durably(int dirfd, const char *dir, const char *tmp, const char *name, bool sync,
+                          struct dr_error *error) {
+    int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
+    if (rc < 0) {
+        DR_RETRY(dr_sys.unlink(dirfd, tmp));
+        return dr_error_system(error, -rc, "rename", dir);
+    }
+    rc = sync ? sync_directory(dirfd, dir, error) : 0;
+    if (rc < 0)
+        error->op = "fsync after the rename that committed the new checkpoint";
+    return rc;
+}
+
+int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
+                        struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    char *path = dr_path_join(dir, tmp);
+    int rc = path ? write_file(dirfd, tmp, path, data, size, sync, error)
+                  : dr_error_system(error, ENOMEM, "malloc", dir);
+    if (rc == 0)
+        rc = rename_durably(dirfd, dir, tmp, name, sync, error);
+    free(path);
+    dr_sys.close(dirfd);
+    return rc;
+}
+
+/* What exchange does, in three steps. */
+static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
+    char *aside = dr_malloc(strlen(tmp) + sizeof ".old");
+    if (!aside)
+        return -ENOMEM;
+    strcat(strcpy(aside, tmp), ".old");
+    int rc = DR_RETRY(dr_sys.rename(dirfd, name, aside));
+    if (rc >= 0) {
+        rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
+        int put_back = DR_RETRY(dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp));
+        rc = rc < 0 ? rc : put_back;
+    }
+    free(aside);
+    return rc;
+}
+
+int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
+    if (rc == -ENOTEMPTY || rc == -EEXIST) {
+        rc = dr_sys.exchange(dirfd, tmp, name);
+        if (rc == -EINVAL || rc == -ENOSYS)
+            rc = exchange_slowly(dirfd, tmp, name);
+    }
+    char *path = rc < 0 ? dr_path_join(dir, name) : NULL;
+    if (rc < 0)
+        dr_error_system(error, -rc, "rename", path ? path : name);
+    else if (sync)
+        rc = sync_directory(dirfd, dir, error);
+    free(path);
+    dr_sys.close(dirfd);
+    return rc < 0 ? rc : 0;
+}
+
+int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
+    char *at = dr_strdup(path);
+    if (!at)
+        return dr_error_memory(error);
+    struct statfs about = {0};
+    int rc = DR_RETRY(dr_sys.statfs(at, &about));
+    while (rc == -ENOENT) {
+        char *slash = strrchr(at, '/');
+        if (!slash || slash == at) {
+            rc = DR_RETRY(dr_sys.statfs(slash ? "/" : ".", &about));
+            break;
+        }
+        *slash = 0;
+        rc = DR_RETRY(dr_sys.statfs(at, &about));
+    }
+    free(at);
+    *out = (uint64_t)about.f_type & UINT32_MAX;
+    return rc < 0 ? dr_error_system(error, -rc, "statfs", path) : 0;
+}
+
+int dr_directory_sync(const char *dir, struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = sync_directory(dirfd, dir, error);
+    dr_sys.close(dirfd);
+    return rc;
+}
+
+static int remove_one(int dirfd, const char *dir, const char *name, int64_t item, struct dr_error *error) {
+    if (strchr(name, '/'))
+        return dr_error_invalid(error, item, "'%s' is not a file of the checkpoint directory", name);
+    int rc = DR_RETRY(dr_sys.unlink(dirfd, name));
+    if (rc >= 0 || rc == -ENOENT)
+        return 0;
+    char *path = dr_path_join(dir, name);
+    dr_error_system(error, -rc, "unlink", path ? path : name);
+    free(path);
+    return rc;
+}
+
+int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, "open", dir);
+    int rc = 0;
+    for (size_t i = 0; i < count; i++) {
+        int removed = remove_one(dirfd, dir, names[i], (int64_t)i, error);
+        if (rc == 0)
+            rc = removed;
+    }
+    dr_sys.close(dirfd);
+    return rc;
+}

@@ -1,0 +1,43 @@
+/* Opening data files, and what there is to do to a directory: small calls, made from the caller's thread. */
+#ifndef DCPRING_FILE_H
+#define DCPRING_FILE_H
+
+#include "base/control.h"
+#include "io/options.h"
+
+/* "dir/name", for errors. NULL when memory is gone. */
+char *dr_path_join(const char *dir, const char *name);
+
+/*
+ * Turns O_DIRECT on where options and file system allow: 1 when it is on, 0
+ * when not. DR_DIRECT_ON makes a refusal an error.
+ */
+int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error);
+
+/* fdatasync that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
+int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error);
+
+/* mkdir -p; with sync, the entries of new directories are durable, and that of path whoever has made it. */
+int dr_directory_make(const char *path, bool sync, struct dr_error *error);
+
+/* The magic number (see statfs(2)) of the file system that path lies on, or its nearest ancestor that exists. */
+int dr_file_system(const char *path, uint64_t *out, struct dr_error *error);
+
+/* Makes the names in dir durable. */
+int dr_directory_sync(const char *dir, struct dr_error *error);
+
+/* Creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds the old bytes or the new. */
+int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
+                        struct dr_error *error);
+
+/*
+ * Renames tmp, which is complete and durable, to name, which is one or the other at any time. A file that was called
+ * name is gone then; a directory with something in it is called tmp. (Where the file system cannot exchange the names
+ * of directories, name is missing for a moment, and the old directory is called tmp with ".old" behind it.)
+ */
+int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
+
+/* Removes files of dir, all that it can; names with a "/" are refused, missing ones are no error. */
+int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);
+
+#endif

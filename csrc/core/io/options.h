@@ -1,0 +1,23 @@
+/* How a save or a load does its I/O; the same for both. */
+#ifndef DCPRING_OPTIONS_H
+#define DCPRING_OPTIONS_H
+
+#include "io/watch.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+enum dr_direct { DR_DIRECT_OFF, DR_DIRECT_ON, DR_DIRECT_AUTO };
+
+struct dr_options {
+    const char *engine; /* "auto", "uring" or "threads" */
+    enum dr_direct direct;
+    unsigned queue_depth; /* blocks in flight, over all workers */
+    size_t block_size;    /* bytes; a multiple of DR_CRC_BLOCK */
+    unsigned workers;
+    bool checksum;
+    bool sync;
+    struct dr_watch *watch; /* NULL: nobody looks */
+};
+
+#endif

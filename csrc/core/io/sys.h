@@ -1,0 +1,113 @@
+/*
+ * Every system call of the core, in one table.
+ *
+ * `dr_sys` holds the real calls. Tests replace the whole table to fail or
+ * shorten the Nth call (sys_fault.c); nothing else writes to it, and it is
+ * only replaced while no engine, writer or load is alive.
+ *
+ * Each entry returns a result >= 0, or -errno.
+ */
+#ifndef DCPRING_SYS_H
+#define DCPRING_SYS_H
+
+#include <errno.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/types.h>
+
+/* Of liburing: who uses a ring includes its header. */
+struct io_uring;
+struct io_uring_cqe;
+struct iovec;
+
+/*
+ * CALL(failure, result, name, parameters, arguments) for every one. `failure` is what a fault does to it (sys_fault.c):
+ *   ERRNO     it returns -errno
+ *   TRANSFER  the same, or fewer than `size` bytes are transferred
+ *   NONE      it finds nothing, and returns 0
+ *   MEMORY    it returns NULL
+ *   NEVER     nothing
+ *   OWN       sys_fault.c says
+ */
+#define DR_SYS_CALLS(CALL) \
+    CALL(ERRNO, int, open_dir, (const char *path), (path)) \
+    /* Opens name below dirfd; never leaves dirfd, by "..", by absolute path or by symlink. */ \
+    CALL(ERRNO, int, open_below, (int dirfd, const char *name, int flags, mode_t mode), (dirfd, name, flags, mode)) \
+    CALL(OWN, int, close, (int fd), (fd)) \
+    CALL(ERRNO, int, fstat, (int fd, struct stat *out), (fd, out)) \
+    CALL(TRANSFER, ssize_t, pread, (int fd, void *data, size_t size, off_t offset), (fd, data, size, offset)) \
+    CALL(TRANSFER, ssize_t, pwrite, (int fd, const void *data, size_t size, off_t offset), (fd, data, size, offset)) \
+    CALL(ERRNO, int, set_direct, (int fd, int on), (fd, on)) \
+    /* Of a descriptor that was opened with O_RDONLY | O_NONBLOCK: reads wait from now on. */ \
+    CALL(ERRNO, int, set_blocking, (int fd), (fd)) \
+    CALL(ERRNO, int, fallocate, (int fd, off_t size), (fd, size)) \
+    CALL(ERRNO, int, ftruncate, (int fd, off_t size), (fd, size)) \
+    CALL(ERRNO, int, fdatasync, (int fd), (fd)) \
+    CALL(ERRNO, int, fsync, (int fd), (fd)) \
+    CALL(ERRNO, int, mkdir, (const char *path, mode_t mode), (path, mode)) \
+    CALL(ERRNO, int, stat, (const char *path, struct stat *out), (path, out)) \
+    CALL(ERRNO, int, rename, (int dirfd, const char *from, const char *to), (dirfd, from, to)) \
+    /* Lets two names, which both exist, change places at once. */ \
+    CALL(ERRNO, int, exchange, (int dirfd, const char *a, const char *b), (dirfd, a, b)) \
+    CALL(ERRNO, int, unlink, (int dirfd, const char *name), (dirfd, name)) \
+    /* Bytes of [offset, offset + size) that the page cache holds. */ \
+    CALL(NONE, int64_t, cached, (int fd, off_t offset, size_t size), (fd, offset, size)) \
+    /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */ \
+    CALL(ERRNO, int, direct_alignment, (int fd), (fd)) \
+    CALL(ERRNO, int, statfs, (const char *path, struct statfs *out), (path, out)) \
+    /* Writes what a terminal (or pipe) is ready to take within the time: -EAGAIN when that is nothing. */ \
+    CALL(TRANSFER, ssize_t, print, (int fd, const void *data, size_t size, int timeout_ms), \
+         (fd, data, size, timeout_ms)) \
+    /* Opens a terminal once more, so that writes never wait; those of others through `fd` stay as they are. */ \
+    CALL(ERRNO, int, open_terminal, (int fd), (fd)) \
+    /* Width of a terminal. */ \
+    CALL(ERRNO, int, columns, (int fd), (fd)) \
+    /* A futex that processes may share: returns when it is woken, has not this value, or the time is over. */ \
+    CALL(NEVER, int, wait_for, (_Atomic uint32_t *word, uint32_t value, int timeout_ms), (word, value, timeout_ms)) \
+    CALL(NEVER, int, wake_all, (_Atomic uint32_t *word), (word)) \
+    /* 1 or 0. */ \
+    CALL(NONE, int, process_exists, (pid_t process), (process)) \
+    CALL(MEMORY, void *, map, (size_t size), (size)) \
+    CALL(NEVER, int, unmap, (void *data, size_t size), (data, size)) \
+    CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \
+    /* Whether the ring's kernel can do an operation (IORING_OP_*). */ \
+    CALL(NONE, int, uring_supports, (struct io_uring *ring, int operation), (ring, operation)) \
+    CALL(ERRNO, int, uring_register, (struct io_uring *ring, const struct iovec *buffers, unsigned count), \
+         (ring, buffers, count)) \
+    CALL(ERRNO, int, uring_submit, (struct io_uring *ring), (ring)) \
+    CALL(ERRNO, int, uring_wait, (struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms), \
+         (ring, cqe, timeout_ms)) \
+    /* The result of a completion, as the engine shall see it. */ \
+    CALL(OWN, int, uring_result, (const struct io_uring_cqe *cqe), (cqe))
+
+#define DR_SYS_ENTRY(failure, result, name, parameters, arguments) result(*name) parameters;
+
+struct dr_sys {
+    DR_SYS_CALLS(DR_SYS_ENTRY)
+};
+
+extern struct dr_sys dr_sys;
+
+/* The real calls, for wrapping and restoring. */
+extern const struct dr_sys dr_sys_real;
+
+/* So often at most: a call that goes on being interrupted is an error. */
+enum { DR_MOST_INTERRUPTIONS = 1000 };
+
+/*
+ * A call of dr_sys, again for as long as signals interrupt it: workers run with the caller's handlers, and those of
+ * Python are without SA_RESTART. Not for close, which is not to be repeated, nor for exchange, which done twice is
+ * undone.
+ */
+#define DR_RETRY(call) \
+    __extension__({ \
+        __typeof__(call) dr_result = (call); \
+        for (unsigned dr_tries = 1; dr_result == -EINTR && dr_tries < DR_MOST_INTERRUPTIONS; dr_tries++) \
+            dr_result = (call); \
+        dr_result; \
+    })
+
+#endif

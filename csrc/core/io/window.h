@@ -1,0 +1,35 @@
+/*
+ * A window over a file, for looking at small things here and there: what lies
+ * near each other is read at once. It belongs to one thread.
+ */
+#ifndef DCPRING_WINDOW_H
+#define DCPRING_WINDOW_H
+
+#include "base/error.h"
+
+#include <stdbool.h>
+
+enum { DR_WINDOW_BYTES = 256 * 1024 };
+
+/* Read with pread as it is needed; or a fixed one, over memory of the caller's. */
+struct dr_window {
+    int fd;
+    bool fixed;
+    const char *path;
+    uint8_t *data;
+    uint64_t start;
+    size_t filled;
+};
+
+int dr_window_init(struct dr_window *window, int fd, const char *path, struct dr_error *error);
+/* Not for fixed ones. */
+void dr_window_destroy(struct dr_window *window);
+
+/*
+ * The bytes at [offset, offset + size), valid until the next look; NULL when they cannot be had: an error, more
+ * than DR_WINDOW_BYTES, outside of a fixed window. `until` is how far reading ahead is useful.
+ */
+const uint8_t *dr_window_look(struct dr_window *window, uint64_t offset, size_t size, uint64_t until,
+                              struct dr_error *error);
+
+#endif

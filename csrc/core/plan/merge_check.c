@@ -1,0 +1,323 @@
+/*
+ * Whether the chunks of every tensor make it up, and who holds each. See merge.h.
+ *
+ * Chunks that tile a tensor exactly are recognised by their measures (box.h);
+ * only where they do not are they compared, to say which are wrong.
+ */
+#include "plan/merge.h"
+
+#include "base/memory.h"
+#include "plan/box.h"
+
+#include <assert.h>
+
+/* ---- holders ---- */
+
+static int twice(const struct dr_merge *merge, uint32_t group, uint32_t rank, struct dr_error *error) {
+    const struct dr_row *row = &merge->groups.rows[group];
+    return dr_error_invalid(error, group, "'%.*s': rank %u plans %s twice",
+                            dr_name_width(&merge->groups.names[row->name]), dr_table_text(&merge->groups, row->name),
+                            rank, row->ndim ? "the same chunk" : "it");
+}
+
+/* A counting sort of the rows by group; rows are in the order of ranks, and stay so. `last` is a rank for each group. */
+static int sort_holders(struct dr_merge *merge, uint32_t *last, struct dr_error *error) {
+    size_t count = merge->groups.count;
+    uint64_t *cursor = merge->holder_start + 1; /* where a group's next holder goes; in the end, where they end */
+    for (size_t i = 0; i < merge->row_count; i++)
+        if (merge->row_group[i] != DR_NO_GROUP)
+            cursor[merge->row_group[i] + 1]++;
+    for (size_t g = 1; g < count; g++)
+        cursor[g] += cursor[g - 1];
+    for (uint32_t rank = 0; rank < merge->added; rank++)
+        for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
+            uint32_t group = merge->row_group[i];
+            if (group == DR_NO_GROUP)
+                continue;
+            if (last[group] == rank + 1)
+                return twice(merge, group, rank, error);
+            last[group] = rank + 1;
+            merge->holders[cursor[group]++] = rank;
+        }
+    return 0;
+}
+
+static int find_holders(struct dr_merge *merge, struct dr_error *error) {
+    size_t count = merge->groups.count;
+    uint32_t *last = dr_calloc(count + 1, sizeof *last);
+    free(merge->holder_start);
+    free(merge->holders);
+    merge->holder_start = dr_calloc(count + 3, sizeof *merge->holder_start);
+    merge->holders = dr_malloc((merge->row_count + 1) * sizeof *merge->holders);
+    int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : dr_error_memory(error);
+    free(last);
+    return rc;
+}
+
+/* ---- the order of groups ---- */
+
+static int compare_offsets(const struct dr_merge *merge, uint32_t a, uint32_t b) {
+    const struct dr_table *t = &merge->groups;
+    const int64_t *x = dr_row_offsets(t, &t->rows[a]), *y = dr_row_offsets(t, &t->rows[b]);
+    for (int d = 0; d < t->rows[a].ndim; d++)
+        if (x[d] != y[d])
+            return x[d] < y[d] ? -1 : 1;
+    return a < b ? -1 : 1;
+}
+
+static int compare_groups(const void *a, const void *b, void *merge) {
+    return compare_offsets(merge, *(const uint32_t *)a, *(const uint32_t *)b);
+}
+
+static void sort_run(const struct dr_merge *merge, uint32_t *run, size_t count) {
+    for (size_t i = 1; i < count; i++)
+        if (compare_offsets(merge, run[i - 1], run[i]) > 0) {
+            qsort_r(run, count, sizeof *run, compare_groups, (void *)merge);
+            return;
+        }
+}
+
+static int sort_groups(struct dr_merge *merge, struct dr_error *error) {
+    size_t count = merge->groups.count, names = merge->groups.name_count;
+    free(merge->order);
+    merge->order = dr_malloc((count + 1) * sizeof *merge->order);
+    uint64_t *start = dr_calloc(names + 2, sizeof *start);
+    if (!merge->order || !start) {
+        free(start);
+        return dr_error_memory(error);
+    }
+    for (size_t g = 0; g < count; g++)
+        start[merge->groups.rows[g].name + 1]++;
+    for (size_t n = 1; n <= names; n++)
+        start[n] += start[n - 1];
+    for (size_t g = 0; g < count; g++)
+        merge->order[start[merge->groups.rows[g].name]++] = (uint32_t)g;
+    for (size_t n = 0; n < names; n++) {
+        uint64_t from = n ? start[n - 1] : 0;
+        sort_run(merge, merge->order + from, start[n] - from);
+    }
+    free(start);
+    return 0;
+}
+
+/* ---- what is wrong ---- */
+
+struct run { /* the groups of one name */
+    const struct dr_merge *merge;
+    const uint32_t *groups;
+    size_t count;
+    struct dr_ticker *ticker;
+};
+
+static void write_box(char *out, size_t room, const struct dr_table *t, const struct dr_row *row) {
+    dr_box_write(out, room, dr_row_offsets(t, row), dr_row_lengths(t, row), row->ndim);
+}
+
+static bool overlap(const struct dr_table *t, const struct dr_row *a, const struct dr_row *b) {
+    for (int d = 0; d < a->ndim; d++) {
+        int64_t lo = dr_row_offsets(t, a)[d], other = dr_row_offsets(t, b)[d];
+        if (lo >= other + dr_row_lengths(t, b)[d] || other >= lo + dr_row_lengths(t, a)[d])
+            return false;
+    }
+    return true;
+}
+
+static int overlapping(const struct run *run, uint32_t a, uint32_t b, struct dr_error *error) {
+    const struct dr_merge *merge = run->merge;
+    const struct dr_table *t = &merge->groups;
+    const struct dr_name *name = &t->names[t->rows[a].name];
+    char first[80], second[80];
+    write_box(first, sizeof first, t, &t->rows[a]);
+    write_box(second, sizeof second, t, &t->rows[b]);
+    return dr_error_invalid(error, a, "'%.*s': chunks overlap, %s of rank %u and %s of rank %u", dr_name_width(name),
+                            dr_table_text(t, t->rows[a].name), first, merge->holders[merge->holder_start[a]], second,
+                            merge->holders[merge->holder_start[b]]);
+}
+
+static int compare_ints(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* The dimension in which most chunks start at a place of their own: sweeping along it compares the fewest. */
+static int sweep_dimension(const struct run *run, int64_t *scratch) {
+    const struct dr_table *t = &run->merge->groups;
+    int best = 0;
+    size_t most = 0;
+    for (int d = 0; d < t->rows[run->groups[0]].ndim; d++) {
+        for (size_t i = 0; i < run->count; i++)
+            scratch[i] = dr_row_offsets(t, &t->rows[run->groups[i]])[d];
+        qsort(scratch, run->count, sizeof *scratch, compare_ints);
+        size_t distinct = 1;
+        for (size_t i = 1; i < run->count; i++)
+            distinct += scratch[i] != scratch[i - 1];
+        if (distinct > most) {
+            most = distinct;
+            best = d;
+        }
+    }
+    return best;
+}
+
+struct sweep {
+    const struct dr_table *table;
+    int dimension;
+};
+
+static int compare_starts(const void *a, const void *b, void *context) {
+    const struct sweep *s = context;
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    int64_t p = dr_row_offsets(s->table, &s->table->rows[x])[s->dimension];
+    int64_t q = dr_row_offsets(s->table, &s->table->rows[y])[s->dimension];
+    return p != q ? (p < q ? -1 : 1) : (x > y) - (x < y);
+}
+
+static bool is_empty(const struct dr_table *t, const struct dr_row *row) {
+    return dr_box_is_empty(dr_row_lengths(t, row), row->ndim);
+}
+
+static int sweep(const struct run *run, int dimension, struct dr_error *error) {
+    const struct dr_table *t = &run->merge->groups;
+    for (size_t i = 0; i < run->count; i++) {
+        const struct dr_row *a = &t->rows[run->groups[i]];
+        int64_t end = dr_row_offsets(t, a)[dimension] + dr_row_lengths(t, a)[dimension];
+        for (size_t j = i + 1; j < run->count && !is_empty(t, a); j++) {
+            const struct dr_row *b = &t->rows[run->groups[j]];
+            if (dr_row_offsets(t, b)[dimension] >= end)
+                break;
+            if (!is_empty(t, b) && overlap(t, a, b))
+                return overlapping(run, run->groups[i], run->groups[j], error);
+            int rc = dr_ticker_turn(run->ticker, j, error);
+            if (rc)
+                return rc;
+        }
+    }
+    return 0;
+}
+
+static int find_overlap(const struct run *run, struct dr_error *error) {
+    const struct dr_table *t = &run->merge->groups;
+    if (t->rows[run->groups[0]].ndim == 0)
+        return 0;
+    int64_t *scratch = dr_malloc(run->count * sizeof *scratch);
+    uint32_t *sorted = dr_malloc(run->count * sizeof *sorted);
+    int rc = 0;
+    if (!scratch || !sorted) {
+        rc = dr_error_memory(error);
+    } else {
+        struct sweep along = {t, sweep_dimension(run, scratch)};
+        memcpy(sorted, run->groups, run->count * sizeof *sorted);
+        qsort_r(sorted, run->count, sizeof *sorted, compare_starts, &along);
+        rc = sweep(&(struct run){run->merge, sorted, run->count, run->ticker}, along.dimension, error);
+    }
+    free(scratch);
+    free(sorted);
+    return rc;
+}
+
+static int missing(const struct run *run, struct dr_error *error) {
+    const struct dr_table *t = &run->merge->groups;
+    const struct dr_row *first = &t->rows[run->groups[0]];
+    double held = 0;
+    for (size_t i = 0; i < run->count; i++)
+        held += dr_box_volume(dr_row_lengths(t, &t->rows[run->groups[i]]), first->ndim);
+    const struct dr_name *name = &t->names[first->name];
+    return dr_error_invalid(error, run->groups[0],
+                            "'%.*s': its chunks hold %.0f of %.0f elements; some rank's part is missing from the plans "
+                            "(is every rank that holds a part in the process group of this save?)",
+                            dr_name_width(name), dr_table_text(t, first->name), held,
+                            dr_box_volume(dr_row_size(t, first), first->ndim));
+}
+
+static int check_bounds(const struct run *run, uint32_t group, struct dr_error *error) {
+    const struct dr_table *t = &run->merge->groups;
+    const struct dr_row *row = &t->rows[group];
+    for (int d = 0; d < row->ndim; d++)
+        if (dr_row_offsets(t, row)[d] + dr_row_lengths(t, row)[d] > dr_row_size(t, row)[d]) {
+            char box[120];
+            write_box(box, sizeof box, t, row);
+            return dr_error_invalid(error, group, "'%.*s': chunk %s of rank %u lies outside of the tensor",
+                                    dr_name_width(&t->names[row->name]), dr_table_text(t, row->name), box,
+                                    run->merge->holders[run->merge->holder_start[group]]);
+        }
+    return 0;
+}
+
+static int check_run(const struct run *run, bool complete, struct dr_error *error) {
+    const struct dr_table *t = &run->merge->groups;
+    const struct dr_row *first = &t->rows[run->groups[0]];
+    if (!dr_row_is_tensor(first))
+        return 0;
+    uint64_t sum = 0, whole = dr_box_measure(NULL, dr_row_size(t, first), first->ndim);
+    for (size_t i = 0; i < run->count; i++) {
+        int rc = check_bounds(run, run->groups[i], error);
+        if (rc)
+            return rc;
+        const struct dr_row *row = &t->rows[run->groups[i]];
+        uint64_t measure = dr_box_measure(dr_row_offsets(t, row), dr_row_lengths(t, row), row->ndim);
+        sum = dr_box_add_measures(sum, measure);
+    }
+    if (sum == whole || (run->count == 1 && !complete))
+        return 0;
+    int rc = find_overlap(run, error);
+    return rc || !complete ? rc : missing(run, error);
+}
+
+static int check_runs(const struct dr_merge *merge, bool complete, struct dr_ticker *ticker, struct dr_error *error) {
+    int rc = 0;
+    for (size_t i = 0, end, turn = 0; rc == 0 && i < merge->groups.count; i = end) {
+        uint32_t name = merge->groups.rows[merge->order[i]].name;
+        for (end = i + 1; end < merge->groups.count && merge->groups.rows[merge->order[end]].name == name; end++)
+            ;
+        rc = check_run(&(struct run){merge, merge->order + i, end - i, ticker}, complete, error);
+        if (rc == 0)
+            rc = dr_ticker_turn(ticker, turn++, error);
+    }
+    return rc;
+}
+
+int dr_merge_check(struct dr_merge *merge, bool complete, const struct dr_control *control, struct dr_error *error) {
+    if (merge->phase == DR_MERGE_BROKEN)
+        return dr_error_invalid(error, DR_NO_ITEM, "a plan was bad");
+    assert(merge->phase == DR_MERGE_ADDING && merge->added == merge->world);
+    struct dr_ticker ticker = {.control = control};
+    int rc = find_holders(merge, error);
+    if (!rc)
+        rc = sort_groups(merge, error);
+    if (!rc)
+        rc = check_runs(merge, complete, &ticker, error);
+    if (!rc)
+        dr_merge_enter(merge, DR_MERGE_CHECKED);
+    return rc;
+}
+
+/* ---- fingerprints ---- */
+
+uint32_t dr_merge_print(const struct dr_merge *merge, uint32_t group, uint32_t rank) {
+    for (uint64_t i = merge->rank_rows[rank]; merge->row_print && i < merge->rank_rows[rank + 1]; i++)
+        if (merge->row_group[i] == group)
+            return merge->row_print[i];
+    return 0;
+}
+
+int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_error *error) {
+    assert(merge->phase == DR_MERGE_CHECKED || merge->phase == DR_MERGE_ASSIGNED);
+    uint32_t *prints = dr_calloc(merge->groups.count + 1, sizeof *prints);
+    *out = dr_calloc(merge->groups.count + 1, 1);
+    if (!prints || !*out) {
+        free(prints);
+        free(*out);
+        *out = NULL;
+        return dr_error_memory(error);
+    }
+    for (size_t i = 0; merge->row_print && i < merge->row_count; i++) {
+        uint32_t group = merge->row_group[i], print = merge->row_print[i];
+        if (group == DR_NO_GROUP || !print)
+            continue;
+        if (!prints[group])
+            prints[group] = print;
+        (*out)[group] |= prints[group] != print;
+    }
+    free(prints);
+    return 0;
+}

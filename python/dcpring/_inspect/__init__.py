@@ -1,1 +1,0 @@
-"""Checkpoints seen from outside: what is in them, whether it is whole, how two differ. ``contents`` is under it all."""

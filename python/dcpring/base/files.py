@@ -1,0 +1,51 @@
+"""Small files: a FIFO in the place of one that is read is refused, not waited for; one is replaced at once or not."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from dcpring import _C
+from dcpring.errors import CorruptCheckpointError
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Opens a file to read it.
+
+    Raises:
+        CorruptCheckpointError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError("not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file. Raises as ``open_regular``."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def new_tag() -> str:
+    """What tells a file from all others that were ever written under its name."""
+    return secrets.token_hex(8)
+
+
+def unfinished_name(name: str) -> str:
+    """Where a file is written before it is renamed."""
+    return f"{name}.{new_tag()}.tmp"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file beside, hidden, and renames it: whoever looks sees the old one or the new one. It is not synced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _C.commit(str(path.absolute().parent), f".{unfinished_name(path.name)}", path.name, data, False)

@@ -1,0 +1,34 @@
+"""Which tensors are the same memory, and whether memory holds their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are not the values: a conjugate or negative view."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+
+
+def memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same values in the same memory, as tied ones are."""
+    look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return tensor.data_ptr(), *look, tensor.is_neg(), tensor.is_complex() and tensor.is_conj()
+
+
+def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
+    """Of tensors that are the same memory as an earlier one, which; cheap where there are none."""
+    pointers = [tensor.data_ptr() for tensor in tensors.values()]
+    if len(set(pointers)) == len(pointers):
+        return {}
+    first: dict[tuple[Any, ...], int] = {}
+    same: dict[int, int] = {}
+    for pointer, (index, tensor) in zip(pointers, tensors.items(), strict=True):
+        if not pointer or tensor.numel() == 0:  # some devices have no pointers
+            continue
+        if (earlier := first.setdefault(memory_key(tensor), index)) != index:
+            same[index] = earlier
+    return same

@@ -1,0 +1,1 @@
+"""What a checkpoint's files say: the metadata and its tables, pickles, zips."""

@@ -1,0 +1,241 @@
+"""Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it.
+
+Behind the pickle's STOP, where every unpickler stops reading, come the index (the same in compact form, for fast
+reading; not always there) and the trailer: a JSON object, its length and a CRC-32 of all before (two little-endian
+uint32), and eight bytes of magic. Files without one were written by stock DCP.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+from dcpring.base.collector import as_old, collection_paused
+from dcpring.base.files import read_regular
+from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.unpickler import RefusedError, Safe, unpickle
+from dcpring.torchside import dcp
+from dcpring.torchside.dcp import StorageInfo, StoredProperties, attributes_of
+
+METADATA_NAME = ".metadata"
+_MAGIC = b"dcpring\x01"
+_FOOTER = struct.Struct("<II8s")
+MAX_WORLD_SIZE = 1 << 20
+
+TENSOR, BYTES, OPAQUE = 0, 1, 2
+"""Kinds of stored record: a plain tensor whose payload can be read in parts, bytes to be read whole, or something that
+the metadata does not describe (it has no ``ring`` then)."""
+
+
+class RingInfo(NamedTuple):
+    """Where a record's payload lies: the ``ring`` attribute (as a plain tuple) of its ``StorageInfo``.
+
+    Stock DCP ignores it.
+
+    ``crcs`` holds a little-endian CRC-32 for every 1 MiB grid block of the file that the payload touches.
+    """
+
+    version: int
+    kind: int
+    payload_offset: int
+    payload_bytes: int
+    crcs: bytes | None
+
+
+RING_VERSION = 1
+
+
+def ring_info(info: StorageInfo, key: str) -> RingInfo | None:
+    """The checked ``ring`` attribute of a record, None when it has none (stock wrote it)."""
+    packed = attributes_of(info).get("ring")
+    if packed is None:
+        return None
+    try:
+        ring = RingInfo(*packed)
+        good = (
+            ring.version == RING_VERSION
+            and ring.kind in (TENSOR, BYTES)
+            and type(ring.payload_offset) is type(ring.payload_bytes) is int
+            and 0 <= info.offset <= ring.payload_offset
+            and ring.payload_bytes >= 0
+            and ring.payload_offset + ring.payload_bytes <= info.offset + info.length < 1 << 63
+            and (ring.crcs is None or type(ring.crcs) is bytes)
+        )
+    except TypeError:
+        good = False
+    if not good:
+        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", str(info.relative_path))
+    return ring
+
+
+@dataclass
+class Trailer:
+    """What dcpring notes behind the pickle.
+
+    Attributes:
+        files: the data files that this metadata refers to.
+        save_id: DCP's id of the save.
+        group_id: with ``use_collectives=False``, what all ranks call this save, "" when they could not agree.
+        world_size: with ``use_collectives=False``, the number of ranks that saved; else 0.
+        superseded_id: with ``use_collectives=False``, the ``metadata_id`` of the global metadata found then, or "".
+        version: of DCP's format, as in the pickle.
+        index_bytes: of the index between pickle and trailer.
+    """
+
+    files: list[str] = field(default_factory=list)
+    save_id: str = ""
+    group_id: str = ""
+    world_size: int = 0
+    superseded_id: str = ""
+    version: str = ""
+    index_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        strings = [self.save_id, self.group_id, self.superseded_id, self.version, *self.files]
+        if not isinstance(self.files, list) or not all(isinstance(text, str) for text in strings):
+            raise TypeError("a field of the trailer has the wrong type")
+        if not isinstance(self.world_size, int) or not 0 <= self.world_size < MAX_WORLD_SIZE:
+            raise ValueError(f"a world size of {self.world_size}")
+        if not isinstance(self.index_bytes, int) or self.index_bytes < 0:
+            raise ValueError(f"an index of {self.index_bytes} bytes")
+
+
+def pickle_metadata(metadata: Metadata) -> bytes:
+    with collection_paused():
+        return dcp.pickled(metadata)
+
+
+def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"") -> bytes:
+    """A metadata file's bytes: the pickle, the index (see docs/format.md), and the trailer."""
+    trailer.index_bytes = len(index)
+    note = json.dumps(asdict(trailer), separators=(",", ":")).encode()
+    crc = zlib.crc32(note, zlib.crc32(index, zlib.crc32(pickled)))
+    return b"".join((pickled, index, note, _FOOTER.pack(len(note), crc, _MAGIC)))
+
+
+class Parts(NamedTuple):
+    """A metadata file, taken apart. Stock's files have only the pickle."""
+
+    pickled: memoryview
+    tables: memoryview
+    trailer: Trailer | None
+
+
+def split_metadata(data: bytes, path: Path) -> Parts:
+    """Takes a metadata file's bytes apart; the trailer's CRC is checked."""
+    view = memoryview(data)
+    if len(data) < _FOOTER.size or not data.endswith(_MAGIC):
+        return Parts(view, view[:0], None)
+    note_bytes, crc, _ = _FOOTER.unpack(view[-_FOOTER.size :])
+    body = view[: -_FOOTER.size]
+    if note_bytes > len(body) or zlib.crc32(body) != crc:
+        raise CorruptCheckpointError("the checkpoint's metadata is damaged (its CRC-32 does not match)", str(path))
+    end = len(body) - note_bytes
+    try:
+        note = json.loads(bytes(body[end:]))
+        trailer = Trailer(**{name: note[name] for name in Trailer.__dataclass_fields__ if name in note})
+        if trailer.index_bytes > end:
+            raise ValueError("an index longer than the file")
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
+    start = end - trailer.index_bytes
+    return Parts(body[:start], body[start:end], trailer)
+
+
+# ---- the pickle ----
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return StoredProperties if found is TensorProperties else found
+
+
+def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
+    """Whatever was pickled, if it is data."""
+    try:
+        return unpickle(data, Safe(safe_globals))
+    except RefusedError as error:
+        raise UntrustedCheckpointError(
+            f"{path} holds more than a checkpoint's metadata has need of, and loading it could run code: {error}. If "
+            f"you trust the checkpoint, pass RingReader(..., trusted=True), or safe_globals=[{error.name}]."
+        ) from None
+
+
+def unpickle_metadata(
+    pickled: memoryview, path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+) -> Metadata:
+    """Reads a metadata file's pickle without running code from it.
+
+    Args:
+        path: the ``.metadata`` file, for errors.
+        trusted: unpickle whatever is there.
+        safe_globals: classes and functions that the pickle may name besides DCP's own.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, truncated or no metadata.
+        UntrustedCheckpointError: it names what is not allowed.
+    """
+    try:
+        metadata = as_old(lambda: _unpickled(pickled, path, trusted, safe_globals))
+    except (UntrustedCheckpointError, CorruptCheckpointError):
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint's metadata is damaged or incomplete ({type(error).__name__}: {error})", str(path)
+        ) from error
+    return metadata
+
+
+def _unpickled(pickled: memoryview, path: Path, trusted: bool, safe_globals: Iterable[Any]) -> Metadata:
+    trusting = _TrustingUnpickler(io.BytesIO(pickled))
+    metadata = trusting.load() if trusted else unpickle_safely(pickled, path, safe_globals)
+    if not isinstance(metadata, Metadata):
+        raise CorruptCheckpointError(f"the file holds a {type(metadata).__name__}, not DCP metadata", str(path))
+    dcp.restore_strides(metadata)
+    return metadata
+
+
+def load_metadata(
+    path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+) -> tuple[Metadata, Trailer | None]:
+    """A metadata file as ``unpickle_metadata`` reads it, and its trailer. OSError where it cannot be read."""
+    parts = split_metadata(read_regular(path), path)
+    return unpickle_metadata(parts.pickled, path, trusted=trusted, safe_globals=safe_globals), parts.trailer
+
+
+def read_trailer(path: Path) -> Trailer | None:
+    """The trailer alone; None for a stock file."""
+    return split_metadata(read_regular(path), path).trailer
+
+
+def metadata_id(path: Path) -> str:
+    """Tells metadata files from each other; "" where there is none."""
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        return ""
+    return id_of(data)
+
+
+def id_of(data: bytes) -> str:
+    """The ``metadata_id`` of a file that holds these bytes."""
+    return f"{zlib.crc32(data):08x}-{len(data)}"
+
+
+def referenced_files(path: Path) -> set[str]:
+    """The data files that a metadata file refers to."""
+    trailer = read_trailer(path)
+    if trailer is not None:
+        return set(trailer.files)
+    metadata, _ = load_metadata(path)
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}

@@ -1,0 +1,278 @@
+"""Between accelerators and host memory: two reusable pinned buffers, copies overlapped with file I/O.
+
+``Downloader`` is for saves: whoever iterates works on a piece in one buffer while the next piece is being copied into
+the other. ``Uploader`` is for loads: one buffer is read into while the other is being copied from. Both run in the
+thread that uses them, and leave no copy under way when they are done, whether or not they succeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from dcpring.base.memory import is_lazy_view
+from dcpring.base.windows import split_box
+from dcpring.torchside import accelerators
+from dcpring.torchside.accelerators import is_accelerator
+from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
+
+logger = logging.getLogger("dcpring")
+
+DEFAULT_PIECE_BYTES = 8 << 20
+"""Of each of a Downloader's two buffers, where the save does not say."""
+
+_ALIGNMENT = 64
+"""Copies in a buffer start where any dtype may."""
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    return is_accelerator(tensor.device)
+
+
+def padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def pinned_memory(size: int) -> Tensor:
+    """Bytes of host memory: pinned, or ordinary with a warning where there is no pinned memory to be had."""
+    try:
+        return accelerators.active.pinned(size)
+    except RuntimeError as error:
+        logger.warning(
+            "%d MiB of pinned host memory cannot be had (%s): copies go through ordinary memory, which takes longer; "
+            "see how much the machine has left, and how much the container may use",
+            *(-(-size >> 20), str(error).partition("\n")[0]),
+        )
+        return ordinary_memory(size)
+
+
+def ordinary_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+@dataclass
+class _Side:
+    """One of two buffers, and the copies that are under way into it or from it.
+
+    Attributes:
+        memory: its bytes.
+        as_dtype: the same as elements.
+        used: how many of the bytes.
+        events: behind the copies.
+    """
+
+    memory: Tensor
+    as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    used: int = 0
+    events: list[torch.Event] = field(default_factory=list)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count, start = math.prod(shape), self.used
+        self.used += padded(count * dtype.itemsize)
+        if dtype not in self.as_dtype:
+            self.as_dtype[dtype] = self.memory.view(dtype)
+        flat = self.as_dtype[dtype].narrow(0, start // dtype.itemsize, count)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+    def wait(self) -> None:
+        """Until nothing is under way; then the buffer is empty."""
+        for event in self.events:
+            event.synchronize()
+        self.events, self.used = [], 0
+
+
+# ---- from accelerators ----
+
+
+@dataclass
+class Piece:
+    """Host copies of some tensors, valid until the next piece is asked for.
+
+    Either whole tensors (``part_offset`` 0 and shapes as on the device), or one contiguous part of one tensor.
+
+    Attributes:
+        indices: which tensors.
+        tensors: their copies; a part is one-dimensional.
+        part_offset: bytes of the tensor before the part.
+        whole: False for a part.
+    """
+
+    indices: list[int]
+    tensors: list[Tensor]
+    part_offset: int = 0
+    whole: bool = True
+
+
+class Downloader:
+    """Copies tensors of accelerators to the host, piece by piece, over all the tensors and devices of a save.
+
+    The tensors are as they are when the work is done that this thread has given to the current stream of their device
+    before it calls ``pieces``. Who writes to them on another stream makes the current one wait for that, as before any
+    other use. Copies run on a stream of their own. Beside the two buffers on the host they take as much on the device,
+    for tensors that are not contiguous.
+
+    Args:
+        piece_bytes: of each buffer; rounded down to a power of two, as torch would round it up.
+    """
+
+    def __init__(self, piece_bytes: int = DEFAULT_PIECE_BYTES) -> None:
+        self._piece_bytes = 1 << (max(piece_bytes, _ALIGNMENT).bit_length() - 1)
+        self._sides: list[_Side] = []
+
+    def pieces(self, tensors: list[Tensor]) -> Generator[Piece, None, None]:
+        """The tensors, all of one device, in order. Close it where not all pieces are asked for."""
+        if not tensors:
+            return
+        if not self._sides:
+            self._sides = [_Side(pinned_memory(self._piece_bytes)) for _ in range(2)]
+        device = tensors[0].device
+        stream = accelerators.active.stream(device)
+        stream.wait_stream(accelerators.active.current_stream(device))
+        pending: tuple[_Side, Piece] | None = None
+        try:
+            for turn, (piece, sources) in enumerate(self._cut(tensors)):
+                side = self._sides[turn % 2]
+                self._start(stream, side, piece, sources)
+                if pending is not None:
+                    yield self._arrived(*pending)
+                pending = (side, piece)
+            if pending is not None:
+                yield self._arrived(*pending)
+        finally:
+            stream.synchronize()  # after an error copies are under way that have no event
+            for side in self._sides:
+                side.wait()
+
+    def _cut(self, tensors: list[Tensor]) -> Iterator[tuple[Piece, list[Tensor]]]:
+        """Pieces with their device sources; small tensors share a piece, large ones come in parts."""
+        piece, sources, used = Piece([], []), list[Tensor](), 0
+        for index, tensor in enumerate(tensors):
+            size = padded(tensor.nbytes)
+            if piece.indices and used + size > self._piece_bytes:
+                yield piece, sources
+                piece, sources, used = Piece([], []), [], 0
+            if tensor.nbytes > self._piece_bytes:
+                yield from self._cut_large(index, tensor)
+                continue
+            piece.indices.append(index)
+            sources.append(tensor)
+            used += size
+        if piece.indices:
+            yield piece, sources
+
+    def _cut_large(self, index: int, tensor: Tensor) -> Iterator[tuple[Piece, list[Tensor]]]:
+        start = 0
+        for part in parts_of(tensor, self._piece_bytes):
+            yield Piece([index], [], start, whole=False), [part]
+            start += part.nbytes
+
+    def _start(self, stream: torch.Stream, side: _Side, piece: Piece, sources: list[Tensor]) -> None:
+        side.wait()
+        event = accelerators.active.event(sources[0].device)
+        with stream:
+            for source in sources:
+                host = side.take(tuple(source.shape), source.dtype)
+                copy_to_host(source, host)
+                piece.tensors.append(host if piece.whole else host.view(-1))
+        event.record(stream)
+        side.events.append(event)
+
+    @staticmethod
+    def _arrived(side: _Side, piece: Piece) -> Piece:
+        for event in side.events:
+            event.synchronize()
+        return piece
+
+
+def parts_of(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views of a tensor that follow each other in row-major order, of at most ``limit`` bytes (or one element)."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(max(limit // tensor.element_size(), 1))
+        return
+    for offsets, lengths in split_box(tuple(tensor.shape), limit // tensor.element_size()):
+        yield narrowed(tensor, offsets, lengths)
+
+
+def copy_to_host(source: Tensor, host: Tensor) -> None:
+    """Starts a copy on the source's current stream; the source must live until it is done.
+
+    Conjugate and negative views become what they stand for on the device: torch would copy the bytes behind them, and
+    change them on the host without waiting for their arrival. What is made for that, and for tensors that are not
+    contiguous, is of the same stream, whose later work alone can get that memory.
+    """
+    host.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+
+
+# ---- to accelerators ----
+
+
+class Uploader:
+    """Host memory that tensors are read into, window after window, and copied from to where they belong.
+
+        with Uploader(targets, ...) as uploader:
+            for window in ...:  # of at most uploader.window_bytes, each tensor padded()
+                hosts = uploader.take([(shape, dtype), ...])
+                ...  # read
+                uploader.send(zip(parts of the targets, hosts))
+
+    Copies to an accelerator go on its current stream, so what this thread does there next sees what was loaded; when
+    the ``with`` is left they are done.
+
+    Args:
+        targets: all that will be copied to.
+        needed_bytes: of all of them, each padded.
+        most_bytes: of host memory, at most.
+
+    Attributes:
+        window_bytes: what can be taken at once.
+    """
+
+    def __init__(self, targets: Iterable[Tensor], needed_bytes: int, most_bytes: int) -> None:
+        self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
+        self._sides: list[_Side] = []
+        self._most_sides = 2 if self._devices else 1
+        most = max(most_bytes // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+        self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
+
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for device in self._devices:
+            accelerators.active.current_stream(device).synchronize()
+
+    def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Host tensors of these shapes and dtypes, valid until the next are asked for."""
+        if len(self._sides) < self._most_sides:
+            memory = pinned_memory if self._devices else ordinary_memory
+            self._sides.append(_Side(memory(self.window_bytes)))
+        else:
+            self._sides.append(self._sides.pop(0))
+        self._sides[-1].wait()
+        return [self._sides[-1].take(shape, dtype) for shape, dtype in wanted]
+
+    def send(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies from what was taken last, (target, host) by pairs."""
+        for target, host in pairs:
+            target.copy_(host, non_blocking=bool(self._devices) and _can_wait(target, host))
+        for device in self._devices:
+            event = accelerators.active.event(device)
+            event.record(accelerators.active.current_stream(device))
+            self._sides[-1].events.append(event)
+
+
+def _can_wait(target: Tensor, host: Tensor) -> bool:
+    """Whether the copy may be done later: one of bytes. Others are made on the host, as they are for the CPU."""
+    return (
+        on_accelerator(target)
+        and type(target) in PLAIN_TYPES
+        and target.layout == torch.strided
+        and target.dtype == host.dtype
+        and not is_lazy_view(target)
+    )

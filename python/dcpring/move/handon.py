@@ -1,0 +1,391 @@
+"""Loading once and handing on: what several ranks need is read by one of them.
+
+1. With its load plan every rank sends what it will read, as a table of units: each stands for a piece (``pieces``).
+2. The coordinator merges the tables as it merges save plans, and gives each unit that several ranks need a reader.
+3. The ranks meet: they hand on only if all of them have come to do so.
+4. In rounds of bounded size every rank reads its units, into memory that the ranks of its host share, and tells all how
+   that went. Then it takes what it needs from that memory, or, between hosts, through the process group.
+
+The page cache would hand on as well, but a cold read through it takes two to four times as long as a direct one, more
+than handing on saves. Where the disk is fast, so does handing on itself: a copy through shared memory costs more CPU
+than a direct read with its checksum. So "auto" hands on where reads cross a network, and what ranks would else read in
+full for some columns of it.
+
+A rank may fail before it comes, anywhere in DCP, in a planner's or a storage's own code, and then goes to DCP's next
+collective. So ranks meet through the store of the process group, and never wait for a rank there for more than some
+seconds: if not all have come, each reads for itself, and DCP tells of the failure. Once all have come, what a rank
+raises is its next word to all (``resume.ranks.Joint``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpring import _C
+from dcpring.base import groups, shared_memory
+from dcpring.errors import CheckpointError
+from dcpring.options import IOStats
+from dcpring.plan.pieces import Piece, common_bytes
+from dcpring.plan.strategy import BALANCED
+from dcpring.plan.table import TENSOR_ROW
+from dcpring.resume.ranks import GroupChannel, Joint
+from dcpring.torchside.groups import device_of
+from dcpring.watch.phases import Phases
+
+logger = logging.getLogger("dcpring")
+
+Share = Literal["auto", "host", "all", "off"]
+
+ROUND_BYTES = 64 << 20
+"""How many bytes are read before they are handed on. Twice that, and two pieces, are shared."""
+
+MEET_SECONDS = 10.0
+"""How long ranks wait for all to come. One that comes later costs only the sharing."""
+
+_ALIGNMENT = 16
+"""Of units in shared memory: that of any element."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rank will read.
+
+    Attributes:
+        place: the rank in the process group that hands on.
+        size: of that group.
+        host: the same string on all ranks of a machine.
+        share: "host" or "all".
+        units: an encoded table: a row for each piece that can be shared.
+    """
+
+    place: int
+    size: int
+    host: str
+    share: Share
+    units: bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit that several ranks need, as one of them sees it.
+
+    Attributes:
+        row: in this rank's units.
+        round: in which it is read.
+        offset: in the shared memory of a round; units of a round are sent in this order.
+        size: bytes that it has there.
+        reader: the rank that reads it from the disk.
+        near: ranks of the reader's host that take it from shared memory, but for the reader.
+        away: ranks on other hosts that it is sent to.
+    """
+
+    row: int
+    round: int
+    offset: int
+    size: int
+    reader: int
+    near: tuple[int, ...]
+    away: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the coordinator answers: the rounds that all ranks go through, and this rank's part.
+
+    Attributes:
+        rounds: 0: nothing is handed on.
+        leader: the rank of this host that makes the shared memory.
+        room: bytes of shared memory for one round.
+        token: names this load's meeting.
+    """
+
+    rounds: int = 0
+    leader: int = 0
+    room: int = 0
+    units: list[Unit] = field(default_factory=list)
+    token: str = ""
+
+
+def units_table(names: list[str], sizes: list[int]) -> bytes:
+    """The encoded table of units: each is a row of bytes, rounded up to the alignment."""
+    encoding = b"torch.uint8\0torch.strided\0\0\0\0"
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    rows: list[Any] = [(TENSOR_ROW, (size,), (0,), (size,), encoding, len(b"torch.uint8"), 1, 0) for size in aligned]
+    return _C.make_table(names, None, rows, bytes(len(names)), _never).encode()
+
+
+def _never(_: Tensor) -> Any:
+    raise AssertionError("there are no tensors among the units")
+
+
+# ---- the coordinator ----
+
+
+def are_those_of(needs: Sequence[Needs]) -> bool:
+    """Whether the group that every planner was given is that of the load."""
+    return [need.place for need in needs] == list(range(len(needs))) and {need.size for need in needs} == {len(needs)}
+
+
+def refuse_group(needs: Sequence[Needs]) -> None:
+    raise CheckpointError(
+        f"the process_group given to RingLoadPlanner has {needs[0].size} ranks, and is not that of the load, which "
+        f"has {len(needs)}; give both the same"
+    )
+
+
+def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
+    """Gives each unit that several ranks need a reader, evenly by bytes; on each host, or in all."""
+    hosts = [need.host for need in needs]
+    together = [list(range(len(needs)))]
+    if needs[0].share == "host":
+        together = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    units: dict[int, list[Unit]] = {}
+    for ranks in together:
+        units |= _share_among(ranks, needs, hosts)
+    rounds = max((unit.round + 1 for part in units.values() for unit in part), default=0)
+    rooms = {host: _room(units[rank] for rank, other in enumerate(hosts) if other == host) for host in set(hosts)}
+    token = secrets.token_hex(8)
+    return [Sharing(rounds, hosts.index(host), rooms[host], units[rank], token) for rank, host in enumerate(hosts)]
+
+
+def _room(parts: Iterable[list[Unit]]) -> int:
+    return max((unit.offset + unit.size for part in parts for unit in part if unit.near), default=0)
+
+
+def _share_among(ranks: list[int], needs: Sequence[Needs], hosts: list[str]) -> dict[int, list[Unit]]:
+    merge = _C.Merge(len(ranks))
+    for rank in ranks:
+        merge.add(needs[rank].units, b"")
+    merge.check(False)
+    merge.assign(BALANCED, 0, bytes(4 * len(ranks)), 1)
+    shared = merge.shared()
+    readers = _readers({before: (size, holders) for rows in shared for _, _, holders, before, size in rows})
+    result: dict[int, list[Unit]] = {}
+    for rank, rows in zip(ranks, shared, strict=True):
+        units = []
+        for row, _, holders, before, size in rows:
+            reader = ranks[readers[before]]
+            others = [ranks[holder] for holder in holders if ranks[holder] != reader]
+            near = tuple(other for other in others if hosts[other] == hosts[reader])
+            away = tuple(other for other in others if hosts[other] != hosts[reader])
+            units.append(Unit(row, before // ROUND_BYTES, before % ROUND_BYTES, size, reader, near, away))
+        result[rank] = sorted(units, key=lambda unit: (unit.round, unit.offset))
+    return result
+
+
+def _readers(units: dict[int, tuple[int, tuple[int, ...]]]) -> dict[int, int]:
+    """Who reads each unit: ranks take turns in every round, each with units that follow each other in the files.
+
+    Small units that lie between those of another rank would be read by both, as the core reads over small gaps.
+
+    Args:
+        units: size and holders, by the bytes that are shared before.
+    """
+    readers: dict[int, int] = {}
+    total: dict[int, int] = {}
+    turn: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    of_holders: dict[tuple[int, tuple[int, ...]], int] = {}
+    for before, (size, holders) in units.items():
+        key = before // ROUND_BYTES, holders
+        of_holders[key] = of_holders.get(key, 0) + size
+    for before in sorted(units):
+        size, holders = units[before]
+        key = before // ROUND_BYTES, holders
+        reader, read = turn.get(key, (-1, 0))
+        if reader < 0 or (2 * read + size) * len(holders) > 2 * of_holders[key]:
+            reader, read = min(holders, key=lambda holder: total.get(holder, 0)), 0
+        readers[before] = reader
+        turn[key] = reader, read + size
+        total[reader] = total.get(reader, 0) + size
+    return readers
+
+
+# ---- every rank ----
+
+Read = Callable[[set[int]], None]
+"""Reads the overlaps at these positions into their tensors."""
+
+ReadPieces = Callable[[list[tuple[Piece, Tensor]], set[int]], None]
+"""Reads pieces into memory; told which overlaps have been filled before, for its errors."""
+
+Take = Callable[[list[tuple[int, Piece, Tensor]]], list[int]]
+"""Fills overlaps with what they have of pieces, which are in memory; the bytes of each."""
+
+
+class Exchange:
+    """One rank's part of handing on. Either ``run`` or ``fail`` should be called: the others wait, but not for long.
+
+    Args:
+        sharing: the coordinator's answer.
+        pieces: what each row of the units stands for.
+        group: the process group.
+    """
+
+    def __init__(self, sharing: Sharing, pieces: list[Piece], group: dist.ProcessGroup) -> None:
+        self._sharing = sharing
+        self._pieces = pieces
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._meeting = groups.Meeting(f"dcpring/hand-on/{sharing.token}", dist.get_world_size(group))
+        self._joint = Joint(GroupChannel(group), "hand on")
+        self._is_over = False
+
+    def surplus_bytes(self, place: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+        """What this rank reads for others alone.
+
+        Args:
+            place: offsets and lengths of an overlap in its record.
+        """
+        own = [self._pieces[unit.row] for unit in self._sharing.units if unit.reader == self._rank]
+        used = sum(common_bytes(piece, *place(position)) for piece in own for position in piece.overlaps)
+        return sum(piece.size_bytes for piece in own) - used
+
+    def fail(self, error: BaseException) -> None:
+        """What this rank has raised. If all have come to hand on, they are told; else they need not know."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._meeting.settle(False):
+            self._joint.tell(error)
+        self._meeting.leave()
+
+    def run(
+        self,
+        positions: set[int],
+        read: Read,
+        read_pieces: ReadPieces,
+        take: Take,
+        stats: IOStats,
+        phases: Phases,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Reads the overlaps at all positions: what is shared in rounds, then the rest.
+
+        Args:
+            stats: counts what is sent and received.
+            phases: of the load.
+            advance: is told of bytes that were received.
+        """
+        self._read_pieces, self._take, self._stats = read_pieces, take, stats
+        self._phases, self._advance = phases, advance
+        done: set[int] = set()
+        with phases.span("wait for all", "wait"):
+            all_came = self._meeting.wait(MEET_SECONDS)
+        if all_came:
+            with self._joint.doing("a rank has failed that hands on what it reads"):
+                done = self._hand_on()
+        else:
+            logger.warning("every rank reads for itself, as not all have come to hand on within %.0f s", MEET_SECONDS)
+        self._is_over = True
+        self._meeting.leave()
+        read(positions - done)
+
+    def _hand_on(self) -> set[int]:
+        """Goes through all rounds; the overlaps that have been filled."""
+        memory = self._shared_memory()
+        units = self._sharing.units
+        self._filled: set[int] = set()
+        self._received: dict[int, int] = {}
+        for number in range(self._sharing.rounds if memory else 0):
+            with self._phases.span(f"hand-on round {number + 1}"):
+                now = [unit for unit in units if unit.round == number]
+                self._data = {unit.row: self._place_of(unit, memory[number % 2]) for unit in now}
+                self._read_own(now)
+                operations = self._operations(now)
+                self._settle(f"round {number + 1}")
+                for work in dist.batch_isend_irecv(operations) if operations else []:
+                    work.wait()
+                self._fill(now)
+        with self._phases.span("wait for all", "wait"):  # the memory is used until then
+            received = self._joint.gather("received", self._received, is_last=True)
+        self._stats.sent_bytes += sum(each.get(self._rank, 0) for each in received)
+        own = {unit.row for unit in units}
+        return self._filled.difference(*(piece.overlaps for row, piece in enumerate(self._pieces) if row not in own))
+
+    def _settle(self, label: str) -> None:
+        with self._phases.span("wait for all", "wait"):
+            self._joint.settle(label)
+
+    def _place_of(self, unit: Unit, room: Tensor) -> Tensor:
+        """Memory for a unit: shared on the reader's host, if others there take it."""
+        size = self._pieces[unit.row].size_bytes
+        if unit.near and self._rank not in unit.away:
+            return room[unit.offset : unit.offset + size]
+        device = device_of(self._group) if self._rank in unit.away else torch.device("cpu")
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _read_own(self, units: list[Unit]) -> None:
+        own = [(self._pieces[unit.row], self._data[unit.row]) for unit in units if unit.reader == self._rank]
+        if own:
+            self._read_pieces(own, self._filled)
+
+    def _fill(self, units: list[Unit]) -> None:
+        """Takes what this rank needs of a round's units."""
+        readers, taken = [], []
+        for unit in units:
+            piece = self._pieces[unit.row]
+            readers += [unit.reader] * len(piece.overlaps)
+            taken += [(position, piece, self._data[unit.row]) for position in piece.overlaps]
+        self._filled.update(position for position, _, _ in taken)
+        for reader, size in zip(readers, self._take(taken), strict=True):
+            self._stats.tensor_bytes += size
+            if reader != self._rank:
+                self._received[reader] = self._received.get(reader, 0) + size
+        arrived = sum(self._received.values()) - self._stats.received_bytes
+        self._stats.received_bytes += arrived
+        self._advance(arrived)
+
+    def _operations(self, units: list[Unit]) -> list[dist.P2POp]:
+        """What is sent between hosts, in the order of the units. All buffers are made before the round's word."""
+        device = device_of(self._group)
+        operations = []
+        for unit in units:
+            if self._rank in unit.away:
+                data = self._data[unit.row]
+                operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
+            elif unit.away and unit.reader == self._rank:
+                data = self._data[unit.row].to(device)
+                operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
+        return operations
+
+    def _shared_memory(self) -> list[Tensor]:
+        """Memory for two rounds that all ranks of this host map; none on all ranks where one cannot map it.
+
+        Two rounds' memory is used in turn: the word of a round says that what the one before has left was taken.
+        """
+        sharing, descriptor, word, problem = self._sharing, -1, "", ""
+        try:
+            try:
+                if sharing.room and self._rank == sharing.leader:
+                    descriptor, word = shared_memory.create(2 * sharing.room)
+            except OSError as error:
+                problem = str(error)
+            word = self._joint.gather("memory", word)[sharing.leader]
+            memory, unmapped = _map(word, 2 * sharing.room)
+            problems = [text for text in self._joint.gather("mapped", problem or unmapped) if text]
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if problems:
+            logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problems[0])
+            return []
+        return [memory[: sharing.room], memory[sharing.room :]]
+
+
+def _map(word: str, size: int) -> tuple[Tensor, str]:
+    """The memory that a word stands for, and what went wrong, or ""."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8), ""
+    try:
+        return torch.frombuffer(shared_memory.open_word(word, size), dtype=torch.uint8), ""
+    except (OSError, ValueError) as error:
+        return torch.empty(0, dtype=torch.uint8), str(error)

@@ -1,0 +1,179 @@
+"""What a load does about keys, shapes and dtypes that do not match."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.tensor import DTensor
+
+from dcpring.base.memory import memory_key
+from dcpring.errors import KeyMismatchError
+from dcpring.names.diff import (
+    KeyDiff,
+    bare_forms,
+    compressed,
+    diff_entries,
+    entries_of_metadata,
+    entry_of_value,
+)
+from dcpring.names.key_map import KeyMap
+from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
+
+logger = logging.getLogger("dcpring")
+
+Missing = Literal["error", "warn", "allow"]
+Unexpected = Literal["error", "warn", "log", "ignore"]
+Casts = Literal["safe", "any", "never"]
+
+_LEVELS: dict[Unexpected, int] = {"log": logging.INFO, "warn": logging.WARNING}
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True)
+class LoadPolicy:
+    """What to do about what does not match.
+
+    Args:
+        missing: keys of the state dict that the checkpoint lacks: "error", "warn", or "allow".
+        allow_missing: shell patterns (``fnmatch``) of keys that may be missing whatever ``missing`` says.
+        unexpected: keys of the checkpoint that the state dict lacks: "error", "warn", "log" (at INFO), or "ignore".
+        casts: "safe", "any" or "never"; see ``RingReader``.
+    """
+
+    missing: Missing = "error"
+    allow_missing: Sequence[str] = ()
+    unexpected: Unexpected = "log"
+    casts: Casts = "safe"
+
+    def __post_init__(self) -> None:
+        _check_choice("missing", self.missing, ("error", "warn", "allow"))
+        _check_choice("unexpected", self.unexpected, ("error", "warn", "log", "ignore"))
+        _check_choice("casts", self.casts, ("safe", "any", "never"))
+        if isinstance(self.allow_missing, str) or not all(isinstance(text, str) for text in self.allow_missing):
+            raise ValueError(f"allow_missing={self.allow_missing!r}: must be a list of patterns")
+
+    @property
+    def looks_at_unexpected(self) -> bool:
+        """Whether anybody will see what is said about unexpected keys."""
+        return self.unexpected == "error" or (
+            self.unexpected != "ignore" and logger.isEnabledFor(_LEVELS[self.unexpected])
+        )
+
+    def report_unexpected(self, planner: LoadPlanner, metadata: Metadata, rank: int) -> None:
+        """Reports keys that a planner does not ask for, where it can be seen what it does."""
+        wanted = getattr(planner, "state_dict", None)
+        if isinstance(wanted, Mapping) and self.looks_at_unexpected:
+            self.report([key for key in metadata.state_dict_metadata if key not in wanted], rank)
+
+    def report(self, unexpected: Sequence[str], rank: int) -> None:
+        """Does what the policy says about unexpected keys. Raises KeyMismatchError when that is an error."""
+        if not unexpected or not self.looks_at_unexpected:
+            return
+        text = f"rank {rank}: unexpected in the checkpoint ({len(unexpected)}): {compressed(unexpected)}"
+        if self.unexpected == "error":
+            raise KeyMismatchError(f'{text}; to load the rest, pass unexpected="log"')
+        logger.log(_LEVELS[self.unexpected], "%s", text)
+
+    def check(self, wanted: Mapping[str, Any], metadata: Metadata, rank: int) -> None:
+        """Compares a flat state dict with a checkpoint, and does what the policy says about all differences at once.
+
+        Raises:
+            KeyMismatchError: everything that is missing, unexpected or of another shape on this rank.
+        """
+        diff = diff_entries(
+            {key: entry_of_value(value) for key, value in wanted.items()}, entries_of_metadata(metadata)
+        )
+        fatal_keys = set(self.not_allowed([item.key for item in diff.missing], wanted))
+        diff.missing = [item for item in diff.missing if item.key in fatal_keys]
+        dtypes, diff.dtypes = diff.dtypes, []
+        fatal = KeyDiff(
+            diff.missing if self.missing == "error" else [],
+            diff.unexpected if self.unexpected == "error" else [],
+            diff.shapes,
+        )
+        if fatal:
+            shown = replace(fatal, unexpected=diff.unexpected, dtypes=dtypes)
+            words = _words_of_stock(fatal, wanted, metadata)
+            raise KeyMismatchError(f"rank {rank}: the checkpoint does not fit the state dict:\n{shown}\n{words}")
+        if diff.missing and self.missing == "warn":
+            logger.warning("rank %d: these stay as they are:\n%s", rank, KeyDiff(diff.missing))
+        self.report([item.key for item in diff.unexpected], rank)
+
+    def not_allowed(self, missing: Sequence[str], wanted: Mapping[str, Any]) -> list[str]:
+        """The missing keys that no pattern lets be missing, and that are not tied to keys that are there."""
+        tied = _tied_to_others(wanted, set(missing))
+        return [key for key in missing if key not in tied and not self._may_miss(key)]
+
+    def _may_miss(self, key: str) -> bool:
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.allow_missing)
+
+
+def _words_of_stock(diff: KeyDiff, wanted: Mapping[str, Any], metadata: Metadata) -> str:
+    """What stock says of the first key that is missing, and of the first that does not fit: programs look for it."""
+    words = [f"Missing key in checkpoint state_dict: {item.key}." for item in diff.missing[:1]]
+    for item in diff.shapes[:1]:
+        entry, value = metadata.state_dict_metadata[item.key], wanted[item.key]
+        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
+            words.append(f"Size mismatch between saved {entry.size} and current: {value.size()} for {item.key}")
+        elif isinstance(entry, TensorStorageMetadata):
+            kind = f"expected BytesStorageMetadata but found {type(entry)}"
+            words.append(f"Invalid checkpoint metadata for {item.key}, {kind}")
+    return "\n".join(words)
+
+
+def _memory_of(value: Any) -> tuple[Any, ...] | None:
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    is_part = type(local) in PLAIN_TYPES and not is_whole(local)
+    if not isinstance(local, Tensor) or is_part or local.numel() == 0 or local.device.type == "meta":
+        return None
+    try:
+        key = memory_key(local)
+    except RuntimeError:  # no memory of its own
+        return None
+    return key if key[0] else None
+
+
+def _tied_to_others(wanted: Mapping[str, Any], missing: set[str]) -> set[str]:
+    """Keys that are missing, but are the same memory as ones that are there: loading those loads them."""
+    if not missing:
+        return set()
+    there = {_memory_of(value) for key, value in wanted.items() if key not in missing} - {None}
+    return {key for key in missing if _memory_of(wanted[key]) in there}
+
+
+def match_names(key_map: KeyMap, wanted: list[str], stored: list[str]) -> dict[str, str]:
+    """What each stored key is called in the state dict.
+
+    A stored key that is wanted under its own name keeps it, with ``"normalize"``; else the normalised names are
+    compared, and of those left over what is equal, and the only one, without anything that might be a wrapper's.
+    """
+    if key_map.given != "normalize":
+        return key_map.rename(stored)
+    present = set(stored)
+    names = {name: name for name in stored}
+    open_wanted = [name for name in wanted if name not in present]
+    taken = set(wanted) & present
+    for forms in bare_forms():
+        owners: dict[str, list[str]] = {}
+        left = [name for name in stored if name not in taken and names[name] == name]
+        for form, name in zip(forms(left), left, strict=True):
+            owners.setdefault(form, []).append(name)
+        unmatched = []
+        for form, name in zip(forms(open_wanted), open_wanted, strict=True):
+            if len(owners.get(form, ())) == 1:
+                names[owners.pop(form)[0]] = name
+            else:
+                unmatched.append(name)
+        open_wanted = unmatched
+    return names

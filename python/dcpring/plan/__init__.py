@@ -1,0 +1,1 @@
+"""Who writes and who reads what; no byte of a tensor is touched here."""

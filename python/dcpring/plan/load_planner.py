@@ -1,0 +1,462 @@
+"""RingLoadPlanner: DCP's load planner with its work done in C.
+
+What a rank wants and what the checkpoint holds are tables (``table``); the core matches them. DCP's ``ReadItem``
+objects are only made for storage that asks for them, and nothing is sent to the coordinator but what it needs.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcpring import _C
+from dcpring.base.groups import host_id, rank_in
+from dcpring.errors import KeyMismatchError
+from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.format.metadata import TENSOR
+from dcpring.move import handon
+from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
+from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
+from dcpring.options import IOStats, overrides
+from dcpring.plan import strategy
+from dcpring.plan.pieces import Piece, covering, cut
+from dcpring.plan.table import (
+    BYTES_ROW,
+    Flat,
+    decode_properties,
+    fields_of,
+    flatten,
+    make_table,
+    memory_of_rows,
+    part_of,
+    rebuilt,
+    rows_of_stored,
+    rows_to_fill,
+)
+from dcpring.report import LoadReport, ReadReport
+from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
+from dcpring.torchside.tensors import ShardedTensor
+from dcpring.watch import phases as _trace
+
+__all__ = ["RingLoadPlanner"]
+
+logger = logging.getLogger("dcpring")
+
+
+class ReadItems(Sequence[ReadItem]):
+    """DCP's ReadItems of a match, made when they are looked at."""
+
+    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table) -> None:
+        self.match = match
+        self.wanted = wanted
+        self.stored = stored
+
+    @functools.cached_property
+    def _first_rows(self) -> dict[str, int]:
+        """Where the rows of each stored name start: the index of a chunk counts from there."""
+        first: dict[str, int] = {}
+        for row, name in enumerate(self.stored.names()):
+            first.setdefault(name, row)
+        return first
+
+    def make(self, position: int) -> ReadItem:
+        wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
+        name, _, _, dest, _, _, _ = self.wanted.row(wanted)
+        _, kind, _, place, _, _, _ = self.stored.row(stored)
+        if kind == BYTES_ROW:
+            zero = torch.Size((0,))
+            index = MetadataIndex(name)
+            return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(name, dest),
+            dest_offsets=torch.Size(dest_offsets),
+            storage_index=MetadataIndex(name, place, stored - self._first_rows[name]),
+            storage_offsets=torch.Size(storage_offsets),
+            lengths=torch.Size(lengths),
+        )
+
+    def __len__(self) -> int:
+        return len(self.match)
+
+    @overload
+    def __getitem__(self, index: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReadItem]: ...
+    def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        return iter(self._made)
+
+    @functools.cached_property
+    def _made(self) -> list[ReadItem]:
+        return [self.make(position) for position in range(len(self))]
+
+
+@dataclass
+class RingLoadPlan(LoadPlan):
+    """A LoadPlan whose items stay in C, and on their rank: pickled, it holds what is needed for handing on.
+
+    Attributes:
+        chunks: the checkpoint's; only on its own rank.
+        reads: the rank's part of the report.
+        needs: what the rank will read, where ranks hand on.
+        sharing: the coordinator's answer to that.
+        pieces: what each row of the needs stands for; only on its own rank.
+    """
+
+    chunks: Chunks | None = field(default=None, repr=False)
+    reads: ReadReport | None = None
+    needs: handon.Needs | None = field(default=None, repr=False)
+    sharing: handon.Sharing | None = field(default=None, repr=False)
+    pieces: list[Piece] = field(default_factory=list, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent: dict[str, Any] = {"items": [], "reads": self.reads, "needs": self.needs, "sharing": self.sharing}
+        return rebuilt, (RingLoadPlan, {**fields_of(self, LoadPlan), **sent})
+
+
+class RingLoadPlanner(DefaultLoadPlanner):
+    """Plans a load in C: ``dcp.load(state_dict, storage_reader=..., planner=RingLoadPlanner())``.
+
+    Takes the arguments of ``DefaultLoadPlanner`` and works wherever that does, with any storage.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors, allow_partial_load: see ``DefaultLoadPlanner``.
+        process_group: the ranks of the load, by which they hand on what several of them need. Without it every rank
+            reads for itself, as it does from storage other than ``RingReader``, and from checkpoints that RingWriter
+            and RingSavePlanner have not written together.
+        share: with a process group, read each byte of a tensor
+
+            - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage. On a local disk a direct read
+              costs less than handing on: there only what would be read in full for some columns of it is handed on;
+            - "host": once on every host, and hand it on through shared memory, of some 140 MiB;
+            - "all": once in all, and send it to other hosts through the process group as well;
+            - "off": on every rank that needs it.
+
+            Ranks hand on if all come to do so within some seconds of each other, else each reads for itself.
+        key_map: as for ``RingReader``; give it to one of the two. The planner sees both sides: with "normalize" it
+            also finds names that text alone leaves ambiguous.
+        missing: what to do about keys that the checkpoint lacks: "error", "warn" or "allow" (which is what
+            ``allow_partial_load`` means). Tied tensors need one of their names only.
+        allow_missing: shell patterns (``fnmatch``) of keys that may be missing in any case.
+        unexpected: what to do about keys that the state dict lacks: "log" (at INFO), "warn", "error" or "ignore".
+
+    Raises (from the load, inside DCP's ``CheckpointException``, with the errors of all ranks):
+        KeyMismatchError: keys are missing or unexpected, or shapes differ; the message lists all of them, each with the
+            closest candidate and the likely cause. It is a RuntimeError and a ValueError.
+        ValueError: the checkpoint does not hold all of a tensor.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        share: handon.Share = "auto",
+        key_map: KeyMapLike = None,
+        missing: Missing = "error",
+        allow_missing: Sequence[str] = (),
+        unexpected: Unexpected = "log",
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        if allow_partial_load and missing == "error":
+            missing = "allow"
+        self.policy = LoadPolicy(missing, allow_missing, unexpected)
+        self._stored_names: dict[str, str] = {}
+        if share not in ("auto", "host", "all", "off"):
+            raise ValueError(f'share={share!r}: must be "auto", "host", "all" or "off"')
+        self.process_group = process_group
+        self.share = share
+        self._own_plan: RingLoadPlan | None = None
+        self._phases = _trace.Phases()
+        self._report = LoadReport()
+
+    # ---- what DCP calls, in this order ----
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._phases = _trace.accept()
+        self._own_plan = None
+        self._report = LoadReport()
+        flat = self._flat(state_dict)
+        if any(_is_meta(value) for value in flat.values.values()):
+            init_state_dict(state_dict)
+            flat = self._flat(state_dict)
+        kinds = set(map(type, flat.values.values()))
+        if self.flatten_sharded_tensors and any(issubclass(kind, ShardedTensor) for kind in kinds):
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = flat.values, flat.mappings
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def _rename(self) -> None:
+        """Shows this planner the checkpoint under the state dict's names."""
+        assert self.metadata is not None
+        self._stored_names = {}
+        if self.key_map is None:
+            return
+        if (done := renamed_by(self.metadata)) is not None:
+            check_one_map(done, self.key_map)
+            if self.key_map.given != "normalize":  # which does no harm twice, and sees both sides here
+                return
+        names = match_names(self.key_map, list(self.state_dict), list(self.metadata.state_dict_metadata))
+        self._stored_names = {new: old for old, new in names.items() if new != old}
+        if self._stored_names:
+            self.metadata = rename_metadata(self.metadata, names, storage=False)
+
+    def _stored_as(self, plan: LoadPlan) -> LoadPlan:
+        """The plan with items that ask the storage for the checkpoint's own names."""
+        items = [
+            replace(item, storage_index=rename_index(item.storage_index, self._stored_names)) for item in plan.items
+        ]
+        return replace(plan, items=items)
+
+    def _explain(self, error: ValueError | None = None) -> None:
+        """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
+        assert self.metadata is not None
+        try:
+            self.policy.check(self.state_dict, self.metadata, rank_in())
+        except KeyMismatchError as mismatch:
+            raise mismatch from error
+
+    @_trace.hook
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        self._rename()
+        chunks = _chunks_of(self.metadata)
+        codes = [b""] * len(self.state_dict)
+        wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
+        try:
+            match = _C.Match(wanted, chunks.table)
+        except ValueError as error:
+            self._explain(error)
+            raise
+        missing = match.missing()
+        if missing and self._is_of_version_2_3(chunks):
+            return super().create_local_plan()
+        if missing and self.policy.missing != "allow":
+            self._explain()
+        else:
+            self._report_unexpected(chunks)
+        items: Any = ReadItems(match, wanted, chunks.table)
+        if self._stored_names:
+            return self._stored_as(LoadPlan(list(items)))
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
+        self._add_needs(self._own_plan)
+        return self._own_plan
+
+    @_trace.hook
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
+        self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
+        needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
+        if len(needs) < 2 or len(needs) < len(global_plan):
+            return [_answer(plan, None) for plan in global_plan]
+        if not handon.are_those_of(needs):
+            if self.share != "auto":
+                handon.refuse_group(needs)
+            return [_answer(plan, None) for plan in global_plan]
+        sharing = handon.plan_sharing(needs)
+        self._report.share = needs[0].share if sharing[0].rounds else "off"
+        return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
+
+    @_trace.hook
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self._phases.begin(_trace.READ)
+        if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
+            return new_plan
+        self._own_plan.storage_data = new_plan.storage_data
+        self._own_plan.sharing = new_plan.sharing
+        if not self.is_coordinator:
+            is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
+            share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
+            self._report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
+        logger.info("load plan: %s", self._report.summary())
+        return self._own_plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """What an item is read into; of a tensor that is in several chunks on this rank, the view of one."""
+        part = part_of(self.state_dict, index)
+        return super().lookup_tensor(index) if part is None else part
+
+    # ---- the report ----
+
+    def report(self) -> LoadReport:
+        """What the last load's plan did. On the coordinator it covers all ranks, elsewhere this one."""
+        return self._report
+
+    def note_read(self, stats: IOStats) -> None:
+        """Called by RingReader when this rank has read."""
+        own = self._own_plan.reads.rank if self._own_plan and self._own_plan.reads else None
+        for read in self._report.ranks:
+            if read.rank == own:
+                read.read_bytes, read.sent_bytes, read.received_bytes = (
+                    *(stats.bytes, stats.sent_bytes),
+                    stats.received_bytes,
+                )
+
+    # ---- for RingReader ----
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether ``load_object`` does what ``load_bytes`` does: not in a subclass that has its own."""
+        return not overrides(self, (DefaultLoadPlanner, RingLoadPlanner), ("load_bytes",))
+
+    def load_object(self, read_item: ReadItem, value: Any) -> None:
+        """As ``load_bytes``, of what has been unpickled already."""
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], value)
+        else:
+            self.state_dict[name] = value
+
+    def targets(self, wanted: _C.Table) -> list[Tensor | None]:
+        """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
+        return memory_of_rows(wanted, self.state_dict)
+
+    def exchange(self, plan: RingLoadPlan) -> handon.Exchange | None:
+        """Hands on; None where every rank reads for itself."""
+        if plan.sharing is None or not plan.sharing.rounds or self.process_group is None:
+            return None
+        return handon.Exchange(plan.sharing, plan.pieces, self.process_group)
+
+    # ---- helpers ----
+
+    def _report_unexpected(self, chunks: Chunks) -> None:
+        if self.policy.looks_at_unexpected:
+            left = dict.fromkeys(chunks.table.names()).keys() - self.state_dict.keys()
+            self.policy.report(sorted(left), rank_in())
+
+    def _add_needs(self, plan: RingLoadPlan) -> None:
+        """Describes what this rank will read, where ranks are to hand on."""
+        items: Any = plan.items
+        group, places = self.process_group, plan.chunks.places if plan.chunks else None
+        if group is None or places is None or self.share == "off" or makes_tensors(self):
+            return
+        share = self._share()
+        wanted = items.match.interleaved() if share == "off" else items.match.sizes()
+        positions = self._same_as_stored(items, places, [at for at, size in enumerate(wanted) if size])
+        share = "host" if share == "off" else share
+        plan.pieces = self._pieces(items, places, positions)
+        names = [self._name_of(piece, places, share) for piece in plan.pieces]
+        units = handon.units_table(names, [piece.size_bytes for piece in plan.pieces])
+        plan.needs = handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
+
+    def _same_as_stored(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[int]:
+        """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
+        if not positions:
+            return []
+        dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
+        targets = self.targets(items.wanted)
+        wanted, stored = (array.array("I", rows) for rows in (items.match.wanted_rows(), items.match.stored_rows()))
+        return [at for at in positions if self._is_same(targets[wanted[at]], places, stored[at], dtypes, items)]
+
+    def _is_same(
+        self, target: Tensor | None, places: _C.Places, stored: int, dtypes: list[torch.dtype], items: ReadItems
+    ) -> bool:
+        place = places.get(stored)
+        if target is None or target.layout != torch.strided or place is None or place[1] != TENSOR:
+            return False
+        return target.dtype == dtypes[items.stored.row(stored)[5]]
+
+    def _pieces(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[Piece]:
+        """What is read for these overlaps, each once: pieces that other ranks may read as well."""
+        found: dict[Piece, list[int]] = {}
+        wider: set[Piece] = set()
+        sizes = [decode_properties(encoded).dtype.itemsize for encoded in items.stored.properties()]
+        for position in positions:
+            _, stored, _, offsets, lengths = items.match.get(position)
+            _, _, _, _, shape, number, _ = items.stored.row(stored)
+            box = covering(shape, offsets, lengths, sizes[number])
+            whole = Piece(stored, shape, sizes[number], 0, 0, box)
+            found.setdefault(whole, []).append(position)
+            if box != (offsets, lengths):
+                wider.add(whole)
+        pieces: list[Piece] = []
+        for whole, overlaps in found.items():
+            place = places.get(whole.row)
+            assert place is not None
+            whole = replace(whole, overlaps=tuple(overlaps), is_exact=whole not in wider)
+            pieces.extend(cut(whole, place[4]))
+        return pieces
+
+    def _name_of(self, piece: Piece, places: _C.Places, share: handon.Share) -> str:
+        """The same on all ranks that want the same bytes."""
+        place = places.get(piece.row)
+        assert place is not None
+        text = f"{place[0]}:{place[2]}:{piece}"
+        return f"{host_id()}:{text}" if share == "host" else text
+
+    def _share(self) -> handon.Share:
+        if self.share != "auto":
+            return self.share
+        about = getattr(self.metadata, "storage_meta", None)
+        try:
+            remote = strategy.remote_storage(about.checkpoint_id) if about and about.checkpoint_id else ""
+        except (OSError, ValueError):
+            remote = ""
+        if remote:
+            logger.info("ranks of a host hand on what they read, as %s", remote)
+        return "host" if remote else "off"
+
+    def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
+        if self.flatten_state_dict:
+            return flatten(state_dict)
+        return Flat(values=dict(state_dict))
+
+    def _is_of_version_2_3(self, chunks: Chunks) -> bool:
+        """Whether the keys are those of torch 2.3, which flattened in another way. DCP's planner reads these."""
+        if not self.flatten_state_dict:
+            return False
+        old = names_as_2_3(self.original_state_dict) - self.state_dict.keys()
+        return not old.isdisjoint(chunks.table.names())
+
+
+def _answer(plan: LoadPlan, sharing: handon.Sharing | None) -> LoadPlan:
+    return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
+
+
+def _reads(match: _C.Match, chunks: Chunks, group: dist.ProcessGroup | None) -> ReadReport | None:
+    """How much of what is wanted lies in files that a rank of this number, in the group or else in all, wrote."""
+    if chunks.places is None:
+        return None
+    rank = rank_in(group)
+    files = match.file_bytes(chunks.places)
+    own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
+    return ReadReport(rank, own, sum(files.values()) - own)
+
+
+def makes_tensors(planner: LoadPlanner) -> bool:
+    """Whether ``resolve_tensor`` may make new tensors; the default one hands out views of the state dict."""
+    methods = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    return overrides(planner, (DefaultLoadPlanner, RingLoadPlanner), methods)
+
+
+def _chunks_of(metadata: Metadata) -> Chunks:
+    chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
+    return chunks or Chunks(rows_of_stored(metadata), False)
+
+
+def _is_meta(value: Any) -> bool:
+    """A ShardedTensor of which this rank has no shard does not say."""
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.is_meta

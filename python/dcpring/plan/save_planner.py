@@ -1,0 +1,572 @@
+"""RingSavePlanner: DCP's save planner with its work done in C.
+
+Every rank describes what it holds as a compact table (``table``). The coordinator merges the tables, checks them,
+gives each item a writer, and sends back a bitmap; DCP's objects are only made for storage that asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from dcpring import _C
+from dcpring.base.groups import host_id, rank_in, world_size
+from dcpring.errors import CheckpointError, PlanError
+from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
+from dcpring.options import IOStats
+from dcpring.plan import replicas, strategy
+from dcpring.plan.strategy import Choice, Writers
+from dcpring.plan.table import (
+    HASHED,
+    NAME_ROW,
+    Answer,
+    Flat,
+    Items,
+    LocalMessage,
+    RingPlan,
+    flatten,
+    make_table,
+    open_sharded_tensors,
+    part_of,
+    path_code,
+    table_of_items,
+    tied_rows,
+)
+from dcpring.report import PlanReport, RankReport
+from dcpring.torchside.dcp import keep_plans_apart
+from dcpring.watch import phases as _trace
+
+__all__ = ["RingSavePlanner"]
+
+logger = logging.getLogger("dcpring")
+
+_OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
+
+_REPORTED = {
+    **{_trace.LOCAL_PLAN: "local plan", _trace.GATHER_PLANS: "gather", _trace.GLOBAL_PLAN: "plan"},
+    **{_trace.SCATTER_PLANS: "scatter", _trace.WRITE: "write"},
+    **dict.fromkeys((_trace.GATHER_RESULTS, _trace.COMMIT, _trace.CLEAN_UP), "commit"),
+}
+"""The names of phases in a PlanReport."""
+
+_MOST_NAMED = 10
+"""Keys that one warning about differing replicas names."""
+
+
+class RingSavePlanner(DefaultSavePlanner):
+    """Plans a save in C: ``dcp.save(state_dict, storage_writer=..., planner=RingSavePlanner())``.
+
+    Takes the arguments of ``DefaultSavePlanner`` and works wherever that does, with any storage. All ranks of a save
+    must use it.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: see ``DefaultSavePlanner``.
+        dedup_save_to_lowest_rank: the same as ``writers="first_replica"``.
+        enable_plan_caching: do not send a plan that is that of the last save with this planner (or a pickled copy).
+            Any change is noticed: names, shapes, dtypes, layouts, order.
+        writers: who writes what several ranks hold.
+
+            - "balanced": all of them, shared out by bytes.
+            - "split": the same, and large replicated tensors are cut along dimension 0, each holder writing a part.
+            - "first_replica": as few ranks as one replica needs; the others make no file.
+            - an int N: at most N ranks.
+            - "per_node": at most one rank on each host.
+            - "auto": "first_replica" on network, FUSE and cloud storage; else "balanced", or "split" where whole
+              tensors cannot be shared out within 5 %.
+
+        check_replicas: what to do when ranks hold different bytes of a replicated object, or of a replicated tensor of
+            up to 64 KiB: "warn", "error", or "off" (nothing is compared).
+        split_bytes: no part of a cut tensor is smaller than this many bytes.
+        key_map: as for ``RingWriter``; give it to one of the two. With this one any storage gets the new names;
+            RingWriter stores the map beside the checkpoint, as the coordinator used it.
+
+    Raises (from the save, inside DCP's ``CheckpointException``):
+        CheckpointError: ranks disagree about a key; chunks overlap or are missing; no allowed rank holds a shard.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        writers: Writers = "auto",
+        check_replicas: Literal["warn", "error", "off"] = "warn",
+        split_bytes: int = 4 << 20,
+        key_map: KeyMapLike = None,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            dedup_replicated_tensors=dedup_replicated_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+            enable_plan_caching=enable_plan_caching,
+        )
+        strategy.check_writers(writers)
+        if check_replicas not in ("warn", "error", "off"):
+            raise ValueError(f'check_replicas={check_replicas!r}: must be "warn", "error" or "off"')
+        if not isinstance(split_bytes, int) or split_bytes < 1:
+            raise ValueError(f"split_bytes={split_bytes!r}: must be an int from 1")
+        self.writers: Writers = "first_replica" if dedup_save_to_lowest_rank and writers == "auto" else writers
+        self.check_replicas = check_replicas
+        self.split_bytes = split_bytes
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        self.key_table: KeyTable | None = None
+        self._plan_caching = enable_plan_caching
+        self._cache_key = f"dcpring-{uuid.uuid4()}"
+        keep_plans_apart(self, self._cache_key)
+        self._save = _Save()
+        self._warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a save nothing is pickled: DCP's background process gets a copy of the planner for each."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._save = _Save()
+
+    # ---- what DCP calls, in this order ----
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._save = _Save(phases=_trace.accept())
+        self.key_table = None
+        self._phases.begin(_trace.LOCAL_PLAN)
+        if self.flatten_state_dict:
+            self._save.flat = flatten(state_dict)
+        else:
+            self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
+        if self.flatten_sharded_tensors:
+            self._save.flat = open_sharded_tensors(self._save.flat)
+        if self.key_map is not None:
+            names = self.key_map.rename(self._save.flat.values)
+            self._save.flat = rename_flat(self._save.flat, names)
+            self.key_table = self.key_map.used(names)
+        self.mappings = self._save.flat.mappings
+        self.state_dict = self._save.flat.values
+        self.is_coordinator = is_coordinator
+        self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
+
+    @_trace.hook
+    def create_local_plan(self) -> SavePlan:
+        self._phases.begin(_trace.LOCAL_PLAN)
+        compared = world_size() > 1 and self.check_replicas != "off"
+        flat = self._save.flat
+        if self.state_dict is not flat.values:  # a subclass has put another in its place
+            flat = Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
+        table = make_table(flat, hashed=replicas.is_hashed if compared else None)
+        if compared:
+            self._save.fingerprints = _fingerprints(table, flat)
+        self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
+        self.plan = RingPlan(items=Items(table), seal=self._seal, values=flat.values)  # type: ignore[arg-type]
+        self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
+        return self.plan
+
+    def _seal(self, plan: RingPlan) -> LocalMessage:
+        """Describes the items as they are now: a subclass may have changed those that create_local_plan made."""
+        made: Any = plan.items
+        if isinstance(made, Items) and made.untouched:
+            table, items, prints, ties = made.table, None, self._save.fingerprints, self._save.ties
+        else:
+            items = list(made)
+            table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
+            prints, ties = b"", ()
+        layout = table.encode()
+        digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
+        self._save.sent = _Sent(table, items, digest)
+        known = self._plan_caching and _cache_of(self._cache_key).may_skip(digest)
+        return LocalMessage(
+            rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
+        )
+
+    @_trace.hook
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        messages = _messages(all_plans)
+        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
+        layouts = cache.restore(messages)
+        outcome = self._outcome(messages, layouts, cache)
+        plans: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            items, known = Items(layouts[rank], outcome.answers[rank]), cache.has_answer(rank, messages, outcome)
+            answer = Answer(None if known else outcome.answers[rank], outcome.choice, outcome.ranks[rank])
+            plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=answer))  # type: ignore[arg-type]
+        cache.keep(layouts, messages, outcome)
+        flattened = any(message.flattened for message in messages)
+        metadata = LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
+        self.global_plan, self.metadata = plans, metadata
+        self._note_plan(messages, plans, outcome)
+        return plans, metadata
+
+    @_trace.hook
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        answer = getattr(new_plan, "message", None)
+        if not isinstance(answer, Answer) or self._save.sent is None:
+            self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
+            return self.plan
+        self._phases.begin(_trace.WRITE)
+        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
+        kept = cache.finish(self._save.sent, answer.kept)
+        items = self._save.sent.items(kept)
+        self._save.pieces = _pieces_of(items)
+        self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
+        if not self._save.report.ranks:
+            self._save.report = PlanReport(str(answer.choice.writers), answer.choice.reason, [answer.rank])
+        self._note_seconds()
+        logger.info("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an item stands for; for a part of a tensor that was cut, or is in several chunks, a view."""
+        piece = self._save.pieces.get((index.fqn, index.offset))
+        chunk = index if piece is None else piece[0]
+        part = part_of(self.state_dict, chunk)
+        found = super().lookup_object(chunk) if part is None else part
+        return found if piece is None else found.narrow(0, *piece[1:])
+
+    # ---- the coordinator ----
+
+    def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: _Cache) -> _Outcome:
+        """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
+        choice = strategy.choose(self.writers, self._save.checkpoint)
+        wish = (choice.writers, self.split_bytes, tuple(message.host for message in messages))
+        if not any(message.fingerprints for message in messages):
+            known = cache.known_outcome(messages, wish)
+            if known is not None:
+                return replace(known, choice=strategy.as_before(known.choice, choice))
+        merge = _C.Merge(len(messages))
+        for message, layout in zip(messages, layouts, strict=True):
+            with _as_checkpoint_error(f"the plan of rank {message.rank}"):
+                merge.add(layout, message.fingerprints)
+        with _as_checkpoint_error("Failed to validate global plan: the plans do not fit together"):
+            for place, message in enumerate(messages):
+                for row, first in message.ties:
+                    merge.tie(place, row, first)
+            merge.check(len(messages) > 1)
+            self._compare_replicas(merge)
+        with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
+            choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
+        return _Outcome.of(merge, choice, wish)
+
+    def _compare_replicas(self, merge: _C.Merge) -> None:
+        count, examples = merge.differing(_MOST_NAMED)
+        if not count:
+            return
+        named = "; ".join(_describe_difference(name, prints) for name, prints in examples)
+        more = f"; and {count - len(examples)} more" if count > len(examples) else ""
+        text = (
+            f"ranks hold different bytes of what should be replicated, and only one rank's are saved: {named}{more}. "
+            'Give each rank a key of its own, or pass check_replicas="off" if the difference does not matter'
+        )
+        if self.check_replicas == "error":
+            raise CheckpointError(text)
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
+
+    def _note_plan(self, messages: list[LocalMessage], plans: list[Any], outcome: _Outcome) -> None:
+        if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
+            self._phases.begin(_trace.SCATTER_PLANS)
+        self._save.report = PlanReport(
+            writers=str(outcome.choice.writers),
+            reason=outcome.choice.reason,
+            ranks=[replace(rank) for rank in outcome.ranks],
+            gathered_bytes=sum(len(m.layout or b"") + len(m.fingerprints) for m in messages),
+            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans),
+            cached=sum(message.layout is None for message in messages),
+        )
+
+    # ---- the report ----
+
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._save.phases
+
+    def _note_seconds(self) -> None:
+        """The phases that are over, by the report's names."""
+        names = _REPORTED | ({} if self.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
+        seconds = self._save.report.seconds = {}
+        for phase, taken in self._phases.seconds().items():
+            if phase in names:
+                seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+
+    def report(self) -> PlanReport:
+        """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
+
+        On the coordinator it covers all ranks, elsewhere this one.
+        """
+        return self._save.report
+
+    def note_written(self, stats: IOStats) -> None:
+        """Called by RingWriter when this rank's files are written."""
+        self._phases.begin(_trace.GATHER_RESULTS) if self.is_coordinator else self._phases.end()
+        self._note_seconds()
+        if len(self._save.report.ranks) == 1:
+            _note_io(self._save.report.ranks[0], stats)
+
+    def note_committed(self, stats: Sequence[IOStats]) -> None:
+        """Called by RingWriter on the coordinator when the checkpoint is committed, with the stats of all ranks."""
+        self._phases.end()
+        self._note_seconds()
+        for rank, one in zip(self._save.report.ranks, stats, strict=False):
+            _note_io(rank, one)
+        logger.info("saved: %s", self._save.report.summary())
+
+
+# ---- what is sent, and kept from save to save ----
+
+_Piece = tuple[MetadataIndex, int, int]
+"""The chunk that a part was cut from, the part's first row in it, and its rows."""
+
+
+@dataclass
+class _Sent:
+    """What this rank has sent: the table, and the items it was made from where a subclass made them."""
+
+    table: _C.Table
+    own_items: list[WriteItem] | None
+    digest: str
+
+    def items(self, answer: bytes) -> Any:
+        """The items that the answer leaves to this rank."""
+        planned = Items(self.table, answer)
+        if self.own_items is None:
+            return planned
+        by_row = {row: item for row, item in zip(_stored_rows(self.table), self._in_rows(), strict=True)}
+        made = planned.made
+        return [by_row[kept] if isinstance(kept, int) else item for kept, item in zip(planned.kept, made, strict=True)]
+
+    def _in_rows(self) -> list[WriteItem]:
+        """The own items in the order of the table's rows: those of one name follow each other."""
+        assert self.own_items is not None
+        order = {name: place for place, name in enumerate(dict.fromkeys(item.index.fqn for item in self.own_items))}
+        return sorted(self.own_items, key=lambda item: order[item.index.fqn])
+
+
+def _stored_rows(table: _C.Table) -> list[int]:
+    return [row for row, kind in enumerate(table.types()) if kind != NAME_ROW]
+
+
+@dataclass
+class _Save:
+    """What a planner knows of the save it is at.
+
+    Attributes:
+        flat: the state dict.
+        fingerprints: of the rows that are hashed.
+        ties: rows that are the same memory.
+        sent: None before the plan has been sent.
+        pieces: parts of tensors that this rank writes, by key and offset.
+        checkpoint: where the checkpoint goes, None where the storage does not say.
+        phases: of the save; RingWriter's where that writes.
+    """
+
+    flat: Flat = field(default_factory=Flat)
+    fingerprints: bytes = b""
+    ties: tuple[tuple[int, int], ...] = ()
+    sent: _Sent | None = None
+    pieces: dict[tuple[str, torch.Size | None], _Piece] = field(default_factory=dict)
+    checkpoint: Any = None
+    phases: _trace.Phases = field(default_factory=_trace.Phases)
+    report: PlanReport = field(default_factory=PlanReport)
+
+
+@dataclass
+class _Outcome:
+    """A merged plan.
+
+    Attributes:
+        table: the checkpoint's chunks.
+        items: by rank, the rows of the table that it writes, in order, as uint32.
+        answers: by rank, what is sent back.
+        wish: what was asked for; another wish needs another outcome.
+    """
+
+    choice: Choice
+    table: _C.Table
+    items: list[bytes]
+    answers: list[bytes]
+    ranks: list[RankReport]
+    wish: Any
+
+    @classmethod
+    def of(cls, merge: _C.Merge, choice: Choice, wish: Any) -> _Outcome:
+        sums = merge.sums()
+        world = range(len(sums))
+        return cls(
+            choice=choice,
+            table=merge.table(),
+            items=[merge.items(rank) for rank in world],
+            answers=[merge.answer(rank) for rank in world],
+            ranks=[RankReport(rank, *sums[rank]) for rank in world],
+            wish=wish,
+        )
+
+
+@dataclass
+class _Cache:
+    """What is kept between saves, for one planner: its own plan on every rank, and all plans on the coordinator."""
+
+    digest: str = ""
+    kept: bytes = b""
+    layouts: list[bytes] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    outcome: _Outcome | None = None
+    skipped: bool = False
+
+    # -- every rank --
+
+    def may_skip(self, digest: str) -> bool:
+        """Whether a layout need not be sent again. Not after a save that skipped it and did not get an answer."""
+        if self.skipped:
+            self.digest = ""
+        self.skipped = digest == self.digest
+        self.digest = digest if self.skipped else ""  # what the coordinator keeps may change: finish() says so
+        return self.skipped
+
+    def finish(self, sent: _Sent, kept: bytes | None) -> bytes:
+        self.kept = self.kept if kept is None else kept
+        self.digest = sent.digest
+        self.skipped = False
+        return self.kept
+
+    # -- the coordinator --
+
+    def restore(self, messages: list[LocalMessage]) -> list[bytes]:
+        """All layouts, those that were not sent from the save before."""
+        return [
+            self._known_layout(place, message) if message.layout is None else message.layout
+            for place, message in enumerate(messages)
+        ]
+
+    def _known_layout(self, place: int, message: LocalMessage) -> bytes:
+        if place < len(self.digests) and self.digests[place] == message.digest:
+            return self.layouts[place]
+        self.outcome = None
+        raise CheckpointError(
+            f"rank {message.rank} did not send its plan, as it has not changed, but the coordinator no longer has it "
+            "(was it restarted?); save again: the next plan is sent in full"
+        )
+
+    def known_outcome(self, messages: list[LocalMessage], wish: Any) -> _Outcome | None:
+        same = self.outcome is not None and self.outcome.wish == wish
+        return self.outcome if same and self.digests == [message.digest for message in messages] else None
+
+    def has_answer(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
+        if messages[place].layout is not None or self.outcome is None:
+            return False
+        return self.outcome.answers[place] == outcome.answers[place]
+
+    def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: _Outcome) -> None:
+        self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
+
+
+_MOST_CACHES = 8
+_caches_lock = threading.Lock()
+_caches: OrderedDict[str, _Cache] = OrderedDict()
+"""By planner; the oldest go. Of the module, as a planner that is pickled for every save would lose its own."""
+
+
+def _cache_of(key: str) -> _Cache:
+    with _caches_lock:
+        cache = _caches.setdefault(key, _Cache())
+        _caches.move_to_end(key)
+        while len(_caches) > _MOST_CACHES:
+            _caches.popitem(last=False)
+    return cache
+
+
+# ---- helpers ----
+
+
+def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], _Piece]:
+    if not isinstance(items, Items):
+        return {}
+    pieces: dict[tuple[str, torch.Size | None], _Piece] = {}
+    for kept in items.kept:
+        if isinstance(kept, int):
+            continue
+        row, start, rows = kept
+        name, _, _, offsets, _, _, _ = items.table.row(row)
+        place = torch.Size((offsets[0] + start, *offsets[1:]))
+        pieces[name, place] = (MetadataIndex(name, offsets), start, rows)
+    return pieces
+
+
+def _fingerprints(table: _C.Table, flat: Flat) -> bytes:
+    names = [name for name, row in zip(table.names(), table.flags(), strict=True) if row & HASHED]
+    return replicas.fingerprints([flat.values[name] for name in names])
+
+
+def _messages(plans: list[SavePlan]) -> list[LocalMessage]:
+    others = [rank for rank, plan in enumerate(plans) if not isinstance(plan, RingPlan)]
+    if others:
+        raise CheckpointError(
+            f"rank {others[0]} does not plan with RingSavePlanner, but the coordinator does; "
+            "pass planner=RingSavePlanner() on all ranks, or on none"
+        )
+    changed = [rank for rank, plan in enumerate(plans) if _has_other_items(plan)]
+    if changed:
+        raise CheckpointError(
+            f"create_global_plan was given other items for rank {changed[0]} than the rank has planned; "
+            "to change items override create_local_plan"
+        )
+    return [_message(rank, plan) for rank, plan in enumerate(plans) if isinstance(plan, RingPlan)]
+
+
+def _message(rank: int, plan: RingPlan) -> LocalMessage:
+    try:
+        return plan.sealed()
+    except CheckpointError as error:
+        raise CheckpointError(f"rank {rank}: {error}") from error
+
+
+def _has_other_items(plan: SavePlan) -> bool:
+    sent = isinstance(plan, RingPlan) and isinstance(plan.message, LocalMessage)
+    return sent and isinstance(plan.items, list) and len(plan.items) > 0
+
+
+def _describe_difference(name: str, prints: list[tuple[int, int]]) -> str:
+    first_rank, first = prints[0]
+    different = [str(rank) for rank, value in prints if value != first]
+    shown = ", ".join(different[:8]) + (", ..." if len(different) > 8 else "")
+    return f"{name!r} (rank {first_rank} differs from {shown})"
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise PlanError(f"{what}: {error}") from error
+
+
+def _note_io(rank: RankReport, stats: IOStats) -> None:
+    rank.files, rank.write_seconds = stats.files, stats.seconds
+
+
+def rename_flat(flat: Flat, names: Mapping[str, str]) -> Flat:
+    """A flattened state dict under new names, with paths to match."""
+    mappings = {names.get(old, old): new_path(path, old, names.get(old, old)) for old, path in flat.mappings.items()}
+    values = {names[old]: value for old, value in flat.values.items()}
+    return Flat(values, mappings, [path_code(mappings, name) for name in values])

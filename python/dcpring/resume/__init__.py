@@ -1,0 +1,1 @@
+"""A whole training state, saved and taken up again on any number of ranks."""

@@ -1,0 +1,35 @@
+"""What the Checkpointer saves and loads with: DCP, the planners, and the state dicts of models and optimizers."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from dcpring.names.state_dict import (
+    get_model_state_dict,
+    has_flat_parameters,
+    is_numbered,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    named_parameters,
+    same_value,
+    set_model_state_dict,
+)
+from dcpring.plan.load_planner import RingLoadPlanner as LoadPlanner
+from dcpring.plan.save_planner import RingSavePlanner as SavePlanner
+from dcpring.torchside.dcp import load, save
+
+__all__ = [
+    "LoadPlanner",
+    "SavePlanner",
+    "StateDictOptions",
+    "get_model_state_dict",
+    "has_flat_parameters",
+    "is_numbered",
+    "load",
+    "load_named_optimizer_state",
+    "named_optimizer_state",
+    "named_parameters",
+    "same_value",
+    "save",
+    "set_model_state_dict",
+]

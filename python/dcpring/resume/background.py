@@ -1,0 +1,129 @@
+"""A save in the background: one thread that writes a copy of the state over a process group of its own.
+
+The calling thread starts it, and hears how it went with its next call. What goes wrong before that is logged at once.
+If there is no next call, that is said when the program ends, and the program's exit status is not 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TextIO, cast
+
+from dcpring.resume.ranks import Operation, Ranks, failure_of
+
+logger = logging.getLogger("dcpring")
+
+
+class Background:
+    """Saves of one Checkpointer, one at a time.
+
+    Args:
+        ranks: that save; all of them make this, at the same time.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks.twin()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
+        self._pending: Future[None] | None = None
+        self._number = 0
+        self._is_abandoned = False
+
+    @property
+    def is_pending(self) -> bool:
+        """A save was started, and nobody has asked how it went."""
+        return self._pending is not None
+
+    @property
+    def is_done(self) -> bool:
+        """No save is being written."""
+        return self._pending is None or self._pending.done()
+
+    def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
+        """Has ``work`` done as an operation of all ranks, and then ``after``."""
+        self._number = next(_numbers)
+        self._pending = self._executor.submit(self._run, self._number, work, after)
+
+    def _run(self, number: int, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
+        try:
+            with self._ranks.operation("save in the background") as joint:
+                work(joint)
+        except BaseException as error:
+            if not self._is_abandoned:
+                _untold[number] = (os.getpid(), error)
+                logger.error(
+                    "a save in the background has failed, and the next call will raise this: %s", failure_of(error).text
+                )
+            raise
+        after()
+
+    def settle(self) -> None:
+        """Returns when no save is being written. Raises what went wrong with the last one, once."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except BaseException:
+            if not pending.done():  # Ctrl-C has ended the wait, not the save
+                self._pending = pending
+            raise
+        finally:
+            if self._pending is None:
+                _untold.pop(self._number, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends a save that was started, if it was, as not all ranks have started it; returns once it has ended."""
+        text = f"rank {self._ranks.rank}: {failure_of(error).text}"
+        self._is_abandoned = True
+        with self._ranks.ended(text), contextlib.suppress(Exception):
+            self.settle()
+        self._is_abandoned = False
+
+    def close(self) -> None:
+        """Gives back the thread and the group; nothing may be pending."""
+        self._executor.shutdown()
+        self._ranks.close()
+
+
+# ---- at the end of the program ----
+
+_numbers = itertools.count()
+
+_untold: dict[int, tuple[int, BaseException]] = {}
+"""Saves that have failed, and of which no caller has heard: the process, and why."""
+
+
+class _FailingStream:
+    """Standard error, whose last flush fails: Python then ends with status 120, as it does when output was lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save in the background has failed")
+
+
+def _tell_at_exit() -> None:
+    """Says what nobody has heard. Python has waited for the threads that write by then."""
+    untold = [error for process, error in _untold.values() if process == os.getpid()]
+    if not untold or sys.stderr is None:
+        return
+    for error in untold:
+        print("a save in the background has failed, and no call has raised it:", file=sys.stderr, flush=True)
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stderr = cast(TextIO, _FailingStream(sys.stderr))
+
+
+atexit.register(_tell_at_exit)

@@ -1,0 +1,660 @@
+"""Checkpointer: what a training script holds to save all of its state, and to go on from it on any number of ranks.
+
+Checkpoints are folders ``step-N``; one counts once its ``.metadata`` is there, which RingWriter's last rename brings
+about. The calling thread collects and compares states, and copies them for a save in the background; a thread
+(``background``) writes that. Each call is an operation of all ranks (``ranks``), over a process group of the
+Checkpointer's own: what is raised in it on one rank is raised on all, and nobody waits for a rank that has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from dcpring.base import random_states
+from dcpring.base.text import ranks, spans
+from dcpring.errors import CheckpointError
+from dcpring.resume import backend, trees
+from dcpring.resume.background import Background
+from dcpring.resume.components import Component, ModelState, Place, Plan, some, some_are
+from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
+from dcpring.resume.ranks import Failure, Operation, Ranks, described, failure_of
+from dcpring.resume.recognise import as_component, model_of
+from dcpring.resume.retention import Steps, is_read_only, unusable
+from dcpring.resume.staging import StagingBuffer
+from dcpring.store.writer import RingWriter
+from dcpring.watch.phases import Staging
+
+__all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
+
+logger = logging.getLogger("dcpring")
+
+_SAVE_OPTIONS, _LOAD_OPTIONS = ("writers", "check_replicas", "split_bytes"), ("share",)
+"""What users may give to the planners. What is saved, and under which names, a Checkpointer decides itself."""
+
+Action = Literal["loaded", "resharded", "skipped"]
+
+
+@dataclass(frozen=True)
+class ComponentReport:
+    """What became of one component.
+
+    Attributes:
+        kind: "sharded", "replicated", "per_rank", "elastic"; "" where the checkpoint does not say.
+        action: "loaded" as it was saved, "resharded" to other ranks or another mesh, or "skipped".
+        detail: in words.
+    """
+
+    kind: str
+    action: Action
+    detail: str
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What a load did; the same on every rank.
+
+    Attributes:
+        step: that was loaded; None if there was no checkpoint and ``missing_ok``.
+        path: its folder.
+        saved_world_size: ranks that saved it, None where it does not say.
+        world_size: ranks that loaded it.
+        components: by name.
+    """
+
+    step: int | None
+    path: str = ""
+    saved_world_size: int | None = None
+    world_size: int = 1
+    components: dict[str, ComponentReport] = field(default_factory=dict)
+
+    def names(self, action: Action) -> list[str]:
+        return [name for name, report in self.components.items() if report.action == action]
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return "no checkpoint to load"
+        lines = [f"  {name}: {report.action}, {report.detail}" for name, report in self.components.items()]
+        saved = ranks(self.saved_world_size) if self.saved_world_size else "an unknown number of ranks"
+        return "\n".join([f"{self.path}: saved by {saved}, loaded by {ranks(self.world_size)}", *lines])
+
+
+class Checkpointer:
+    """Saves and loads a training state by components, each of which knows how it comes back on other ranks.
+
+        checkpointer = Checkpointer("ckpt", {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler,
+                                             "dataloader": ElasticLoader(loader), "rng": RNG(),
+                                             "train_state": Replicated(train_state)}, keep_last=3)
+        report = checkpointer.load(missing_ok=True)
+        ...
+        checkpointer.save(step, blocking=False)
+
+    Making one, ``save``, ``load``, ``wait`` and ``close`` are collective: all ranks call them, in the same order.
+
+    Args:
+        folder: where the ``step-N`` folders go, the same on all ranks; made by the first save if missing.
+        components: by name. Models, optimizers, LR schedulers, generators and ``ElasticLoader`` are recognised; all
+            else says what it is: ``Sharded``, ``Replicated``, ``PerRank``, ``Elastic``, ``RNG``.
+        keep_last: checkpoints to keep, the newest; None keeps all. Older ones go once a newer one is committed. Those
+            that training has left by going back are not counted, and stay.
+        keep_every: keep every step that is a multiple of this too.
+        busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
+        process_group: whose ranks take part; default: all.
+        writer_options: for ``RingWriter``.
+        reader_options: for ``RingReader``.
+        planner_options: for the planners: ``writers``, ``check_replicas`` and ``split_bytes`` of ``RingSavePlanner``,
+            ``share`` of ``RingLoadPlanner``.
+
+    Raises:
+        TypeError: it cannot be told how a component reshards.
+        ValueError: an argument is out of range.
+        CheckpointError: the folder is not there and cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        components: Mapping[str, Any],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        busy: Literal["wait", "skip"] = "wait",
+        process_group: dist.ProcessGroup | None = None,
+        writer_options: Mapping[str, Any] | None = None,
+        reader_options: Mapping[str, Any] | None = None,
+        planner_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._ranks = Ranks(process_group)
+        self._place = Place(self._ranks.rank, self._ranks.world_size)
+        try:
+            with self._ranks.operation("Checkpointer"):
+                for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+                    if value is not None and (not isinstance(value, int) or value < 1):
+                        raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
+                if busy not in ("wait", "skip"):
+                    raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+                problem = unusable(folder)
+                if problem:
+                    raise CheckpointError(problem)
+                self.folder = Path(folder)
+                if self._place.rank == 0 and is_read_only(self.folder):
+                    logger.warning("nothing can be written into %s: a save there will fail", self.folder)
+                self._steps = Steps(self.folder)
+                self._base: int | None = None  # the step that training comes from, where a load has told
+                self.components = _recognised(components)
+                self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
+                self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
+                self._save_options, self._load_options = _for_planners(planner_options or {})
+                self._background: Background | None = None
+                self._staging = StagingBuffer()
+                self._pid = os.getpid()
+                self._is_open = True
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    # ---- what is there ----
+
+    def path(self, step: int) -> Path:
+        """The folder of a step, whether or not there is a checkpoint in it."""
+        return self._steps.path(step)
+
+    def steps(self, *, left: bool | None = None) -> list[int]:
+        """The steps that have been committed, ascending, as this rank sees them. Not collective.
+
+        Args:
+            left: True for those that training has left: it went back to an older step, and saved. False for the
+                others. None for all.
+        """
+        there = self._steps.committed()
+        if left is None:
+            return there
+        gone = self._steps.left()
+        return [step for step in there if (step in gone) == left]
+
+    def latest(self) -> int | None:
+        """The last committed step that was not left, None if there is none. Not collective."""
+        return self._steps.latest()
+
+    # ---- save ----
+
+    def save(self, step: int, blocking: bool = True) -> bool:
+        """Saves all components as ``step-N``.
+
+        Args:
+            step: of the training, from 0. A checkpoint of that step that is there is replaced.
+            blocking: return when it is committed and durable. If not, return when the state has been copied; what goes
+                wrong then is raised by the next call of any method that is collective.
+
+        Returns:
+            False if it was skipped, as an earlier save is not over yet and ``busy="skip"``.
+
+        Raises:
+            CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
+        """
+        with self._ranks.operation("save") as joint:
+            self._require_open()
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise ValueError(f"step={step!r}: must be an int of at least 0")
+            is_saved = self._settle(joint, may_skip=not blocking)
+            if is_saved:
+                self._save(joint, step, blocking)
+        if is_saved and blocking:
+            self._remove_old(step)
+        return is_saved
+
+    def _save(self, joint: Operation, step: int, blocking: bool) -> None:
+        state = self._collect(joint, step, blocking)
+        if blocking:
+            self._write(joint, state, step)
+        else:
+            self._start(joint, state, step)
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises what went wrong with the last one in the background."""
+        with self._ranks.operation("wait") as joint:
+            self._require_open()
+            self._settle(joint, may_skip=False)
+
+    def _settle(self, joint: Operation, may_skip: bool) -> bool:
+        """Waits for the save in the background, or says no if it is to be skipped for."""
+        background = self._background
+        if background is None or not background.is_pending:
+            return True
+        if may_skip and self.busy == "skip" and not all(joint.gather("is the last one written?", background.is_done)):
+            return False
+        background.settle()
+        return True
+
+    def _collect(self, joint: Operation, step: int, blocking: bool) -> dict[str, Any]:
+        """What this rank hands to DCP, once all ranks agree that it makes one checkpoint."""
+        states: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
+        failed: tuple[str, Exception] | None = None
+        with random_states.kept():  # a loader that is asked for its state may draw a number
+            for name, component in self.components.items():
+                try:
+                    states[name] = component.state()
+                    if component.is_whole:
+                        self._check_plain(states[name])
+                    notes[name] = component.note(states[name], self._place)
+                except Exception as error:  # the others go on, too, as components may have collectives of their own
+                    failed = failed or (name, error)
+        if failed:
+            with joint.doing(f"cannot save step {step}: component {failed[0]!r}"):
+                raise failed[1]
+        gathered = joint.gather("notes", (notes, (step, blocking, list(self.components))))
+        _refuse_other_calls([call for _, call in gathered])
+        by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
+        self._raise_disagreements(joint, step, states, by_name)
+        with joint.doing(f"cannot save step {step}"):
+            parts = {
+                name: component.to_save(states[name], by_name[name], self._place)
+                for name, component in self.components.items()
+            }
+            state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
+            if self._place.rank == 0:
+                state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
+        return state
+
+    def _check_plain(self, state: Any) -> None:
+        trees.refuse_sharded(state)
+        if not self._reader_options.get("trusted", False):
+            trees.refuse_unloadable(state, list(self._reader_options.get("safe_globals", ())))
+
+    def _raise_disagreements(
+        self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]
+    ) -> None:
+        for name, component in self.components.items():
+            with joint.doing(f"cannot save step {step}: component {name!r}"):
+                problems = component.disagreements(notes[name])
+            if not problems:
+                continue
+            items = [set(digests.items()) for digests in joint.gather("digests", trees.digests(states[name]))]
+            differing = {key for each in items for key, _ in each ^ items[0] if key}
+            where = f" ({some_are(differing)} not the same)" if differing else ""
+            raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")
+
+    def _manifest(self, step: int, notes: dict[str, list[Any]]) -> Manifest:
+        entries = {
+            name: {"kind": component.kind, "type": component.type_name, **component.entry(notes[name])}
+            for name, component in self.components.items()
+        }
+        return Manifest(step, self._place.world_size, entries)
+
+    def _known_to_load(self) -> dict[str, Any]:
+        """For the writer: what loads here will not refuse."""
+        known: dict[str, Any] = {"safe_globals": self._reader_options.get("safe_globals", ())}
+        if self._reader_options.get("trusted", False):
+            known["objects"] = "allow"
+        return {name: value for name, value in known.items() if name not in self._writer_options}
+
+    def _write(self, joint: Operation, state: dict[str, Any], step: int, staging: Staging | None = None) -> None:
+        what = f"cannot save {self.path(step)}"
+        with joint.doing(what):
+            if self._place.rank == 0:
+                self._steps.before(step, self._base, self._syncs)
+            writer = RingWriter(self.path(step), **self._known_to_load(), **self._writer_options)
+            planner = backend.SavePlanner(**self._save_options)
+            if staging is not None:
+                writer.note_staged(staging)
+        joint.run_dcp("writing", what, lambda group: backend.save(state, writer, planner, group))
+        if self._base is not None:
+            self._base = step
+
+    def _start(self, joint: Operation, state: dict[str, Any], step: int) -> None:
+        """Copies the state and has it written."""
+        with joint.doing(f"cannot save step {step}: copying the state"), Staging.timed() as staging:
+            staged = self._staging.stage(state)
+        joint.settle("copied")
+        if self._background is None:
+            self._background = Background(self._ranks)
+        try:
+            self._background.start(
+                lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
+            )
+            joint.settle("started")
+        except BaseException as error:  # those that have started wait for those that have not
+            self._background.abandon(error)
+            raise
+
+    # ---- retention ----
+
+    def _remove_old(self, saved: int) -> None:
+        """Removes what a checkpoint that was just committed makes superfluous; a failure is none of the save."""
+        if self._place.rank != 0:
+            return
+        try:
+            self._steps.after(self._syncs)
+            self._steps.remove_superfluous(saved, self.keep_last, self.keep_every, self._syncs)
+        except Exception as error:
+            logger.warning("older checkpoints stay in %s: %s", self.folder, error)
+
+    # ---- load ----
+
+    def load(
+        self,
+        step: int | None = None,
+        components: Iterable[str] | None = None,
+        exclude: Iterable[str] = (),
+        *,
+        missing_ok: bool = False,
+    ) -> ResumeReport:
+        """Loads a checkpoint. All ranks first compare what they need with what is there, and go on only if all can.
+
+        Args:
+            step: which; None: the last committed one that was not left. What is later than the step that is loaded is
+                left with the next save, unless ``components`` are chosen.
+            components: only these; None: all, which must then be those of the checkpoint.
+            exclude: but not these.
+            missing_ok: without a checkpoint in the folder, change nothing and return a report whose ``step`` is None.
+
+        Raises:
+            CheckpointError: on all ranks, with one report of what does not fit. Nothing was changed then, unless
+                data turned out to be damaged while a model's or optimizer's tensors were read; the message says so.
+        """
+        with self._ranks.operation("load") as joint:
+            self._require_open()
+            self._settle(joint, may_skip=False)
+            wanted = None if components is None else set(components)
+            return self._load(joint, step, wanted, set(exclude), missing_ok)
+
+    def _load(
+        self, joint: Operation, step: int | None, wanted: set[str] | None, left_out: set[str], missing_ok: bool
+    ) -> ResumeReport:
+        found = self._choose_step(joint, step)
+        if found is None:
+            with joint.doing(f"cannot look into {self.folder}"):
+                there = joint.gather("steps", self.steps())[0]
+            if there:
+                raise CheckpointError(
+                    f"all checkpoints in {self.folder} were left by a training whose own are gone: steps {there}; load "
+                    "one by its number, or remove them"
+                )
+            if not missing_ok:
+                raise CheckpointError(f"there is no checkpoint in {self.folder}")
+            return ResumeReport(None, world_size=self._place.world_size)
+        path = self.path(found)
+        with joint.doing(f"cannot load {path}"):
+            stored = Stored(OnceReader(path, **self._reader_options))
+            chosen = self._choose_components(stored, wanted, left_out)
+        if len(set(map(tuple, joint.gather("components", list(chosen))))) > 1:
+            raise CheckpointError(f"cannot load {path}: ranks chose different components; call load() alike on all")
+        try:
+            plans = self._plan(joint, stored, chosen)
+            self._read(joint, stored, plans, in_place=False)
+            ready = self._prepare(joint, stored, plans)
+            self._read(joint, stored, plans, in_place=True)
+            self._apply(joint, path, plans, ready)
+            self._remark(joint, plans)
+            if wanted is None:
+                self._base = found
+        finally:
+            for component in chosen.values():
+                component.forget()
+        return self._report(found, stored, plans)
+
+    def _choose_step(self, joint: Operation, step: int | None) -> int | None:
+        """The step that rank 0 sees, for all."""
+        with joint.doing(f"cannot look into {self.folder}"):
+            last = self.latest() if step is None else step
+            is_there = step is None or self._steps.metadata(step).is_file()
+        found = joint.gather("step", (step, last, is_there))
+        if len({asked for asked, _, _ in found}) > 1:
+            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _, _ in found})}")
+        if not all(there for _, _, there in found):
+            raise CheckpointError(f"there is no checkpoint in {self.path(last or 0)}; there are steps {self.steps()}")
+        return found[0][1]
+
+    def _choose_components(self, stored: Stored, asked: set[str] | None, left_out: set[str]) -> dict[str, Component]:
+        """Those to load, in the order in which they are applied."""
+        wanted = set(self.components) if asked is None else asked
+        for name, component in self.components.items():
+            if isinstance(component, ModelState) and stored.manifest is None:
+                stored.adopt_flat(name, set(component.state()), self.components)
+        known = self.components.keys() | stored.keys.keys()
+        unknown = sorted((wanted | left_out) - known)
+        if unknown:
+            raise CheckpointError(f"there is no component {some(unknown)}; there are {', '.join(sorted(known))}")
+        foreign = sorted(wanted - self.components.keys())
+        if foreign:
+            raise CheckpointError(
+                f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components"
+            )
+        unclaimed = stored.keys.keys() - self.components.keys() - left_out if asked is None else set()
+        chosen = {name: component for name, component in self.components.items() if name in wanted - left_out}
+        absent = [name for name in chosen if name not in stored.keys]
+        if unclaimed or absent:
+            raise CheckpointError(self._mismatch(stored, sorted(unclaimed), absent))
+        return dict(sorted(chosen.items(), key=lambda item: (item[1].is_whole, item[1].goes_last)))
+
+    def _mismatch(self, stored: Stored, unclaimed: list[str], absent: list[str]) -> str:
+        lines = [f"{stored.origin}, with other components:"]
+        lines += [f"  {name}: in the checkpoint, but not in this Checkpointer (removed since?)" for name in unclaimed]
+        lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
+        return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])
+
+    def _plan(self, joint: Operation, stored: Stored, chosen: dict[str, Component]) -> dict[str, Plan]:
+        plans: dict[str, Plan] = {}
+        for name, component in chosen.items():
+            try:
+                plans[name] = component.plan(name, stored, self._place)
+            except Exception as error:
+                logger.debug("planning the load of %s", name, exc_info=True)
+                plans[name] = Plan(problems=[failure_of(error).text])
+        seen = joint.gather("plans", {name: plan.without_targets() for name, plan in plans.items()})
+        problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
+        for name, plan in plans.items():
+            plan.change = "; ".join(_by_rank([[each[name].change] for each in seen]))
+            plan.resharded = any(each[name].resharded for each in seen)
+            plan.notes = _by_rank([each[name].notes for each in seen])
+        if any(problems.values()):
+            raise CheckpointError(self._refusal(stored, plans, problems))
+        return plans
+
+    def _refusal(self, stored: Stored, plans: dict[str, Plan], problems: dict[str, list[str]]) -> str:
+        """One report for all ranks of why nothing was loaded."""
+        bad = [name for name in plans if problems[name]]
+        lines = [
+            f"cannot load {stored.path} ({stored.origin}) on {ranks(self._place.world_size)}; nothing was changed:"
+        ]
+        for name, plan in plans.items():
+            kind = self.components[name].kind
+            outcome = "; ".join(problems[name]) if problems[name] else f"loads, {plan.outcome}"
+            lines.append(f"  {name} ({kind}): {outcome}")
+        return "\n".join([*lines, f"To load the rest: exclude={bad}"])
+
+    def _read(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
+        targets = {name: plan.in_place if in_place else plan.target for name, plan in plans.items()}
+        chosen = [name for name, target in targets.items() if target]
+        nested = _below_their_heads({key: value for target in targets.values() for key, value in target.items()})
+        changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
+        joint.run_dcp(
+            "reading in place" if in_place else "reading",
+            f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
+            lambda group: backend.load(nested, stored.reader, self._planner(group), group),
+            is_wanted=bool(chosen),
+        )
+        for target in targets.values():
+            target |= {key: _taken(nested, key) for key in target}
+
+    @property
+    def _syncs(self) -> bool:
+        return bool(self._writer_options.get("sync_files", True))
+
+    def _planner(self, group: dist.ProcessGroup | None) -> backend.LoadPlanner:
+        """What a read leaves out is for the other read, or was looked at in the plans."""
+        return backend.LoadPlanner(process_group=group, unexpected="ignore", **self._load_options)
+
+    def _prepare(self, joint: Operation, stored: Stored, plans: dict[str, Plan]) -> dict[str, Any]:
+        ready: dict[str, Any] = {}
+        failures: dict[str, Failure] = {}
+        cause: Exception | None = None
+        for name, plan in plans.items():
+            try:
+                ready[name] = self.components[name].prepare(name, stored, plan.target, self._place)
+            except Exception as error:
+                failures[name], cause = failure_of(error), cause or error
+        seen = joint.gather("prepared", failures)
+        problems: dict[str, list[str]] = {name: [] for name in plans}
+        for name in {name for each in seen for name in each}:
+            problems[name] = [described({rank: each[name] for rank, each in enumerate(seen) if name in each})]
+        if any(problems.values()):
+            raise CheckpointError(self._refusal(stored, plans, problems)) from cause
+        return ready
+
+    def _apply(self, joint: Operation, path: Path, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
+        applied: list[Component] = []
+        failed: tuple[str, Exception] | None = None
+        for name in plans:
+            try:
+                self.components[name].apply(ready[name], applied)
+            except Exception as error:  # the others go on, too, as components may have collectives of their own
+                failed = failed or (name, error)
+            else:
+                applied.append(self.components[name])
+        if failed:
+            what = f"{path} was read, but could not be taken over; make the components anew"
+            with joint.doing(f"{what}: component {failed[0]!r}"):
+                raise failed[1]
+
+    def _remark(self, joint: Operation, plans: dict[str, Plan]) -> None:
+        """Notes what components have found out about how they were taken over."""
+        seen = joint.gather("remarks", {name: _remarks(self.components[name]) for name in plans})
+        for name, plan in plans.items():
+            found = _by_rank([each[name] for each in seen])
+            if found and self._place.rank == 0:
+                logger.warning("component %r was loaded, but %s", name, "; ".join(found))
+            plan.notes += found
+
+    def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> ResumeReport:
+        reports: dict[str, ComponentReport] = {}
+        for name in dict.fromkeys([*self.components, *stored.keys]):
+            kind = self.components[name].kind if name in self.components else stored.entry(name).get("kind", "")
+            plan = plans.get(name)
+            if plan is None:
+                where = "left out" if name in stored.keys else "not in the checkpoint"
+                reports[name] = ComponentReport(kind, "skipped", where)
+            else:
+                reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.outcome)
+        return ResumeReport(step, stored.path, stored.world_size, self._place.world_size, reports)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Waits for the save in the background, and gives back the thread, the buffer and the process groups."""
+        if not self._is_open or os.getpid() != self._pid:
+            return
+        self._is_open = False
+        try:
+            if self._background is not None:
+                self._background.settle()
+        finally:
+            if self._background is not None:
+                self._background.close()
+            self._staging.release()
+            self._ranks.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise  # else it has been logged, and what ends the body is not to be hidden
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("this Checkpointer has been closed")
+        if os.getpid() != self._pid:
+            raise ValueError(f"this Checkpointer belongs to process {self._pid}; make another in a forked process")
+
+
+def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the save's planner, and those of the load's; all have been tried."""
+    save, load = (
+        {name: options[name] for name in names if name in options} for names in (_SAVE_OPTIONS, _LOAD_OPTIONS)
+    )
+    unknown = sorted(options.keys() - save.keys() - load.keys())
+    if unknown:
+        known = ", ".join((*_SAVE_OPTIONS, *_LOAD_OPTIONS))
+        raise ValueError(f"planner_options: {some(unknown)}: a Checkpointer's planners take {known}")
+    backend.SavePlanner(**save)
+    backend.LoadPlanner(**load)
+    return save, load
+
+
+def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
+    if not components:
+        raise ValueError("components: there is nothing to save")
+    for name in components:
+        if not isinstance(name, str) or not name or "." in name or name == MANIFEST_KEY:
+            raise ValueError(f"component {name!r}: a name is a string without dots, and not {MANIFEST_KEY!r}")
+    models = [model for model in map(model_of, components.values()) if model is not None]
+    return {name: as_component(name, value, models) for name, value in components.items()}
+
+
+def _below_their_heads(flat: dict[str, Any]) -> dict[str, Any]:
+    """The same names to DCP, but few of them at the top: it looks at each value there, which takes its time."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        head, _, rest = key.partition(".")
+        if rest and head not in flat:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            nested[key] = value
+    return nested
+
+
+def _taken(nested: dict[str, Any], key: str) -> Any:
+    head, _, rest = key.partition(".")
+    return nested[key] if key in nested else nested[head][rest]
+
+
+def _refuse_other_calls(calls: Sequence[tuple[int, bool, list[str]]]) -> None:
+    """All ranks save the same step of the same components, in the same order."""
+    others = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    if others:
+        first, other = (
+            f"step {step} of {', '.join(names)}{'' if blocking else ', in the background'}"
+            for step, blocking, names in (calls[0], calls[others[0]])
+        )
+        raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
+
+
+def _by_rank(texts: Sequence[Sequence[str]]) -> list[str]:
+    """What ranks have to say, each text once, with the ranks that say it if it is not all."""
+    by_text: dict[str, list[int]] = {}
+    for rank, own in enumerate(texts):
+        for text in own:
+            by_text.setdefault(text, []).append(rank)
+    return [text if len(at) == len(texts) else f"{spans(at)}: {text}" for text, at in by_text.items()]
+
+
+def _remarks(component: Component) -> list[str]:
+    try:
+        return component.remarks()
+    except Exception as error:
+        return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
+
+
+def _problems(component: Component, seen: Sequence[Plan]) -> list[str]:
+    """What any rank found wrong, and the keys that none has a place for."""
+    found = _by_rank([plan.problems for plan in seen])
+    nowhere = set.intersection(*(plan.unexpected for plan in seen))
+    if nowhere and not found and getattr(component, "strict", True):
+        found.append(
+            f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"
+        )
+    return found

@@ -1,0 +1,644 @@
+"""Components of a training state, and how each kind is saved and comes back on another number of ranks.
+
+A component belongs to a Checkpointer, which runs it in steps that all ranks take together:
+
+save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``disagreements``, ``to_save``
+load:  ``plan`` (what is needed against what is there), a read of ``Plan.target``, ``prepare`` (checks what was read),
+       a read of ``Plan.in_place``, ``apply``, ``remarks`` (what did not come out as it was saved)
+
+A save changes nothing. A load changes nothing before its second read, which is of tensors into tensors that are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from dcpring.base import random_states
+from dcpring.base.text import ranks, spans
+from dcpring.errors import CheckpointError
+from dcpring.resume import backend, trees
+from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
+from dcpring.torchside.dcp import flatten_state_dict
+from dcpring.torchside.tensors import ShardedTensor, global_size, local_tensor
+
+__all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
+
+AS_SAVED, HANDED_OVER = "as saved", "handed over as saved"
+"""How a component comes back on the same ranks: taken over, or nobody knows what the object has made of it."""
+
+_SHOWN = 4
+"""Keys that a message names before it only counts the rest."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that save or load."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass
+class Plan:
+    """What one rank wants of a component, and whether it is there.
+
+    Attributes:
+        target: by key, tensors to fill that are nobody's yet, and None for objects.
+        in_place: by key, the object's own tensors, which are filled when all else has been found to be good.
+        problems: why it cannot be loaded; empty if it can.
+        change: "as saved", or how it reshards.
+        resharded: whether it comes back on other ranks or another mesh than it was saved on.
+        notes: what will not be as it was saved.
+        unexpected: keys of the checkpoint that this rank has no place for.
+    """
+
+    target: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    change: str = AS_SAVED
+    resharded: bool = False
+    unexpected: set[str] = field(default_factory=set)
+    in_place: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """How it comes back, in words."""
+        return f"{self.change}, but {'; '.join(self.notes)}" if self.notes else self.change
+
+    def without_targets(self) -> Plan:
+        """What other ranks are told."""
+        return replace(self, target={}, in_place={})
+
+
+class Component:
+    """What all kinds share. Use ``Sharded``, ``Replicated``, ``PerRank``, ``Elastic`` or what is built on them.
+
+    Attributes:
+        kind: as the manifest names it.
+        is_whole: whether a rank's state is no part of anything, but plain data that has to come back exactly.
+        goes_last: taken over after all others, as they might change it.
+        object: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
+    """
+
+    kind: ClassVar[str]
+    is_whole: ClassVar[bool] = True
+    goes_last: ClassVar[bool] = False
+
+    def __init__(self, object: Any) -> None:
+        self.object = object
+
+    @property
+    def type_name(self) -> str:
+        return type(self.object).__name__
+
+    # ---- save ----
+
+    def state(self) -> Any:
+        return self.object.state_dict()
+
+    def note(self, state: Any, place: Place) -> Any:
+        raise NotImplementedError
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        """Why what the ranks have cannot be one checkpoint."""
+        return []
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        """What this rank hands to DCP below the component's name; below "" for all of it; empty if nothing."""
+        raise NotImplementedError
+
+    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
+        """What the manifest says besides kind and type."""
+        return {}
+
+    # ---- load ----
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        raise NotImplementedError
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        """What ``apply`` takes, out of what was read. Changes nothing; raises CheckpointError if it does not fit."""
+        raise NotImplementedError
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        """Takes the state over.
+
+        Args:
+            state: what ``prepare`` gave.
+            before: the components that this load has applied already.
+        """
+        self.object.load_state_dict(state)
+
+    def remarks(self) -> list[str]:
+        """What is known not to be as it was saved, once the state has been taken over; for the report."""
+        return []
+
+    def forget(self) -> None:
+        """After a load, however it went: what was set up for it is not needed any more."""
+
+    def _differences(self, given: Any) -> list[str]:
+        """A remark if the object's ``state_dict()`` does not have what it was given; more it may have."""
+        names = _differing(given, self.state())
+        return [f"its state_dict() has something else in {some(names)} afterwards"] if names else []
+
+    def _kind_problems(self, name: str, stored: Stored, accepted: Iterable[str] = ()) -> list[str]:
+        saved = stored.entry(name).get("kind", self.kind)
+        if saved in (self.kind, *accepted):
+            return []
+        return [f"saved as {saved}, here it is {self.kind}; wrap it as it was saved, or leave it out"]
+
+
+# ---- sharded ----
+
+
+class Sharded(Component):
+    """State whose tensors are spread over ranks (DTensor, ShardedTensor), or whole on each: DCP reshards it.
+
+    Args:
+        object: has ``state_dict()`` and ``load_state_dict()``; models and optimizers need no wrapping.
+        strict: every key must be in the checkpoint and the other way round. If not, what is missing keeps its value,
+            and the load's report says so.
+    """
+
+    kind = "sharded"
+    is_whole = False
+
+    def __init__(self, object: Any, strict: bool = True) -> None:
+        super().__init__(object)
+        self.strict = strict
+        self._nested: dict[str, Any] = {}
+        self._given: Any = None
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+
+    def note(self, state: Any, place: Place) -> Any:
+        return meshes(state)
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        return dict(state)
+
+    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
+        found: list[Any] = []
+        for note in notes:
+            found += [mesh for mesh in note if mesh not in found]
+        return {"meshes": found}
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        state = dict(self.state())
+        plan = self.plan_for(name, stored, state)
+        self.describe(plan, stored, name, state)
+        return plan
+
+    def plan_for(self, name: str, stored: Stored, state: dict[str, Any]) -> Plan:
+        """What is to be read into a state, and what is not there."""
+        plan = Plan(problems=self._kind_problems(name, stored))
+        self._nested = {name: state}
+        if name in stored.flat:
+            self._nested = state
+        flat, self._paths = flatten_state_dict(self._nested)
+        there = set(stored.metadata.state_dict_metadata)
+        for key, value in flat.items():
+            if key in there:
+                self.add(plan, key, value, stored)
+        plan.unexpected = set(stored.keys.get(name, ())) - set(plan.target) - set(plan.in_place)
+        self.note_missing(plan, {key for key in flat if key not in there})
+        return plan
+
+    def add(self, plan: Plan, key: str, value: Any, stored: Stored) -> None:
+        """Plans to read a key into a value: a tensor, or what an object takes the place of."""
+        plan.problems += _misfits(key, value, stored)
+        if isinstance(value, Tensor | ShardedTensor):
+            plan.in_place[key] = value
+        else:
+            plan.target[key] = None
+
+    def note_missing(self, plan: Plan, missing: set[str]) -> None:
+        if missing and self.strict:
+            plan.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
+        elif missing:
+            plan.notes.append(f"{some_are(missing)} not in the checkpoint, left as it was")
+
+    def describe(self, plan: Plan, stored: Stored, name: str, own: Any) -> None:
+        """Says how the state comes back, from which meshes and in which types."""
+        saved, here = stored.entry(name).get("meshes"), meshes(own)
+        if saved is None:
+            plan.change = f"onto {mesh_text(here)}; the checkpoint does not say from which mesh"
+            plan.resharded = True
+        elif saved != here:
+            plan.change = f"from {mesh_text(saved)} to {mesh_text(here)}"
+            plan.resharded = True
+        pairs = ((stored.tensor(key)[0], value.dtype) for key, value in plan.in_place.items() if stored.is_tensor(key))
+        plan.notes += cast_notes(pairs)
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        for key, value in target.items():
+            _set_at(self._nested, self._paths[key], value)
+        return self._nested if name in stored.flat else self._nested[name]
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        super().apply(state, before)
+        self._given = state
+
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._nested, self._given = {}, None
+
+
+def _set_at(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Sets what a path of DCP's stands for: it has texts for keys of dicts, whatever they are."""
+    *parents, last = path
+    for part in parents:
+        tree = tree[_real_key(tree, part)]
+    tree[_real_key(tree, last)] = value
+
+
+def _real_key(tree: Any, part: str | int) -> Any:
+    if not isinstance(tree, Mapping) or part in tree:
+        return part
+    return next(key for key in tree if str(key) == part)
+
+
+def cast_notes(pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
+    """How many tensors were cast, from what to what."""
+    casts = Counter((before, after) for before, after in pairs if before != after)
+    return [
+        f"{count} tensor{'s' if count > 1 else ''} cast from {before} to {after}".replace("torch.", "")
+        for (before, after), count in casts.items()
+    ]
+
+
+def meshes(state: Any) -> list[dict[str, Any]]:
+    """The device meshes that a state's tensors are spread over, each once; empty if every rank has all of it."""
+    found: list[dict[str, Any]] = []
+    for _, value in trees.leaves(state):
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None
+            described = {"shape": list(mesh.shape), "names": names}
+        elif isinstance(value, ShardedTensor):
+            described = {"shape": [len(value.metadata().shards_metadata)], "names": None}
+        else:
+            continue
+        if described not in found:
+            found.append(described)
+    return sorted(found, key=str)
+
+
+def mesh_text(described: list[dict[str, Any]]) -> str:
+    return " and ".join(map(_one_mesh, described)) or "whole tensors"
+
+
+def _one_mesh(mesh: dict[str, Any]) -> str:
+    sizes = [str(size) for size in mesh["shape"]]
+    parts = [f"{name}={size}" for name, size in zip(mesh["names"], sizes, strict=True)] if mesh["names"] else sizes
+    return f"mesh ({', '.join(parts)})"
+
+
+def _misfits(key: str, value: Any, stored: Stored) -> list[str]:
+    """Why what is stored under a key cannot go where it should."""
+    entry = stored.metadata.state_dict_metadata[key]
+    is_tensor = isinstance(value, Tensor | ShardedTensor)
+    if not isinstance(entry, TensorStorageMetadata):
+        return [f"{key!r} is an object in the checkpoint, a tensor here"] if is_tensor else []
+    if not is_tensor:
+        return [f"{key!r} is a tensor in the checkpoint, a {type(value).__name__} here"]
+    if entry.size != (size := global_size(value)):
+        return [f"{key!r} has shape {list(entry.size)} in the checkpoint, {list(size)} here"]
+    if not torch.can_cast(entry.properties.dtype, value.dtype):
+        return [f"{key!r} is {entry.properties.dtype} in the checkpoint, {value.dtype} here: the cast loses data"]
+    return []
+
+
+def _differing(given: Any, taken: Any) -> list[str]:
+    """What of a state is not in another one, by name."""
+    if not isinstance(given, Mapping | list | tuple):
+        return [] if _same(given, taken) else ["it"]
+    found = dict(trees.leaves(taken))
+    return [path for path, value in trees.leaves(given) if path not in found or not _same(value, found[path])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, or nobody can tell; of what is spread over ranks, this rank's part."""
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        a, b = local_tensor(a), local_tensor(b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # Mostly it is the same memory, or at least there is no NaN.
+        return a.data_ptr() == b.data_ptr() or torch.equal(a, b) or trees.digest(a) == trees.digest(b)
+    return isinstance(a, ShardedTensor) or trees.digest(a) == trees.digest(b)
+
+
+def some(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+
+
+def some_are(keys: Iterable[str]) -> str:
+    names = set(keys)
+    return f"{some(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+class ModelState(Sharded):
+    """An ``nn.Module``, whatever wraps it: names are those of the bare model."""
+
+    object: nn.Module
+
+    def state(self) -> Any:
+        return backend.get_model_state_dict(self.object)
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        # It raises itself if anything is not taken over.
+        backend.set_model_state_dict(self.object, state, options=backend.StateDictOptions(strict=self.strict))
+
+
+# ---- replicated, and elastic ----
+
+
+class Replicated(Component):
+    """State that is the same on all ranks: step counters, configuration, learning rate schedules. Saved once.
+
+    Ranks whose states differ at a save are an error that names them.
+
+    Args:
+        object: has ``state_dict()`` and ``load_state_dict()``, or is a mutable mapping.
+    """
+
+    kind = "replicated"
+
+    def __init__(self, object: Any) -> None:
+        super().__init__(object)
+        self._given: Any = None
+
+    def state(self) -> Any:
+        return dict(self.object) if isinstance(self.object, MutableMapping) else self.object.state_dict()
+
+    def note(self, state: Any, place: Place) -> Any:
+        return trees.digest(state)
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        others = [rank for rank, note in enumerate(notes) if note != notes[0]]
+        if not others:
+            return []
+        return [f"{spans(others)} differ from rank 0; what belongs to a rank is PerRank"]
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        return {"": trees.encode(state)} if place.rank == 0 else {}
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        problems = self._kind_problems(name, stored)
+        if stored.rank_keys(name) and not problems:
+            problems = [f"it holds states of {ranks(len(stored.rank_keys(name)))}; wrap it in PerRank() or Elastic()"]
+        return Plan(stored.blank(stored.keys.get(name, [])), problems)
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        return stored.rebuilt(target, depth=1)
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        if isinstance(self.object, MutableMapping):
+            self.object.clear()
+            self.object.update(state)
+        else:
+            self.object.load_state_dict(state)
+        self._given = state
+
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._given = None
+
+
+class Elastic(Component):
+    """Global progress that any number of ranks can go on from, such as that of an ``ElasticLoader``. Saved once.
+
+    Args:
+        object: has ``state_dict()`` and ``load_state_dict()``. Where it has ``combine_state_dicts(states)``, that makes
+            one state of all ranks' at a save, or raises; else they must be equal. Where it has
+            ``check_state_dict(state)``, that raises if the state does not fit, and changes nothing.
+        merge: ``merge(states, old_world)`` makes global progress of the states that ranks had of their own in a
+            checkpoint that has such; ``states`` is in the order of ranks.
+    """
+
+    kind = "elastic"
+
+    def __init__(self, object: Any, merge: Callable[[list[Any], int], Any] | None = None) -> None:
+        super().__init__(object)
+        self.merge = merge
+        self._given: Any = None
+
+    def note(self, state: Any, place: Place) -> Any:
+        return state
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        try:
+            self._combined(notes)
+        except CheckpointError as error:
+            return [str(error)]
+        return []
+
+    def _combined(self, states: Sequence[Any]) -> Any:
+        combine = getattr(self.object, "combine_state_dicts", None)
+        if combine is not None:
+            return combine(list(states))
+        first = trees.digest(states[0])
+        others = [rank for rank, state in enumerate(states) if trees.digest(state) != first]
+        if others:
+            raise CheckpointError(f"the progress of {spans(others)} is not that of rank 0")
+        return states[0]
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        return {"": trees.encode(self._combined(notes))} if place.rank == 0 else {}
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        by_rank = stored.rank_keys(name)
+        problems = self._kind_problems(name, stored, accepted=[PerRank.kind] if by_rank else [])
+        if not by_rank:
+            return Plan(stored.blank(stored.keys.get(name, [])), problems, *self._from_to(stored, place))
+        keys, found = _keys_of_ranks(name, stored, by_rank)
+        if self.merge is None:
+            found.append(f"it holds states of {ranks(len(by_rank))} of their own; pass Elastic(..., merge=)")
+        change = f"merged from the states of {ranks(len(by_rank))}"
+        return Plan(stored.blank(keys), problems + found, change, True)
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        by_rank = stored.rank_keys(name)
+        if by_rank and self.merge is not None:
+            state = self.merge(_states_of_ranks(stored, by_rank, target), len(by_rank))
+        else:
+            state = stored.rebuilt(target, depth=1)
+        check = getattr(self.object, "check_state_dict", None)
+        if check is not None:
+            check(state)
+        return state
+
+    def _from_to(self, stored: Stored, place: Place) -> tuple[str, bool]:
+        old = stored.world_size
+        if old is None or old == place.world_size:
+            return AS_SAVED if self._is_own else HANDED_OVER, False
+        return f"from {ranks(old)} to {place.world_size}", True
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it can be asked for its state after a load; a loader of another kind begins to load by that."""
+        return hasattr(self.object, "check_state_dict")
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        super().apply(state, before)
+        self._given = state if self._is_own else None
+
+    def remarks(self) -> list[str]:
+        return [] if self._given is None else self._differences(self._given)
+
+    def forget(self) -> None:
+        self._given = None
+
+
+# ---- per rank ----
+
+
+class PerRank(Component):
+    """State that belongs to a rank, such as a foreign data loader's cursor. Every rank's is saved.
+
+    Args:
+        object: has ``state_dict()`` and ``load_state_dict()``, or is a ``torch.Generator``.
+        reshard: ``reshard(states, old_world, new_world, rank)`` gives the state of one of the new ranks out of those
+            of all old ones, in order. Without it, another number of ranks is an error.
+        rank: this process's, where several share one state (data-parallel rank under tensor parallelism); those must
+            have equal states. Default: its own.
+        world_size: the number of such ranks.
+    """
+
+    kind = PER_RANK
+
+    def __init__(
+        self,
+        object: Any,
+        reshard: Callable[[list[Any], int, int, int], Any] | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(object)
+        self._has_rank_in_its_state = False
+        if (rank is None) != (world_size is None):
+            raise ValueError("PerRank takes rank and world_size together, or neither")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}: the rank must be from 0 to world_size - 1")
+        self.reshard = reshard
+        self._own_place = Place(rank, world_size) if rank is not None and world_size is not None else None
+
+    def place(self, place: Place) -> Place:
+        """This process among those that have a state of their own."""
+        return self._own_place or place
+
+    def state(self) -> Any:
+        is_generator = isinstance(self.object, torch.Generator)
+        return {"state": self.object.get_state()} if is_generator else self.object.state_dict()
+
+    def note(self, state: Any, place: Place) -> Any:
+        own = self.place(place)
+        return own.rank, own.world_size, trees.digest(state) if own != place else ""
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        worlds = {world for _, world, _ in notes}
+        if len(worlds) > 1:
+            return [f"ranks were given different world sizes: {sorted(worlds)}"]
+        absent = set(range(max(worlds))) - {rank for rank, _, _ in notes}
+        if absent:
+            return [f"no process has the state of {spans(absent)}"]
+        first = {rank: digest for rank, _, digest in reversed(notes)}
+        different = [index for index, (rank, _, digest) in enumerate(notes) if digest != first[rank]]
+        if different:
+            return [f"{spans(different)} differ from the first process that has the same PerRank rank"]
+        return []
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        own = self.place(place).rank
+        writer = next(index for index, note in enumerate(notes) if note[0] == own)
+        return {rank_key(own): trees.encode(state)} if writer == place.rank else {}
+
+    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
+        return {"world_size": notes[0][1]}
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        own, by_rank = self.place(place), stored.rank_keys(name)
+        problems = self._kind_problems(name, stored)
+        keys, found = _keys_of_ranks(name, stored, by_rank)
+        problems += found
+        old = len(by_rank)
+        change = AS_SAVED if self._is_known else HANDED_OVER
+        if old == own.world_size or problems:
+            own_keys = by_rank.get(own.rank, [])
+            self._has_rank_in_its_state = not problems and self._gives(own_keys, stored)
+            if self._has_rank_in_its_state:
+                own_keys = own_keys + [key for key in stored.keys[name] if key not in set(keys)]
+            return Plan(stored.blank(own_keys), problems, change)
+        if self.reshard is None:
+            problems.append(
+                f"it belongs to ranks, and was saved by {ranks(old)}, not {own.world_size}; "
+                "pass PerRank(..., reshard=), or leave it out"
+            )
+        return Plan(stored.blank(keys), problems, f"from {ranks(old)} to {own.world_size}", True)
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        own, by_rank = self.place(place), stored.rank_keys(name)
+        if self._has_rank_in_its_state:
+            _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)  # it unpickles that itself: plain data only
+            return stored.rebuilt(target, depth=1)
+        if len(by_rank) == own.world_size:
+            return _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)[0]
+        assert self.reshard is not None
+        states = _states_of_ranks(stored, by_rank, target)
+        return self.reshard(states, len(by_rank), own.world_size, own.rank)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether what is handed over is taken over; a loader cannot be asked, as it begins to load by that."""
+        return isinstance(self.object, torch.Generator)
+
+    def _gives(self, keys: Sequence[str], stored: Stored) -> bool:
+        """Whether the object puts its rank into its state dict itself, as torchtitan's loader does ("dp_rank_3").
+
+        What it saved is then the whole of what lies below the component.
+        """
+        names = {str(stored.paths[key][1]) for key in keys}
+        if stored.manifest is not None or not names or isinstance(self.object, torch.Generator):
+            return False
+        with random_states.kept():
+            own = self.object.state_dict()
+        return isinstance(own, Mapping) and names <= own.keys()
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        if isinstance(self.object, torch.Generator):
+            self.object.set_state(state["state"])
+        else:
+            self.object.load_state_dict(state)
+
+
+def _keys_of_ranks(name: str, stored: Stored, by_rank: dict[int, list[str]]) -> tuple[list[str], list[str]]:
+    """All keys of a component that belong to ranks, and why they are not all there."""
+    expected = stored.entry(name).get("world_size", len(by_rank))
+    absent = set(range(max(expected, len(by_rank)))) - by_rank.keys()
+    if not by_rank or absent:
+        return [], [
+            f"the checkpoint has no state of {spans(absent)} in it" if absent else "it holds no state of any rank"
+        ]
+    return [key for keys in by_rank.values() for key in keys], []
+
+
+def _states_of_ranks(stored: Stored, by_rank: dict[int, list[str]], target: dict[str, Any]) -> list[Any]:
+    states = [stored.rebuilt({key: target[key] for key in by_rank[rank]}, depth=2) for rank in sorted(by_rank)]
+    if stored.manifest is not None:
+        return states
+    return [unpickled(state, stored.reader) if isinstance(state, bytes) else state for state in states]

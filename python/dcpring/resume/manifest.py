@@ -1,0 +1,231 @@
+"""What a checkpoint holds, by component: the manifest that a Checkpointer leaves in it, or what the keys say.
+
+The manifest is JSON under the key ``dcpring``, an ordinary string to DCP. Checkpoints without one were written by other
+programs; their components are the first parts of the names, and models may lie flat, as torchtitan leaves them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from dcpring.base.text import ranks
+from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.lazy import LazyMetadata
+from dcpring.format.unpickler import RefusedError, Safe, unpickle
+from dcpring.resume import trees
+from dcpring.store.reader import RingReader
+from dcpring.torchside.dcp import load, set_element
+
+MANIFEST_KEY = "dcpring"
+MANIFEST_VERSION = 1
+PER_RANK = "per_rank"
+
+Path = tuple[str | int, ...]
+
+_RANK = re.compile(r"(?:dp_)?rank_(\d+)")
+_DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
+
+
+def rank_key(rank: int) -> str:
+    """Where the state of a rank lies below its component."""
+    return f"rank_{rank}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a Checkpointer notes in the checkpoint.
+
+    Attributes:
+        step: of the training.
+        world_size: ranks that saved.
+        components: by name: ``kind``, ``type``, and what that kind has to say (``meshes``, ``world_size``, ...).
+        version: of this format.
+    """
+
+    step: int
+    world_size: int
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = MANIFEST_VERSION
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def parse(text: Any, path: str) -> Manifest:
+        try:
+            manifest = Manifest(**json.loads(text))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) is damaged: {error}", path) from error
+        if manifest.version != MANIFEST_VERSION:
+            raise CorruptCheckpointError(
+                f"the manifest has version {manifest.version}, this dcpring knows {MANIFEST_VERSION}", path
+            )
+        components = manifest.components if isinstance(manifest.components, dict) else {"": None}
+        kinds = [isinstance(entry, dict) and entry.get("kind") for entry in components.values()]
+        if not isinstance(manifest.world_size, int) or manifest.world_size < 1 or not all(kinds):
+            raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) contradicts itself: {text}", path)
+        return manifest
+
+
+class OnceReader(RingReader):
+    """A RingReader for several loads from one checkpoint, which unpickles its metadata once.
+
+    Lazy metadata is read again for every load: to look at it costs it the tables by which RingLoadPlanner plans. What
+    a load leaves out is for another one: nothing is said of it.
+    """
+
+    _kept: Metadata | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.policy = replace(self.policy, unexpected="ignore")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._kept is None or isinstance(self._kept, LazyMetadata):
+            self._kept = super().read_metadata(*args, **kwargs)
+        return self._kept
+
+
+class Stored:
+    """A checkpoint's metadata and manifest. Nothing of its data but the manifest has been read."""
+
+    def __init__(self, reader: OnceReader) -> None:
+        self.reader = reader
+        self.path = str(reader.path)
+        self.metadata = reader.read_metadata()
+        self.manifest = self._read_manifest()
+        self.flat: set[str] = set()
+
+    def _read_manifest(self) -> Manifest | None:
+        if MANIFEST_KEY not in self.metadata.state_dict_metadata:
+            return None
+        state: dict[str, Any] = {MANIFEST_KEY: None}
+        progress, self.reader.progress = self.reader.progress, False
+        try:
+            load(state, self.reader, DefaultLoadPlanner(), None)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None
+        finally:
+            self.reader.progress = progress
+        return Manifest.parse(state[MANIFEST_KEY], self.path)
+
+    @functools.cached_property
+    def paths(self) -> dict[str, Path]:
+        """Where each key lies in the state dict that was saved."""
+        known = self.metadata.planner_data if isinstance(self.metadata.planner_data, dict) else {}
+        return {key: tuple(known.get(key) or key.split(".")) for key in self.metadata.state_dict_metadata}
+
+    @functools.cached_property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of each component."""
+        found: dict[str, list[str]] = {name: [] for name in (self.manifest.components if self.manifest else ())}
+        for key, path in self.paths.items():
+            if key != MANIFEST_KEY or self.manifest is None:
+                found.setdefault(str(path[0]), []).append(key)
+        return found
+
+    def adopt_flat(self, name: str, names: set[str], others: Iterable[str]) -> None:
+        """Takes the tensors at the top for a model's, if it is not there by its name but some of its tensors are.
+
+        Args:
+            name: the component.
+            names: of the model's tensors.
+            others: components, whose keys are their own.
+        """
+        if self.manifest is None and name not in self.keys and names & self.keys.keys():
+            own = [
+                key for key, path in self.paths.items() if len(path) == 1 and self.is_tensor(key) and key not in others
+            ]
+            for key in own:
+                del self.keys[key]
+            self.keys[name] = own
+            self.flat.add(name)
+
+    @property
+    def world_size(self) -> int | None:
+        """The ranks that saved; None where the checkpoint does not say."""
+        return self.manifest.world_size if self.manifest else None
+
+    @property
+    def origin(self) -> str:
+        if self.manifest:
+            return f"saved by {ranks(self.manifest.world_size)}"
+        files = (str(info.relative_path) for info in (self.metadata.storage_data or {}).values())
+        writers = {int(match[1]) for match in map(_DATA_FILE.fullmatch, files) if match}
+        least = f"by at least {ranks(max(writers) + 1)}, " if writers else ""
+        return f"saved {least}without a manifest"
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """What the manifest says of a component."""
+        return self.manifest.components.get(name, {}) if self.manifest else {}
+
+    def is_tensor(self, key: str) -> bool:
+        return isinstance(self.metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+
+    def tensor(self, key: str) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and the shape of a tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype, entry.size
+
+    def rank_keys(self, name: str) -> dict[int, list[str]]:
+        """The keys of a component that belong to ranks ("rank_3", or "dp_rank_3"), by rank."""
+        found: dict[int, list[str]] = {}
+        if self.entry(name).get("kind", PER_RANK) != PER_RANK:
+            return found
+        for key in self.keys.get(name, ()):
+            match = _RANK.fullmatch(str(self.paths[key][1])) if len(self.paths[key]) > 1 else None
+            if match:
+                found.setdefault(int(match[1]), []).append(key)
+        return found
+
+    def blank(self, keys: list[str]) -> dict[str, Any]:
+        """What a load of these keys fills: tensors of the shapes that were saved, and None for objects."""
+        return {key: self._blank(key) for key in keys}
+
+    def _blank(self, key: str) -> Any:
+        entry = self.metadata.state_dict_metadata[key]
+        if isinstance(entry, BytesStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def rebuilt(self, loaded: dict[str, Any], depth: int) -> Any:
+        """The state whose leaves these are, as it was saved.
+
+        Args:
+            loaded: values by key; all paths begin with the same ``depth`` parts.
+            depth: 1 for a component, 2 for a rank's state.
+        """
+        root: dict[str, Any] = {}
+        for key, value in loaded.items():
+            set_element(root, ("state", *self.paths[key][depth:]), value)
+        return trees.decode(root.get("state"))
+
+
+def unpickled(value: bytes, reader: RingReader) -> Any:
+    """What torchtitan pickled before it gave it to DCP; data only, unless the checkpoint is trusted.
+
+    Bytes that are no pickle are left as they are.
+    """
+    if not value.startswith(pickle.PROTO):
+        return value
+    if reader.trusted:
+        return pickle.loads(value)
+    try:
+        return unpickle(value, Safe(reader.safe_globals))
+    except RefusedError as error:
+        raise UntrustedCheckpointError(
+            f"a pickle inside of the checkpoint holds more than plain data, and loading it could run code: {error}. If "
+            f"you trust the checkpoint, pass reader_options={{'trusted': True}}, or {{'safe_globals': [{error.name}]}}"
+        ) from None

@@ -1,0 +1,442 @@
+"""The ranks of a job: what they do together, a word of each at a time, and how they fail together.
+
+Whatever a rank does alone, between two words, is inside an operation: what it raises there is told to the others with
+its next word, and raised on all. So no rank waits for one that has left.
+
+    with ranks.operation("save") as joint:
+        state = collect()                               # may raise on one rank: all others learn of it ...
+        notes = joint.gather("notes", note_of(state))   # ... here
+        joint.run_dcp("cannot save", lambda group: dcp.save(..., process_group=group))
+
+An exception that leaves one of DCP's collectives on one rank alone is the one thing that cannot be told so, as the
+others still wait there. Then the group is given up, which ends their wait, and the next operation makes a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcpring.base import groups
+from dcpring.base.text import spans
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.torchside.groups import destroy_group, new_group
+
+T = TypeVar("T")
+
+_KINDS = (CorruptCheckpointError, UntrustedCheckpointError)
+
+_AGAIN_SECONDS = 300.0
+"""How long ranks wait for each other to make a new group in the place of one that was given up."""
+
+_TWIN_SECONDS = 25.0
+"""The same for a second group, where all have just told each other that they make it."""
+
+# ---- failures ----
+
+
+class Failure(NamedTuple):
+    """What a rank tells the others of an exception.
+
+    Attributes:
+        kind: of the error that all raise.
+        text: of the exception.
+        what: could not be done because of it; "" where the text says it all.
+    """
+
+    kind: type[CheckpointError]
+    text: str
+    what: str = ""
+
+
+def failure_of(error: BaseException, what: str = "") -> Failure:
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), CheckpointError)
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return Failure(kind, text, what)
+
+
+def described(failures: dict[int, Failure]) -> str:
+    """Who failed, and how. Ranks that failed alike are named together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        by_text.setdefault(failure.text, []).append(rank)
+    return "; ".join(f"{spans(failed)}: {text}" for text, failed in by_text.items())
+
+
+def together(failures: dict[int, Failure]) -> CheckpointError:
+    """One error for all ranks."""
+    kinds = {failure.kind for failure in failures.values()}
+    parts = []
+    for what in dict.fromkeys(failure.what for failure in failures.values()):
+        who = described({rank: failure for rank, failure in failures.items() if failure.what == what})
+        parts.append(f"{what}: {who}" if what else who)
+    return (kinds.pop() if len(kinds) == 1 else CheckpointError)("; ".join(parts))
+
+
+# ---- words ----
+
+
+class Word(NamedTuple):
+    """What a rank says when it is its turn, as all do.
+
+    Attributes:
+        call: the operation.
+        label: the place in it.
+        failure: what this rank has raised since its last word.
+        value: what the others are to know.
+    """
+
+    call: str
+    label: str
+    failure: Failure | None = None
+    value: Any = None
+
+
+class Channel(Protocol):
+    """How words travel."""
+
+    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+        """The bytes of all ranks. Raises Lost where the others cannot be reached, and Interrupted as a gather does."""
+        ...
+
+
+class Lost(CheckpointError):
+    """The other ranks cannot be reached."""
+
+
+class GroupChannel:
+    """Words through a process group that is not Ranks' own: it is neither given up nor made anew."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+        try:
+            return groups.gather(self._group, data, held)
+        except RuntimeError as error:
+            raise Lost(f"the other ranks cannot be reached any more: {error}") from error
+
+
+class Joint:
+    """One operation of some ranks: a word of each at a time.
+
+    Args:
+        channel: to the others.
+        call: what all of them have called.
+    """
+
+    def __init__(self, channel: Channel, call: str) -> None:
+        self._channel = channel
+        self._call = call
+        self._is_first = True
+        self._is_told = False
+        self._failed: tuple[BaseException, str] | None = None
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The error of all ranks says that ``what`` has failed, where this has."""
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is None or self._failed[0] is not error:
+                self._failed = error, what
+            raise
+
+    def gather(self, label: str, value: T, is_last: bool = False) -> list[T]:
+        """The values of all ranks. Where one has raised before, all raise here; where one is elsewhere, too.
+
+        Args:
+            is_last: the operation is over then; what is raised later is not told, as nobody listens.
+        """
+        with groups.Held() as held:
+            words = self._exchange(Word(self._call, label, None, value), held)
+            self._is_told = True
+            if any(word.failure for word in words):
+                raise together(_failures(words))
+            if len({(word.call, word.label) for word in words}) > 1:
+                raise CheckpointError(_diverged(words))
+            self._is_told = is_last
+        return [word.value for word in words]
+
+    def settle(self, label: str, is_last: bool = False) -> None:
+        """Ends a step: all ranks go on, or all raise what was raised on some."""
+        self.gather(label, None, is_last)
+
+    def tell(self, error: BaseException) -> BaseException:
+        """Tells the others what this rank has raised, unless they know, and gives what it is to raise now."""
+        if self._is_told:
+            return error
+        what = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
+        own = failure_of(error, what)
+        try:
+            with groups.Held() as held:
+                words = self._exchange(Word(self._call, "", own), held)
+                self._is_told = True
+        except Lost:
+            return error
+        if not isinstance(error, Exception):
+            return error
+        is_mistake = isinstance(error, CheckpointError | ValueError | TypeError) and not what
+        if is_mistake and all(word.failure == own for word in words):
+            return error  # of the caller, on all ranks alike
+        return together(_failures(words))
+
+    def _exchange(self, word: Word, held: groups.Held) -> list[Word]:
+        data = pickle.dumps(word)
+        is_first, self._is_first = self._is_first, False
+        self._is_told = False
+        try:
+            gathered = self._channel.gather(data, is_first, held)
+        except Lost:
+            self._is_told = True  # as far as can be
+            raise
+        except groups.Interrupted as interrupted:
+            self._is_told = True
+            raise interrupted.error from None
+        return [pickle.loads(each) for each in gathered]
+
+
+def _failures(words: Sequence[Word]) -> dict[int, Failure]:
+    return {rank: word.failure for rank, word in enumerate(words) if word.failure is not None}
+
+
+J = TypeVar("J", bound=Joint)
+
+
+def _diverged(words: Sequence[Word]) -> str:
+    by_place: dict[str, list[int]] = {}
+    is_in_one = len({word.call for word in words}) == 1
+    for rank, word in enumerate(words):
+        by_place.setdefault(f"in {word.call}(), {word.label}" if is_in_one else f"in {word.call}()", []).append(rank)
+    found = "; ".join(f"{spans(ranks)} {place}" for place, ranks in by_place.items())
+    return f"all ranks must make the same calls in the same order, and have not: {found}"
+
+
+@contextlib.contextmanager
+def joined(joint: J) -> Iterator[J]:
+    """An operation: what is raised in it on one rank is raised on all."""
+    try:
+        yield joint
+        joint.settle("end", is_last=True)
+    except BaseException as error:
+        final = joint.tell(error)
+        if final is error:
+            raise
+        raise final from error
+
+
+# ---- groups ----
+
+
+class Ranks:
+    """The members of a gloo group of its own, or this process alone.
+
+    Args:
+        parent: the process group whose members these are; None: all, or this process where there is no group.
+
+    Raises:
+        ValueError: this process is no member.
+        Lost: not all members have come.
+
+    Attributes:
+        rank, world_size: this process's place among them, and their number.
+        group: None where this process is alone, and after the group was given up.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
+        members: list[int] = []
+        if groups.has_group():
+            members = dist.get_process_group_ranks(parent or dist.group.WORLD)
+            if dist.get_rank() not in members:
+                raise ValueError(f"rank {dist.get_rank()} is no member of the process group given, {spans(members)}")
+        self._begin(members, lambda: groups.name_for(members))
+
+    def twin(self) -> Ranks:
+        """The same ranks with another group: collectives of two threads must not meet in one."""
+        twin, base = Ranks.__new__(Ranks), f"{self._name}/twin"
+        twin._begin(self._members, lambda: twin._assemble(base, _TWIN_SECONDS))
+        if twin.rank == 0:
+            groups.remove_note(groups.counter_of(base))
+        return twin
+
+    def _begin(self, members: list[int], name: Callable[[], str]) -> None:
+        self._members = members
+        self.rank, self.world_size = members.index(dist.get_rank()) if members else 0, len(members) or 1
+        self.group: dist.ProcessGroup | None = None
+        self._name = self._lost = self._ended = ""
+        if members:
+            self._connect(name)
+
+    def _assemble(self, base: str, seconds: float) -> str:
+        return groups.assemble(base, self.world_size, seconds, self._check_ended)
+
+    def _check_ended(self) -> None:
+        if self._ended:
+            raise Lost(self._ended)
+
+    def _connect(self, name: Callable[[], str]) -> None:
+        try:
+            self._name = name()
+        except TimeoutError as error:
+            raise Lost(f"not all ranks have come to make a process group: {error}") from error
+        self.group = new_group(self._members, self._name)
+
+    @contextlib.contextmanager
+    def operation(self, call: str) -> Iterator[Operation]:
+        """What all members do together; all of them call it, in the same order. See the module's docstring."""
+        with joined(Operation(self, call)) as operation:
+            yield operation
+
+    def close(self) -> None:
+        """Gives the group back, for good. Members that wait for this one get an error."""
+        self._lost = self._lost or "this rank has closed it"
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.group is not None:
+            groups.forget_finished()
+            destroy_group(self.group, self._name)
+        self.group = None
+
+    # ---- the channel ----
+
+    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+        if not self._members:
+            return [data]
+        if is_first and self.group is None:
+            self._connect_again()
+        try:
+            return self._gather(data, held)
+        except Lost:
+            if not is_first or self._lost or self._ended:
+                raise
+        self._connect_again()  # one has given the group up after this one's part in the last operation was over
+        return self._gather(data, held)
+
+    def _gather(self, data: bytes, held: groups.Held) -> list[bytes]:
+        if self.group is None:
+            raise Lost(self._lost)
+        try:
+            return groups.gather(self.group, data, held, self._look)
+        except Lost:
+            self._drop()
+            raise
+        except groups.Interrupted as interrupted:
+            self.give_up(f"rank {self.rank}: {interrupted}")
+            raise
+        except (RuntimeError, ValueError) as error:
+            note = groups.find_note(self._broken)
+            if not note:
+                self._lost = _lost_text(error) or f"the other ranks cannot be reached any more: {error}"
+            self._drop()
+            raise Lost(note or self._lost) from error
+
+    # ---- a group that is given up, as ranks are no longer in step in it ----
+
+    @property
+    def _broken(self) -> str:
+        """Where a rank that gives the group up leaves why."""
+        return f"{self._name}/broken"
+
+    def _look(self) -> None:
+        note = self._ended or groups.find_note(self._broken)
+        if note:
+            raise Lost(note)
+
+    def check(self) -> None:
+        """Raises Lost if a rank has given the group up."""
+        if self.group is not None:
+            self._look()
+
+    def give_up(self, text: str) -> str:
+        """Ends the group, and so the waits of others in it; gives the text of the first rank that has done so."""
+        if self.group is None:
+            return text
+        first = groups.leave_note(self._broken, text)
+        self._drop()
+        return first
+
+    @contextlib.contextmanager
+    def ended(self, text: str) -> Iterator[None]:
+        """Gives the group up while another thread of this rank may be in it, which has left it when this is left."""
+        self._ended = text
+        if self.group is not None:
+            groups.leave_note(self._broken, text)
+        yield
+        self.give_up(text)
+        self._ended = ""
+
+    def _connect_again(self) -> None:
+        if self._lost:
+            raise Lost(self._lost)
+        old = self._broken
+        self._connect(lambda: self._assemble(f"{self._name}/again", _AGAIN_SECONDS))
+        if self.rank == 0:
+            groups.remove_note(old)
+
+
+class Operation(Joint):
+    """A Joint of Ranks, which may have DCP's collectives in it."""
+
+    def __init__(self, ranks: Ranks, call: str) -> None:
+        super().__init__(ranks, call)
+        self._ranks = ranks
+
+    def run_dcp(
+        self, label: str, what: str, work: Callable[[dist.ProcessGroup | None], T], is_wanted: bool = True
+    ) -> T | None:
+        """Runs one of DCP's collectives, whose own exception tells all ranks of each one's.
+
+        Args:
+            label: the place in the operation.
+            what: could not be done, where it fails.
+            work: the call, in the group that it is given; it raises nothing outside of DCP's collective.
+            is_wanted: where it is on no rank, nothing is done.
+        """
+        if not any(self.gather(label, is_wanted)):
+            return None
+        self._ranks.check()
+        try:
+            return work(self._ranks.group)
+        except CheckpointException as error:
+            self._is_told = True
+            own = error.failures.get(self._ranks.rank)
+            if own is not None and isinstance(own[0], KeyboardInterrupt):
+                raise own[0] from None
+            failures = {rank: failure_of(cause, what) for rank, (cause, _) in error.failures.items()}
+            raise together(failures) from error
+        except BaseException as error:  # of this rank alone: the others wait for it in DCP
+            self._is_told = True
+            failure = failure_of(error, what)
+            text = str(together({self._ranks.rank: failure._replace(text=_lost_text(error) or failure.text)}))
+            _release_frames(error)
+            text = self._ranks.give_up(text)
+            if isinstance(error, Exception):
+                raise CheckpointError(text) from error
+            raise
+
+
+def _lost_text(error: BaseException) -> str:
+    """What an error of a collective means, if it tells no more than that others are gone; else ""."""
+    if not groups.has_group() and isinstance(error, ValueError):
+        return "the process groups have been destroyed; close the Checkpointer before that"
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"another rank has ended, or has closed its Checkpointer: {error}"
+    return ""
+
+
+def _release_frames(error: BaseException) -> None:
+    """Frames of DCP that have ended, and are kept for the traceback, hold the group, and its connections."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
+    del link
+    gc.collect()

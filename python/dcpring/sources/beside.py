@@ -1,0 +1,136 @@
+"""Targets are written beside where they go, under a name of their own, and take its place when they are complete.
+
+Whatever goes wrong before that, Ctrl-C too, what was there stays as it was, and the new files are removed. Who is
+killed cannot do that: the next conversion to the same target does. It knows by their locks whose writer is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from dcpring import _C
+from dcpring.base.files import unfinished_name
+from dcpring.errors import CheckpointError
+from dcpring.options import IOOptions
+
+logger = logging.getLogger("dcpring")
+
+_PARTS_OF_CHECKPOINTS = re.compile(
+    r"(__\d+)?\.metadata|__\d+_\d+(\.[0-9a-f]{16})?\.distcp|(__\d+)?\.dcpring\.json"
+    r"|[^/]+\.safetensors|[^/]+\.safetensors\.index\.json"
+)
+"""Names that a replaced directory may hold; with any other in it, it is not ours to remove."""
+
+
+def check_target(target: Path, is_directory: bool, overwrite: bool) -> None:
+    """Whether something can be written there; raises CheckpointError before any work is done."""
+    if not target.name:
+        raise CheckpointError(f"{target} cannot be replaced; name a file or directory that is to be made")
+    if not (target.exists() or target.is_symlink()):
+        return
+    kind = "directory" if target.is_dir() else "file"
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a symbolic link; name what it refers to")
+    if (kind == "directory") != is_directory:
+        wanted = "directory" if is_directory else "file"
+        raise CheckpointError(f"{target} is a {kind}, and a {wanted} is to be written; choose another name")
+    names = sorted(entry.name for entry in target.iterdir()) if is_directory else []
+    if is_directory and not names:
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
+    strange = [name for name in names if not _PARTS_OF_CHECKPOINTS.fullmatch(name)]
+    if strange:
+        raise CheckpointError(
+            f"{target} also holds {strange[0]!r}, which is no part of a checkpoint, and replacing the directory would "
+            "remove it; choose another name"
+        )
+
+
+@contextlib.contextmanager
+def file_beside(target: Path, overwrite: bool, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
+    """A new file to write; in the end it is called ``target``."""
+    with _beside(target, False, overwrite) as (path, locks), contextlib.ExitStack() as opened:
+        with _locked(target.parent, fcntl.LOCK_SH):
+            file = opened.enter_context(writing(str(path.parent), path.name, size_hint, watch))
+            locks.enter_context(_locked(path))
+        yield file
+
+
+@contextlib.contextmanager
+def directory_beside(target: Path, overwrite: bool) -> Iterator[str]:
+    """A new directory to write to; in the end it is called ``target``."""
+    with _beside(target, True, overwrite) as (path, locks):
+        with _locked(target.parent, fcntl.LOCK_SH):
+            _C.make_directory(str(path), True)
+            locks.enter_context(_locked(path))
+        yield str(path)
+        _C.sync_directory(str(path))
+
+
+@contextlib.contextmanager
+def _beside(target: Path, is_directory: bool, overwrite: bool) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Where to make it, and what keeps its lock until it is called ``target``."""
+    check_target(target, is_directory, overwrite)
+    _C.make_directory(str(target.parent), True)
+    _remove_orphans(target)
+    unfinished = target.with_name(f".{unfinished_name(target.name)}")
+    with contextlib.ExitStack() as locks:
+        try:
+            yield unfinished, locks
+            check_target(target, is_directory, overwrite)
+            _C.replace(str(target.parent), unfinished.name, target.name, True)
+        finally:
+            _remove(unfinished)
+
+
+def _remove(unfinished: Path) -> None:
+    """What was not finished, or what the target has replaced."""
+    try:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is not needed any more, and could not be removed: %s", unfinished, error)
+
+
+def _remove_orphans(target: Path) -> None:
+    """What conversions to this target have left that were killed: nobody holds its lock.
+
+    Where there are no locks, nothing is known to be such. Locks may hold for one machine only: two machines must not
+    convert to the same target at the same time.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError), _locked(target.parent, must=True):  # so nobody is between making and locking
+        for path in target.parent.iterdir():
+            if pattern.fullmatch(path.name) and not path.is_symlink():
+                with contextlib.suppress(OSError), _locked(path, must=True):
+                    _remove(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterator[None]:
+    """Holds the lock of a file or directory, as far as there are any; ``must``: OSError where there are not, or when
+    somebody else holds it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.nullcontext() if must else contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if must else 0))
+        yield
+
+
+@contextlib.contextmanager
+def writing(directory: str, name: str, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
+    """A new file, durable at the end, removed on failure."""
+    file = _C.FileWriter(directory, name, size_hint, IOOptions().for_core(True, watch))
+    try:
+        yield file
+        file.finish()
+    finally:
+        file.close()

@@ -1,0 +1,474 @@
+"""A checkpoint looked at from outside, without a state dict: what is in it, where it lies, and any part of it.
+
+Whoever wrote it, its entries look the same here. Nothing in it is believed: metadata goes through the restricted
+unpickler, and parts are read by the Loader, with all its checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcpring import _C
+from dcpring.base.collector import as_old
+from dcpring.base.files import read_regular
+from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.lazy import StoredChunks, has_known_tables
+from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, Parts, Trailer, ring_info, split_metadata
+from dcpring.format.metadata import unpickle_metadata as unpickle
+from dcpring.format.unpickler import Safe
+from dcpring.move.crc import RunningCrcs
+from dcpring.move.load import Inputs, Loader, windows
+from dcpring.move.objects import refusal
+from dcpring.move.save import Placed, storage_info
+from dcpring.options import IOOptions, IOStats
+from dcpring.plan.table import BYTES_ROW, decode_properties
+from dcpring.store import layout
+from dcpring.torchside.dcp import StorageInfo
+from dcpring.torchside.tensors import narrowed
+
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
+
+_INT = {int}
+
+_MOST_DIMENSIONS = 1 << 10
+"""Of what is listed; those of more than the core knows are."""
+
+_LARGEST_OBJECT_BYTES = 64 << 20
+_OBJECT_BATCH_BYTES = 32 << 20
+
+
+class Record(NamedTuple):
+    """One stored chunk of a tensor, or an object.
+
+    Attributes:
+        offsets: of the chunk in the tensor, in elements; () for an object.
+        lengths: of the chunk, in elements; () for an object.
+        place: where it is stored. ``kind`` is OPAQUE for what stock wrote, and then no payload is known.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    place: Placed
+
+
+class Entry(NamedTuple):
+    """A key of a checkpoint.
+
+    Attributes:
+        key: its name.
+        shape: of the tensor, in elements; None for an object.
+        dtype: of the tensor; None for an object.
+        records: its chunks, or the object.
+        layout: of the tensor; what is not ``torch.strided`` can only be read as an object.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    records: Sequence[Record]
+    layout: torch.layout = torch.strided
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements; of an object those of its record."""
+        if self.shape is None or self.dtype is None:
+            return sum(record.place.length for record in self.records)
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        key: of the tensor.
+        offsets: where the part begins, in elements; None: at the beginning.
+        lengths: of the part, in elements; None: all that there is behind ``offsets``.
+    """
+
+    key: str
+    offsets: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
+
+
+@functools.lru_cache(1 << 16)
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a data file, by its name; None for other names."""
+    match = _RANK_OF_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass
+class Contents(Mapping[str, Entry]):
+    """The entries of a checkpoint, by key, in the order of its metadata.
+
+    Attributes:
+        directory: of the checkpoint.
+        path: its metadata file.
+        trailer: what dcpring noted there; None where stock wrote it.
+        version: of DCP's format; "" where the file does not say.
+        options: how parts are read.
+        trusted: whether objects are unpickled whatever they hold.
+        stats: what has been read so far.
+        sums: of records of which parts have been read one after the other; so reads must not overlap in time.
+    """
+
+    directory: Path
+    path: Path
+    trailer: Trailer | None
+    version: str
+    entries: dict[str, Entry]
+    options: IOOptions = field(default_factory=IOOptions)
+    trusted: bool = False
+    stats: IOStats = field(default_factory=IOStats)
+    sums: RunningCrcs = field(default_factory=RunningCrcs)
+
+    def __getitem__(self, key: str) -> Entry:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def writer(self) -> str:
+        """Who wrote the metadata: "dcpring" or "stock"."""
+        return "stock" if self.trailer is None else "dcpring"
+
+    @functools.cached_property
+    def files(self) -> dict[str, int]:
+        """The data files that records lie in, sorted, and the bytes that each must have at least."""
+        sizes: dict[str, int] = {}
+        for entry in self.entries.values():
+            for record in entry.records:
+                place = record.place
+                sizes[place.file] = max(sizes.get(place.file, 0), place.offset + place.length)
+        return dict(sorted(sizes.items()))
+
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        """These files, which stay open from the first reading on."""
+        return Inputs(str(self.directory), list(self.files))
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """A part of a tensor, in CPU memory.
+
+        Args:
+            key: of a tensor.
+            offsets: where the part begins, in elements; None: at the beginning.
+            lengths: of the part, in elements; None: all that there is behind ``offsets``.
+
+        Raises:
+            CorruptCheckpointError: bytes are damaged or missing, or no chunk has some of them.
+            OSError: with errno and path.
+        """
+        (part,) = self.read_all([Part(key, offsets, lengths)])
+        return part
+
+    def read_all(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Parts of tensors, in CPU memory: as ``read``, but one read for all, which many small ones need."""
+        places: list[tuple[str, tuple[int, ...], Tensor]] = []
+        for key, offsets, lengths in parts:
+            entry = self.entries[key]
+            assert entry.shape is not None and entry.dtype is not None
+            start = tuple(offsets or (0,) * len(entry.shape))
+            size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
+            places.append((key, start, _empty(key, size, entry.dtype)))
+        self.read_into(places)
+        return [tensor for _, _, tensor in places]
+
+    def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Reads parts of any number of tensors at once.
+
+        Args:
+            parts: for each the key, where the part begins (in elements), and a CPU tensor of the part's shape and of
+                the stored dtype, which is filled.
+
+        Raises: as ``read``.
+        """
+        items: list[ReadItem] = []
+        records: list[tuple[Entry, Record]] = []
+        for number, (key, start, part) in enumerate(parts):
+            entry, size = self.entries[key], tuple(part.shape)
+            overlaps = ((record, overlap_of(record.offsets, record.lengths, start, size)) for record in entry.records)
+            # A chunk that is listed twice is read once.
+            found = {overlap[1:]: (record, overlap) for record, overlap in overlaps if overlap}
+            if not _C.tiles(size, list(found)):
+                where = f"of shape {list(entry.shape or ())} at {list(start)}"
+                raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
+            for record, overlap in found.values():
+                items.append(_read_item(key, number, len(records), *overlap))
+                records.append((entry, record))
+        self._loader().load(items, _Records(records), _Into([part for _, _, part in parts]))
+
+    def read_object(self, key: str) -> io.BytesIO:
+        """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
+        return self.read_objects([key])[0]
+
+    def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
+        """As ``read_object``, but one read for all."""
+        into = _Into([])
+        entries = [self.entries[key] for key in keys]
+        nothing = torch.Size(())
+        indices = [MetadataIndex(key, index=number) for number, key in enumerate(keys)]
+        items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
+        self._loader().load(items, _Records([(entry, entry.records[0]) for entry in entries]), into)
+        return [into.objects[number] for number in range(len(keys))]
+
+    def refused(self, keys: Iterable[str] | None = None) -> dict[str, str]:
+        """The objects that a load by default would refuse, with what they hold: they need ``safe_globals``.
+
+        Damaged ones are passed over, and those of more than 64 MiB.
+
+        Args:
+            keys: the only ones to look at; None for all.
+        """
+        chosen = self.entries if keys is None else keys
+        small = [key for key in chosen if self._is_small_object(self.entries[key])]
+        raw = replace(self, trusted=True, options=IOOptions(checksum=False), stats=IOStats())
+        safe, found = Safe(), {}
+        for batch in windows(small, lambda key: self.entries[key].nbytes, _OBJECT_BATCH_BYTES):
+            for key, archive in raw._readable(batch):
+                name = refusal(archive, safe)
+                if name:
+                    found[key] = name
+        return found
+
+    def _is_small_object(self, entry: Entry) -> bool:
+        """Whether it is read whole and unpickled: objects, and tensors that only torch.save understands."""
+        records = entry.records
+        pickled = entry.shape is None or (len(records) == 1 and records[0].place.kind == BYTES)
+        return len(records) == 1 and pickled and records[0].place.length <= _LARGEST_OBJECT_BYTES
+
+    def _readable(self, keys: list[str]) -> Iterator[tuple[str, io.BytesIO]]:
+        """The archives of objects, one by one where one of them cannot be read."""
+        try:
+            yield from zip(keys, self.read_objects(keys), strict=True)
+        except (CheckpointError, OSError):
+            if len(keys) > 1:
+                for key in keys:
+                    yield from self._readable([key])
+
+    def _loader(self) -> Loader:
+        return Loader(
+            path=str(self.directory),
+            transforms=FileSystemReader(self.directory).transforms,
+            options=self.options,
+            trusted=self.trusted,
+            safe_globals=(),
+            stats=self.stats,
+            rank=None,
+            sums=self.sums,
+            inputs=self.inputs,
+        )
+
+
+class _Into(LoadPlanner):
+    """Loads into tensors, which items tell by their number, and keeps objects."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self.objects: dict[int, io.BytesIO] = {}
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+    def create_local_plan(self) -> Any: ...
+    def create_global_plan(self, global_plan: Any) -> Any: ...
+    def finish_plan(self, central_plan: Any) -> Any: ...
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.index or 0] = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = self._tensors[read_item.dest_index.index or 0]
+        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+
+
+def _empty(key: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(size, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"{key!r}: no tensor of {list(size)} {dtype} can be made") from error
+
+
+class _Records:
+    """Some records for the Loader, which tells them by their number."""
+
+    def __init__(self, records: list[tuple[Entry, Record]]) -> None:
+        self._records = records
+
+    def info(self, index: MetadataIndex) -> StorageInfo | None:
+        return storage_info(self._records[index.index or 0][1].place)
+
+    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
+        entry, record = self._records[index.index or 0]
+        return None if entry.dtype is None else (record.lengths, entry.dtype)
+
+
+def overlap_of(
+    offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Of two boxes in a tensor: where in the first, where in the second, and how much they share; None for nothing."""
+    low = tuple(max(a, b) for a, b in zip(offsets, start, strict=True))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, start, size, strict=True))
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    in_first = tuple(a - b for a, b in zip(low, offsets, strict=True))
+    in_second = tuple(a - b for a, b in zip(low, start, strict=True))
+    return in_first, in_second, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
+def _read_item(
+    key: str,
+    target: int,
+    record: int,
+    in_record: tuple[int, ...],
+    in_part: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> ReadItem:
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(key, index=target),
+        torch.Size(in_part),
+        MetadataIndex(key, index=record),
+        torch.Size(in_record),
+        torch.Size(lengths),
+    )
+
+
+# ---- opening ----
+
+
+def open_contents(
+    checkpoint: str | Path, *, rank: int | None = None, trusted: bool = False, options: IOOptions | None = None
+) -> Contents:
+    """Reads a checkpoint's metadata.
+
+    Args:
+        checkpoint: its directory.
+        rank: of a save with ``use_collectives=False``, the rank whose part is wanted.
+        trusted: unpickle whatever is there.
+        options: how parts will be read.
+
+    Raises:
+        CheckpointError: there is no checkpoint; the message says what there is.
+        CorruptCheckpointError, UntrustedCheckpointError, OSError: as for ``RingReader``.
+    """
+    directory = Path(checkpoint)
+    path = directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank))
+    try:
+        data = read_regular(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(layout.what_there_is(directory, path)) from error
+    parts = split_metadata(data, path)
+    entries, version = as_old(lambda: _entries_of(parts, path, trusted))
+    return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
+
+
+def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:
+    """The entries, and the version of DCP's format."""
+    if parts.trailer is not None and has_known_tables(parts):
+        return _entries_of_tables(StoredChunks(parts, path, trusted, ())), parts.trailer.version
+    metadata = unpickle(parts.pickled, path, trusted=trusted)
+    return checked_entries(metadata, path), str(getattr(metadata, "version", None) or "")
+
+
+def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOptions | None = None) -> list[Contents]:
+    """The whole checkpoint; one saved with ``use_collectives=False`` has a Contents for every rank."""
+    directory = Path(checkpoint)
+    ranks = layout.rank_metadata_files(directory) if directory.is_dir() else {}
+    if (directory / METADATA_NAME).exists() or not ranks:
+        return [open_contents(directory, trusted=trusted, options=options)]
+    return [open_contents(directory, rank=rank, trusted=trusted, options=options) for rank in sorted(ranks)]
+
+
+def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
+    table, places = chunks.table, chunks.places
+    assert places is not None
+    properties_of = [decode_properties(encoded) for encoded in table.properties()]
+    entries: dict[str, Entry] = {}
+    for index in range(len(table)):
+        key, kind, size, offsets, lengths, properties, _ = table.row(index)
+        place = places.get(index)
+        if place is None:
+            raise CorruptCheckpointError(f"the metadata lists {key!r}, but not where it is stored")
+        is_object = kind == BYTES_ROW
+        record = Record(() if is_object else offsets, () if is_object else lengths, Placed(*place))
+        if key in entries:
+            entries[key].records.append(record)  # type: ignore[attr-defined]
+        elif is_object:
+            entries[key] = Entry(key, None, None, [record])
+        else:
+            described = properties_of[properties]
+            entries[key] = Entry(key, size, described.dtype, [record], described.layout)
+    return entries
+
+
+def checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
+    try:
+        return _entries_of_objects(metadata, path)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata contradicts itself ({error})", str(path)) from error
+
+
+def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
+    stored = {(index.fqn, index.offset): info for index, info in (metadata.storage_data or {}).items()}
+    entries: dict[str, Entry] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if type(key) is not str:
+            raise ValueError(f"a key is {key!r:.200}, which is no str")
+        if isinstance(value, TensorStorageMetadata):
+            shape, dtype = tuple(value.size), value.properties.dtype
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
+            _check_tensor(key, shape, dtype, boxes)
+            records = [
+                Record(*box, _placed(key, stored.get((key, torch.Size(box[0])), stored.get((key, None))), path))
+                for box in boxes
+            ]
+            entries[key] = Entry(key, shape, dtype, records, value.properties.layout)
+        else:
+            entries[key] = Entry(key, None, None, [Record((), (), _placed(key, stored.get((key, None)), path))])
+    return entries
+
+
+def _check_tensor(
+    key: str, shape: tuple[Any, ...], dtype: Any, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
+) -> None:
+    """Raises ValueError for what no tensor can be."""
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r:.200} has the dtype {dtype!r:.200}")
+    for numbers in (shape, *(part for box in boxes for part in box)):
+        if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):
+            raise ValueError(f"{key!r:.200} has a size or an offset that is no number, or below 0, or one too many")
+    # In this order: the product of very many or very long numbers takes for ever.
+    is_long = len(shape) > _MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63
+    if is_long or math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{key!r:.200} has a size that no tensor can have")
+
+
+def _placed(key: str, info: Any, path: Path) -> Placed:
+    fields = getattr(info, "__dict__", {})
+    name, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
+    if type(name) is not str or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptCheckpointError(f"the metadata does not say where {key!r} is stored", str(path))
+    ring = ring_info(info, key)
+    descriptors = fields.get("transform_descriptors")
+    if ring is None:
+        return Placed(name, OPAQUE, offset, length, 0, 0, None, descriptors)
+    where = (name, ring.kind, offset, length, ring.payload_offset, ring.payload_bytes, ring.crcs)
+    return Placed(*where, descriptors)

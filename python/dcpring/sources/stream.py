@@ -1,0 +1,257 @@
+"""From a source to a target: what there is to convert, and its bytes in windows of bounded size.
+
+A source lists items and fills parts of their tensors; a target decides in which order it wants them. Between the two
+is ``stream``: one thread reads a window (and casts it) while the caller's thread writes the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dcpring.base.windows import split_box
+from dcpring.move.buffer import ALIGNMENT, Buffer
+
+WINDOW_BYTES = 32 << 20
+"""Bytes read at a time; two windows are in memory, and with casts two more."""
+
+_MOST_PARTS = 8192
+"""Tensors in a window."""
+
+PLAIN_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+        *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+)
+"""Those whose tensors are elements side by side; others are left to ``torch.save``, as objects."""
+
+
+class DictKey(NamedTuple):
+    """A key of a mapping that is no str, in a path; ints there are places in a list."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+
+Path = tuple["str | int | DictKey", ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor or an object to be converted.
+
+    Attributes:
+        source: its name in the source.
+        name: its name in the target.
+        path: where it belongs in the target's nested state dict.
+        shape: of a tensor, in elements; None for an object.
+        stored: dtype in the source; None for an object.
+        dtype: in the target.
+        place: where its data are. Items with the same place are one tensor under several names.
+        whole: it can only be read all at once.
+    """
+
+    source: str
+    name: str
+    path: Path
+    shape: tuple[int, ...] | None = None
+    stored: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    place: Hashable = None
+    whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape or ())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the target; 0 for objects."""
+        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A box of an item's tensor, in contiguous memory.
+
+    Attributes:
+        item: whose tensor.
+        offsets: of the box in the tensor, in elements.
+        tensor: its values.
+        memory: the same bytes.
+    """
+
+    item: Item
+    offsets: tuple[int, ...]
+    tensor: Tensor
+    memory: memoryview
+
+
+class Source(Protocol):
+    """What is converted.
+
+    Attributes:
+        format: "dcp", "torch" or "safetensors".
+        items: in order; ``name`` is ``source`` and ``dtype`` is ``stored``.
+        notes: what a safetensors file says of itself, by name.
+        files: how many there are.
+    """
+
+    format: str
+    items: list[Item]
+    notes: Mapping[str, str]
+    files: int
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Fills tensors, which have the stored dtype. The parts of one item come in row-major order, without gaps.
+
+        Raises:
+            CorruptCheckpointError, OSError: with key and path.
+        """
+        ...
+
+    def object_bytes(self, item: Item) -> bytes:
+        """An object as ``torch.save`` writes it."""
+        ...
+
+    def object_value(self, item: Item) -> Any: ...
+
+
+class Piece(NamedTuple):
+    """What of an item a target stores in one place: all of it, or some of its rows."""
+
+    item: Item
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, item: Item) -> Piece:
+        assert item.shape is not None
+        return cls(item, (0,) * len(item.shape), item.shape)
+
+    @property
+    def nbytes(self) -> int:
+        assert self.item.dtype is not None
+        return math.prod(self.lengths) * self.item.dtype.itemsize
+
+
+class Run(NamedTuple):
+    """A piece, or the next part of one that is larger than a window.
+
+    Attributes:
+        piece: which.
+        start: where in the piece it begins, in bytes.
+        part: the data, in the target's dtype.
+    """
+
+    piece: Piece
+    start: int
+    part: Part
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part.tensor.nbytes == self.piece.nbytes
+
+
+class _Box(NamedTuple):
+    piece: Piece
+    start: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def _room(item: Item, numel: int) -> int:
+    """Bytes that so many elements take in a window's buffers."""
+    assert item.stored is not None and item.dtype is not None
+    return numel * max(item.stored.itemsize, item.dtype.itemsize) + ALIGNMENT
+
+
+def _boxes(piece: Piece) -> Iterator[_Box]:
+    """A piece cut into boxes that fit a window, which follow each other in row-major order."""
+    item, start = piece.item, 0
+    assert item.dtype is not None
+    whole = item.whole or _room(item, math.prod(piece.lengths)) <= WINDOW_BYTES
+    limit = (WINDOW_BYTES - ALIGNMENT) // (_room(item, 1) - ALIGNMENT)
+    zeros = (0,) * len(piece.lengths)
+    for offsets, lengths in [(zeros, piece.lengths)] if whole else split_box(piece.lengths, limit):
+        moved = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
+        yield _Box(piece, start, moved, lengths)
+        start += math.prod(lengths) * item.dtype.itemsize
+
+
+def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
+    """Whole pieces together as long as they fit; each part of a larger one alone."""
+    window: list[_Box] = []
+    used = 0
+    for piece in pieces:
+        for box in _boxes(piece):
+            size = _room(piece.item, math.prod(box.lengths))
+            if window and (box.lengths != piece.lengths or used + size > WINDOW_BYTES or len(window) == _MOST_PARTS):
+                yield window
+                window, used = [], 0
+            window.append(box)
+            used += size
+            if box.lengths != piece.lengths:
+                yield window
+                window, used = [], 0
+    if window:
+        yield window
+
+
+@dataclass
+class _Slot:
+    """One of the two windows in memory."""
+
+    stored: Buffer = field(default_factory=lambda: Buffer(WINDOW_BYTES))
+    cast: Buffer | None = None
+
+    def read(self, source: Source, window: list[_Box]) -> list[Run]:
+        self.stored.clear()
+        parts = [self._part(box) for box in window]
+        source.read(parts)
+        if self.cast is not None:
+            self.cast.clear()
+        return [Run(box.piece, box.start, self._cast(part)) for box, part in zip(window, parts, strict=True)]
+
+    def _part(self, box: _Box) -> Part:
+        item = box.piece.item
+        assert item.stored is not None
+        return Part(item, box.offsets, *self.stored.take(box.lengths, item.stored))
+
+    def _cast(self, part: Part) -> Part:
+        item = part.item
+        if item.dtype == item.stored:
+            return part
+        assert item.dtype is not None
+        self.cast = self.cast or Buffer(WINDOW_BYTES)
+        tensor, memory = self.cast.take(tuple(part.tensor.shape), item.dtype)
+        tensor.copy_(part.tensor)
+        return Part(item, part.offsets, tensor, memory)
+
+
+def stream(source: Source, pieces: Iterable[Piece]) -> Iterator[list[Run]]:
+    """The data of tensors, in order: many small pieces at once, or one part of a large one.
+
+    What is yielded is good until the next is asked for.
+    """
+    slots = [_Slot(), _Slot()]
+    with ThreadPoolExecutor(1, "dcpring-read") as pool:
+        pending: Future[list[Run]] | None = None
+        for number, window in enumerate(_windows(pieces)):
+            following = pool.submit(slots[number % 2].read, source, window)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()

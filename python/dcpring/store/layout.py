@@ -1,0 +1,192 @@
+"""Names in a checkpoint directory, and which of its files nobody needs any more.
+
+Data files are called ``__{rank}_{n}.{tag}.distcp``. Every rank draws a fresh tag for every save, so no save ever
+touches a file that a committed ``.metadata`` refers to, and a file with a tag that no metadata refers to is what a
+failed save has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from dcpring import _C
+from dcpring.errors import CheckpointError
+from dcpring.format.metadata import METADATA_NAME, referenced_files
+
+logger = logging.getLogger("dcpring")
+
+_TAGGED = re.compile(r"__(\d+)_\d+\.[0-9a-f]{16}\.distcp")
+_STOCK = re.compile(r"__(\d+)_\d+\.distcp")
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
+_TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
+_MOST_NAMED = 8
+
+
+def not_remote(path: object) -> str:
+    """Why a path is none of a file system, as "gs://bucket/step-1"; "" if it is one. No folder "gs:" is ever meant."""
+    text = "" if isinstance(path, Path) else os.fsdecode(os.fspath(path))  # type: ignore[call-overload]
+    if "://" not in text:
+        return ""
+    return (
+        f"{text} is remote storage, which dcpring does not write or read yet; give a folder of a file system that is "
+        "mounted, or use torch.distributed.checkpoint's FsspecWriter and FsspecReader"
+    )
+
+
+def require_local(path: object) -> None:
+    """Raises CheckpointError for what is ``not_remote``'s to refuse; None is no path."""
+    remote = "" if path is None else not_remote(path)
+    if remote:
+        raise CheckpointError(remote)
+
+
+def data_file_name(rank: int, index: int, tag: str) -> str:
+    return f"__{rank}_{index}.{tag}.distcp"
+
+
+def rank_metadata_name(rank: int) -> str:
+    return f"__{rank}{METADATA_NAME}"
+
+
+def table_name(rank: int | None = None) -> str:
+    """The key maps beside a checkpoint; with a rank, beside its rank-local metadata."""
+    return ".dcpring.json" if rank is None else f"__{rank}.dcpring.json"
+
+
+def _names(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir()]
+
+
+def rank_metadata_files(directory: Path) -> dict[int, Path]:
+    """The rank-local metadata files (``use_collectives=False``), by rank."""
+    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in _names(directory))
+    return {int(match[1]): directory / name for name, match in matches if match}
+
+
+def rank_of_metadata(name: str) -> int | None:
+    """The rank whose metadata file has this name; None for other names."""
+    match = _RANK_METADATA.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def metadata_files(directory: Path) -> list[Path]:
+    """All of the directory, the global one first."""
+    main = directory / METADATA_NAME
+    return [*([main] if main.exists() else []), *rank_metadata_files(directory).values()]
+
+
+def _all_referenced(directory: Path) -> set[str] | None:
+    """Every data file that some metadata refers to; None when one of them cannot be read."""
+    try:
+        return {name for path in metadata_files(directory) for name in referenced_files(path)}
+    except (OSError, CheckpointError) as error:
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)
+        return None
+
+
+def _ours(names: list[str], pattern: re.Pattern[str], rank: int | None) -> set[str]:
+    matches = ((name, pattern.fullmatch(name)) for name in names)
+    return {name for name, match in matches if match and (rank is None or match[1] == str(rank))}
+
+
+def unneeded(names: Iterable[str], referenced: set[str]) -> list[str]:
+    """Of the names in a directory those of data files that nothing refers to, and of files that were never finished."""
+    patterns = (_TAGGED, _STOCK, _UNFINISHED)
+    return [name for name in names if name not in referenced and any(p.fullmatch(name) for p in patterns)]
+
+
+def remove_leftovers(directory: Path, rank: int | None = None) -> None:
+    """Removes data files of failed saves, before a save writes any: those with a tag that no metadata refers to.
+
+    Args:
+        directory: the checkpoint.
+        rank: only those that this rank wrote (``use_collectives=False``); None for all.
+    """
+    names = _names(directory)
+    doomed = _ours(names, _UNFINISHED, rank)
+    tagged = _ours(names, _TAGGED, rank)
+    if tagged and (referenced := _all_referenced(directory)) is not None:
+        doomed |= tagged - referenced
+    _remove(directory, sorted(doomed))
+
+
+def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
+    """The files that a commit makes superfluous: the data files of the checkpoint that is there now.
+
+    Only names that a DCP writer gives are ever listed. Without a rank the rank-local metadata goes too.
+    """
+    names = _names(directory)
+    found = _ours(names, _TAGGED, rank)
+    stock = _ours(names, _STOCK, rank)
+    if stock:
+        found |= stock & (_all_referenced(directory) or set())
+    if rank is None:
+        return found | _ours(names, _RANK_METADATA, None)
+    # Other ranks may still fail: until they have all committed, a global checkpoint that is here stays whole.
+    try:
+        return found - referenced_files(directory / METADATA_NAME)
+    except FileNotFoundError:
+        return found
+    except (OSError, CheckpointError):
+        return set()
+
+
+def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None:
+    """Before a commit: this rank's data files are there, and long enough; another save may have removed them.
+
+    Args:
+        directory: the checkpoint.
+        needed: the size in bytes that each file has at least.
+        rank: other ranks' files may be on other machines' disks, and are not looked at.
+    """
+    for name in _ours(list(needed), _TAGGED, rank):
+        path = directory / name
+        size = path.stat().st_size if path.exists() else -1
+        if size < needed[name]:
+            state = "was removed" if size < 0 else f"has {size} of {needed[name]} bytes"
+            raise CheckpointError(
+                f"{path} {state} before the save could be committed: another save to the same directory is under way; "
+                "wait for one save before the next begins"
+            )
+
+
+def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:
+    """After a commit; a failure leaves files behind, and is no failure of the save."""
+    doomed = superseded - needed
+    _remove(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
+
+
+def remove_tables(directory: Path, rank: int | None, keep: str | None) -> None:
+    """After a commit: removes key maps of checkpoints that it has replaced."""
+    _remove(directory, sorted(_ours(_names(directory), _TABLE, rank) - {keep}))
+
+
+def _remove(directory: Path, names: list[str]) -> None:
+    """What cannot be removed stays, and harms nobody; the next save tries again."""
+    try:
+        _C.remove_files(str(directory), names)
+    except OSError as error:
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)
+
+
+def what_there_is(directory: Path, path: Path) -> str:
+    """Why there is no metadata file at this path, for people."""
+    if not directory.exists():
+        return f"{directory} does not exist"
+    if not directory.is_dir():
+        return f"{directory} is a file, not the directory of a checkpoint"
+    ranks = sorted(rank_metadata_files(directory))
+    if ranks:
+        return (
+            f"there is no {path}: this checkpoint was saved with use_collectives=False; name one of its ranks, {ranks}"
+        )
+    below = sorted(entry.parent.name for entry in directory.glob(f"*/{METADATA_NAME}"))
+    if below:
+        shown = ", ".join(below[:_MOST_NAMED]) + (", ..." if len(below) > _MOST_NAMED else "")
+        return f"{directory} is no checkpoint, but there are some in it: {shown}"
+    return f"{directory} is no checkpoint: there is no {path.name} in it (was the save interrupted?)"

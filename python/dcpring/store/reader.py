@@ -1,0 +1,344 @@
+"""RingReader: DCP's storage reader on the C core."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from dcpring.base.files import read_regular
+from dcpring.base.groups import rank_in
+from dcpring.base.text import numbers
+from dcpring.errors import CheckpointError
+from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
+from dcpring.format.metadata import (
+    METADATA_NAME,
+    Trailer,
+    metadata_id,
+    read_trailer,
+    split_metadata,
+    unpickle_metadata,
+)
+from dcpring.move.load import Loader, ObjectCatalog
+from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
+from dcpring.names.policy import Casts, LoadPolicy, Unexpected
+from dcpring.options import Direct, Engine, IOOptions, IOStats
+from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
+from dcpring.store import layout
+from dcpring.watch import phases as _trace
+from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+
+__all__ = ["RingReader"]
+
+
+@dataclass
+class _Load:
+    """What a reader knows of the load it is at.
+
+    Attributes:
+        metadata: of the checkpoint, as DCP has it.
+        is_coordinator: whether this rank plans for all.
+        meter: counts the bytes that are read.
+        storage_data: where items are stored; None until somebody asks.
+    """
+
+    metadata: Metadata | None = None
+    is_coordinator: bool = False
+    meter: Meter = field(default_factory=Meter)
+    storage_data: dict[MetadataIndex, Any] | None = None
+
+
+class _Loads(threading.local):
+    """A reader's loads: DCP makes all calls of one on one thread, and several threads may load at a time."""
+
+    def __init__(self) -> None:
+        self.current = _Load()
+
+    def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
+        return _Loads, ()
+
+
+class RingReader(FileSystemReader):
+    """Reads DCP checkpoints through io_uring: ``dcp.load(state_dict, storage_reader=RingReader(path))``.
+
+    Takes the arguments of ``FileSystemReader`` and reads what RingWriter and the stock writer wrote. Only the bytes
+    that the plan needs are read, each once per rank; every 1 MiB block that is read whole is checked against its
+    CRC-32. No code from the checkpoint is run.
+
+    Args:
+        path: directory of the checkpoint.
+        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
+        trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
+        safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
+        key_map: other names for what is in the checkpoint: "normalize", a dict, the path of a JSON table, or a
+            function from the checkpoint's names to those of the state dict (see docs/keys.md).
+        unexpected: what to do about keys that the state dict does not ask for, on this rank: "log" (at INFO), "warn",
+            "error" or "ignore". Needs a planner with a ``state_dict``, as DCP's default one has; RingLoadPlanner has
+            an argument of its own.
+        casts: "safe" casts dtypes where ``torch.can_cast`` allows it, and logs it; "any" casts floats to ints too;
+            "never" makes any difference an error.
+        progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
+            function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
+            ranks alike.
+        trace: path of a trace of all loads, as for ``RingWriter``.
+
+    Attributes:
+        stats: ``IOStats`` of this rank's last ``read_data``, None before.
+
+    Raises (from the load, inside DCP's ``CheckpointException``):
+        CorruptCheckpointError: bytes are damaged, missing or contradict each other.
+        UntrustedCheckpointError: the checkpoint refers to what is not allowed.
+        CheckpointError: shapes or dtypes do not fit the state dict.
+        OSError: with errno and path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        engine: Engine = "auto",
+        direct: Direct = "auto",
+        queue_depth: int = 8,
+        block_size_bytes: int = 4 << 20,
+        workers: int = 2,
+        checksum: bool = True,
+        trusted: bool = False,
+        safe_globals: Sequence[Any] = (),
+        key_map: KeyMapLike = None,
+        unexpected: Unexpected = "log",
+        casts: Casts = "safe",
+        progress: ProgressOption = False,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._tracer = _trace.Tracer(trace)
+        self._loads = _Loads()
+        layout.require_local(path)
+        super().__init__(path, _extension_registry)
+        self.options = IOOptions(
+            engine=engine,
+            direct=direct,
+            queue_depth=queue_depth,
+            block_size_bytes=block_size_bytes,
+            workers=workers,
+            checksum=checksum,
+        )
+        self.trusted = trusted
+        self.safe_globals = tuple(safe_globals)
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
+        self.progress = checked_progress(progress)
+        self.stats: IOStats | None = None
+
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._tracer.phases
+
+    @_trace.hook
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
+        # DCP asks with a rank once it has failed to get the metadata of all ranks.
+        if kwargs.get("rank") is None or self._phases.is_sure:
+            self._tracer.start("load", self.path)
+        self._phases.begin(_trace.READ_METADATA)
+        metadata = self._find_metadata(kwargs.get("rank"))
+        self._phases.begin(_trace.LOCAL_PLAN)
+        _trace.offer(self._phases)
+        return metadata
+
+    def _find_metadata(self, rank: int | None) -> Metadata:
+        directory = Path(self.path)
+        if rank is None:
+            refuse_stale(directory)
+            path = directory / METADATA_NAME
+        else:
+            _refuse_superseded(directory, rank)
+            refuse_mixed(directory, rank)
+            path = directory / layout.rank_metadata_name(rank)
+        metadata = self._read_metadata(path)
+        if self.key_map is not None:
+            return renamed(metadata, self.key_map)
+        return metadata
+
+    def _read_metadata(self, path: Path) -> Metadata:
+        try:
+            data = read_regular(path)
+        except FileNotFoundError:
+            what = f"{os.strerror(errno.ENOENT)}: {layout.what_there_is(path.parent, path)}"
+            raise FileNotFoundError(errno.ENOENT, what, str(path)) from None
+        parts = split_metadata(data, path)
+        if parts.trailer is not None and has_known_tables(parts):
+            chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
+            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)
+            return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
+        metadata = unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        layout.require_local(checkpoint_id)
+        super().reset(checkpoint_id)
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: Any,
+        rank: Any = None,
+        use_collectives: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        self._loads.current = _Load(metadata, is_coordinator, meter)
+        self.rank = rank
+        self.use_collectives = use_collectives
+        self._phases.join(is_coordinator, not use_collectives)
+
+    @_trace.hook
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self._phases.begin(_trace.GATHER_PLANS if self._loads.current.is_coordinator else _trace.SCATTER_PLANS)
+        return super().prepare_local_plan(plan)
+
+    @_trace.hook
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        self._phases.begin(_trace.SCATTER_PLANS)
+        return plans
+
+    @property
+    def storage_data(self) -> dict[MetadataIndex, Any]:
+        """Where items are stored, as the metadata has it."""
+        load = self._loads.current
+        if load.storage_data is None:
+            load.storage_data = {} if load.metadata is None else load.metadata.storage_data
+        assert load.storage_data is not None
+        return load.storage_data
+
+    @storage_data.setter
+    def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
+        self._loads.current.storage_data = value
+
+    @_trace.hook
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
+        self._phases.begin(_trace.READ)
+        _trace.receive(self._phases, plan)
+        started = time.perf_counter()
+        self.stats = stats = IOStats(items=len(plan.items))
+        load = self._loads.current
+        if load.metadata is None:
+            raise CheckpointError("read_data before set_up_storage_reader")
+        loader = Loader(
+            path=str(self.path),
+            transforms=self.transforms,
+            options=self.options,
+            trusted=self.trusted,
+            safe_globals=self.safe_globals,
+            stats=stats,
+            rank=self._rank(),
+            casts=self.policy.casts,
+            meter=load.meter,
+            phases=self._phases,
+        )
+        if not isinstance(planner, RingLoadPlanner):
+            self.policy.report_unexpected(planner, load.metadata, self._rank())
+        with load.meter:
+            self._load(loader, plan, planner)
+        stats.seconds = time.perf_counter() - started
+        if isinstance(planner, RingLoadPlanner):
+            planner.note_read(stats)
+        self._phases.finish()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
+        chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
+        if chunks is not None and chunks.places is not None and not makes_tensors(planner):
+            assert isinstance(planner, RingLoadPlanner)
+            exchange = planner.exchange(plan)  # type: ignore[arg-type]
+            try:
+                loader.load_matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
+            except BaseException as error:
+                if exchange is not None:
+                    exchange.fail(error)
+                raise
+            return
+        metadata = self._loads.current.metadata
+        assert metadata is not None
+        loader.load(list(plan.items), ObjectCatalog(metadata, self.storage_data), planner)
+
+    def _rank(self) -> int:
+        if self.rank is not None:
+            return self.rank
+        return rank_in()
+
+
+def _trailers(directory: Path) -> dict[int, Trailer]:
+    files = layout.rank_metadata_files(directory) if directory.is_dir() else {}
+    trailers = ((rank, read_trailer(path)) for rank, path in files.items())
+    return {rank: trailer for rank, trailer in trailers if trailer is not None}
+
+
+def refuse_stale(directory: Path) -> None:
+    """A global metadata file that a later save with ``use_collectives=False`` has superseded is not loaded."""
+    path = directory / METADATA_NAME
+    if not path.exists():
+        return
+    trailers = _trailers(directory)
+    if not trailers:
+        return
+    own_id = metadata_id(path)
+    newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
+    if newer:
+        raise CheckpointError(
+            f"{path} is older than the metadata that ranks {numbers(newer)} saved with use_collectives=False; "
+            f"remove {path} to load theirs, or their __*.metadata to load it"
+        )
+
+
+def _refuse_superseded(directory: Path, rank: int) -> None:
+    """DCP turns to rank-local metadata whenever the global one fails to load: it may be that of an older save."""
+    path = directory / METADATA_NAME
+    if not path.exists():
+        return
+    own = _trailers(directory).get(rank)
+    if own is not None and own.superseded_id != metadata_id(path):
+        raise CheckpointError(
+            f"the metadata of rank {rank} in {directory} is older than {path}, which cannot be loaded; "
+            f"remove {path} to load what is older"
+        )
+
+
+def refuse_mixed(directory: Path, rank: int) -> None:
+    """Rank-local metadata of different saves do not make a checkpoint."""
+    trailers = _trailers(directory)
+    own = trailers.get(rank)
+    if own is None:
+        return
+    missing = [r for r in range(own.world_size) if r not in trailers]
+    mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
+    if missing or mixed:
+        problem = f"ranks {numbers(missing)} have none" if missing else f"ranks {numbers(sorted(mixed))} differ"
+        raise CheckpointError(
+            f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
+            "a save with use_collectives=False was interrupted. Load an earlier checkpoint"
+        )
+
+
+def _save_of(trailer: Trailer) -> tuple[int, str]:
+    return trailer.world_size, trailer.group_id

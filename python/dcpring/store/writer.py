@@ -1,0 +1,461 @@
+"""RingWriter: DCP's storage writer on the C core."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dcpring import _C
+from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.groups import agree_among
+from dcpring.errors import CheckpointError
+from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.format.metadata import (
+    METADATA_NAME,
+    Trailer,
+    id_of,
+    join_metadata,
+    metadata_id,
+    pickle_metadata,
+    read_trailer,
+)
+from dcpring.format.unpickler import Safe
+from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader
+from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
+from dcpring.move.save import (
+    FileSave,
+    Placed,
+    ResultList,
+    Results,
+    Source,
+    TableSource,
+    makes_tensors,
+    result_of,
+    source_of,
+)
+from dcpring.names.key_map import (
+    KeyMap,
+    KeyMapLike,
+    KeyTable,
+    check_one_map,
+    dump_tables,
+    load_tables,
+    rename_metadata,
+    rename_results,
+)
+from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
+from dcpring.plan.save_planner import RingSavePlanner
+from dcpring.plan.table import RingPlan, describes_itself
+from dcpring.store import layout
+from dcpring.torchside.groups import members_of_caller
+from dcpring.torchside.tensors import keep_attributes
+from dcpring.watch import phases as _trace
+from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+
+__all__ = ["RingWriter"]
+
+logger = logging.getLogger("dcpring")
+
+
+@dataclass
+class _Save:
+    """What a writer knows of the save it is at; each has its own, so that one which failed leaves nothing behind.
+
+    Attributes:
+        is_coordinator: whether this rank commits.
+        meter: counts the bytes that it writes.
+        group_id: with ``use_collectives=False``, what all ranks call the save.
+        world_size: how many they are then.
+        plans: those of all ranks, on the coordinator.
+        planner: dcpring's, where that plans, from ``write_data`` on.
+    """
+
+    is_coordinator: bool = False
+    meter: Meter = field(default_factory=Meter)
+    group_id: str = ""
+    world_size: int = 0
+    plans: list[SavePlan] = field(default_factory=list)
+    planner: Callable[[], RingSavePlanner | None] = lambda: None
+
+
+class RingWriter(FileSystemWriter):
+    """Writes DCP checkpoints through io_uring: ``dcp.save(state_dict, storage_writer=RingWriter(path))``.
+
+    Takes the arguments of ``FileSystemWriter`` and works wherever that does: ``dcp.save``, ``dcp.async_save``, any
+    planner. The files are ones that stock DCP reads. The old checkpoint in ``path`` stays good until the new one is
+    complete and durable.
+
+    Args:
+        path: directory of the checkpoint, made if missing.
+        single_file_per_rank: one file per rank, else one per item.
+        sync_files: make everything durable before the save ends.
+        thread_count: as ``workers``, where that is not given.
+        per_thread_copy_ahead: bytes copied ahead from an accelerator.
+        cache_staged_state_dict: see ``FileSystemWriter``.
+        overwrite: replace a checkpoint that is there; else ``RuntimeError``.
+        serialization_format: only ``TORCH_SAVE``.
+        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
+        keep_superseded: leave the data files of the checkpoint that is replaced, for readers that are still at it;
+            the save after this one removes them.
+        key_map: other names for the keys in the checkpoint: "normalize", a dict, the path of a JSON table, or a
+            function from the state dict's names (see docs/keys.md). The table that was used is stored beside the
+            checkpoint, in ``.dcpring.json``.
+        progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
+            function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
+            ranks alike.
+        objects: what to do about objects that a load refuses by default, as they are more than plain data (see
+            docs/objects.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
+            fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
+        safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
+        trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
+            With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
+            ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
+
+    Attributes:
+        stats: ``IOStats`` of this rank's last ``write_data`` in this process, None before.
+
+    Raises (from the save, inside DCP's ``CheckpointException``):
+        OSError: with errno and path; this rank's partial files are removed.
+        CheckpointError: an item cannot be saved.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        engine: Engine = "auto",
+        direct: Direct = "auto",
+        queue_depth: int = 8,
+        block_size_bytes: int = 4 << 20,
+        workers: int | None = None,
+        checksum: bool = True,
+        keep_superseded: bool = False,
+        key_map: KeyMapLike = None,
+        progress: ProgressOption = False,
+        objects: ObjectPolicy = "warn",
+        safe_globals: Sequence[Any] = (),
+        trace: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if objects not in ("warn", "error", "allow"):
+            raise ValueError(f'objects={objects!r}: must be "warn", "error" or "allow"')
+        if serialization_format != SerializationFormat.TORCH_SAVE:
+            raise ValueError(
+                f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
+                "for safetensors use torch.distributed.checkpoint.HuggingFaceStorageWriter"
+            )
+        layout.require_local(path)
+        super().__init__(
+            path,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+            _extensions=_extensions,
+        )
+        self.options = IOOptions(
+            engine=engine,
+            direct=direct,
+            queue_depth=queue_depth,
+            block_size_bytes=block_size_bytes,
+            workers=max(2, thread_count) if workers is None else workers,
+            checksum=checksum,
+        )
+        self.keep_superseded = keep_superseded
+        self.key_map = None if key_map is None else KeyMap(key_map)
+        self.progress = checked_progress(progress)
+        self.objects: ObjectPolicy = objects
+        self.safe_globals = tuple(safe_globals)
+        self._tracer = _trace.Tracer(trace)
+        self._save = _Save()
+        self.stats: IOStats | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each."""
+        return {name: value for name, value in self.__dict__.items() if name != "_save"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._save = _Save()
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self.path)
+
+    @property
+    def _own_rank_only(self) -> int | None:
+        """The rank whose files alone are this writer's business, None with collectives (the coordinator's: all)."""
+        return None if self.use_collectives else self.rank
+
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._tracer.phases
+
+    def stage(self, state_dict: Any) -> Any:
+        with _trace.Staging.timed() as staging:
+            staged = keep_attributes(state_dict, super().stage(state_dict))
+        self._tracer.staged(staging)
+        return staged
+
+    def note_staged(self, staging: _trace.Staging) -> None:
+        """Called by Checkpointer, which copies the state itself: when it did that for the next save."""
+        self._tracer.staged(staging)
+
+    def storage_meta(self) -> Any:
+        """DCP asks for it first of all."""
+        self._begin_save()
+        return super().storage_meta()
+
+    def _begin_save(self) -> None:
+        self._save = _Save()
+        self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
+        self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
+        _trace.offer(self._phases)
+
+    @_trace.hook
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        _C.make_directory(str(self.path), self.sync_files)
+        if not self.overwrite and (self._directory / METADATA_NAME).exists():
+            raise RuntimeError(
+                f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
+            )
+        if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
+            self._refuse_objects(plan.values)
+        self._phases.begin(_trace.GATHER_PLANS if self._save.is_coordinator else _trace.SCATTER_PLANS)
+        return plan
+
+    def _refuse_objects(self, values: Mapping[str, Any]) -> None:
+        objects = ((key, value) for key, value in values.items() if not describes_itself(value))
+        refused = refusals(objects, Safe(self.safe_globals))
+        if refused:
+            raise CheckpointError(f"cannot save {refused_text(refused)}{SAVE_CURE}")
+
+    @_trace.hook
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._phases.begin(_trace.GLOBAL_PLAN)
+        with self._phases.span(_trace.CLEAN_UP):
+            layout.remove_leftovers(self._directory, self._own_rank_only)
+        self._save.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        self._phases.begin(_trace.SCATTER_PLANS)
+        return self._save.plans
+
+    @_trace.hook
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the plan's items to new files; nothing that exists is touched."""
+        self._phases.begin(_trace.WRITE)
+        _trace.receive(self._phases, plan)
+        if isinstance(planner, RingSavePlanner) and planner.key_map is not None and self.key_map is not None:
+            check_one_map(self.key_map, planner.key_map)
+        started = time.perf_counter()
+        self.stats = stats = IOStats(items=len(plan.items))
+        with self._save.meter:
+            results = self._write_files(plan, planner, stats)
+        stats.seconds = time.perf_counter() - started
+        if isinstance(planner, RingSavePlanner):
+            planner.note_written(stats)
+            self._save.planner = weakref.ref(planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        if self._save.is_coordinator or not self.use_collectives:
+            self._phases.begin(_trace.GATHER_RESULTS)
+            self._phases.flush()
+        else:
+            self._phases.finish()
+        return future
+
+    def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
+        rank, tag = self._plan_rank(plan), new_tag()
+        source = source_of(plan.items, planner)
+        self._save.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
+        names: list[str] = []
+        placed: dict[int, Placed] = {}
+        judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
+        watch = make_watch(self._save.meter.counter, self._phases.room)
+        downloader = Downloader(self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES)
+        try:
+            for index, positions in enumerate(self._buckets(len(plan.items))):
+                names.append(layout.data_file_name(rank, index, tag))
+                file = FileSave(
+                    path=str(self.path),
+                    name=names[-1],
+                    source=source,
+                    options=self.options.for_core(self.sync_files, watch),
+                    transforms=self.transforms,
+                    downloader=downloader,
+                    windowed=makes_tensors(planner),
+                    stats=stats,
+                    judge=judge,
+                )
+                with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
+                    file.write(positions)
+                placed |= file.placed
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next save removes them
+                _C.remove_files(str(self.path), names)
+            raise
+        if names and self.sync_files:
+            with self._phases.span("sync directory"):
+                _C.sync_directory(str(self.path))
+        stats.files = len(names)
+        return self._results(plan.items, source, [placed[position] for position in range(len(plan.items))], stats)
+
+    def _results(self, items: Any, source: Source, placed: list[Placed], stats: IOStats) -> Any:
+        """DCP's WriteResults; of a compact plan, in compact form."""
+        if not isinstance(source, TableSource) or self.transforms.extensions:
+            return ResultList(map(result_of, items, placed), stats)
+        places = _C.Places(len(placed))
+        places.put([where[:7] for where in placed])
+        return Results(places.encode(), stats, items)
+
+    def _buckets(self, count: int) -> Iterable[Sequence[int] | None]:
+        """Which items go into each file; None: all of them."""
+        if self.single_file_per_rank:
+            return [None] if count else []
+        return ([position] for position in range(count))
+
+    def _plan_rank(self, plan: SavePlan) -> int:
+        match = re.fullmatch(r"__(\d+)_", getattr(plan.storage_data, "prefix", ""))
+        if match and self.use_collectives:
+            return int(match[1])
+        return self.rank or 0
+
+    @_trace.hook
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
+        self._phases.begin(_trace.COMMIT)
+        metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
+        metadata.storage_meta = super().storage_meta()
+        refused = _refused_in(results)
+        planner = self._save.planner()
+        table: KeyTable | None = None if planner is None else planner.key_table
+        if self.key_map is not None and table is None:
+            names = self.key_map.rename(metadata.state_dict_metadata)
+            made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
+            metadata, results = rename_metadata(metadata, names), rename_results(made, names)
+            table = self.key_map.used(names)
+        chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
+        if chunks is not None and all(isinstance(part, Results) for part in results):
+            sizes, data = self._from_tables(metadata, chunks, results)
+        else:
+            sizes, data = self._from_objects(metadata, results)
+        self._commit(sizes, data, table)
+        if isinstance(metadata, LazyMetadata) and self.use_collectives:
+            metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
+        if refused:
+            logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
+        self._save.plans = []
+        if planner is not None and all(isinstance(part, Results) for part in results):
+            planner.note_committed([part.stats for part in results])
+        self._phases.finish()
+
+    def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
+        """The sizes of all data files, and the metadata file's bytes."""
+        places = _C.Places(len(chunks.table))
+        for rank, part in enumerate(results):
+            places.merge(_C.decode_places(part.packed), chunks.items[rank])
+        chunks.places = places
+        sizes = places.file_sizes()
+        pickled = chunks.pickled(metadata.storage_meta, metadata.version)
+        return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index())
+
+    def _from_objects(self, metadata: Metadata, results: list[Any]) -> tuple[dict[str, int], bytes]:
+        storage_data = {
+            result.index: result.storage_data for rank, part in enumerate(results) for result in self._made(rank, part)
+        }
+        metadata.storage_data = storage_data
+        sizes: dict[str, int] = {}
+        for info in storage_data.values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        return sizes, join_metadata(pickle_metadata(metadata), self._trailer(sorted(sizes), metadata))
+
+    def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
+        return part.of(self._save.plans[rank].items) if isinstance(part, Results) else part
+
+    def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
+        superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
+        layout.check_data_files(self._directory, sizes, self.rank or 0)
+        name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
+        table_name = self._commit_table(name, table)
+        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
+        self._phases.begin(_trace.CLEAN_UP)
+        layout.remove_superseded(self._directory, superseded, set(sizes))
+        layout.remove_tables(self._directory, self._own_rank_only, table_name)
+
+    def _commit_table(self, metadata_name: str, table: KeyTable | None) -> str | None:
+        """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.
+
+        Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own.
+        """
+        if table is None:
+            return None
+        name = layout.table_name(self._own_rank_only)
+        tables = {self.save_id: table}
+        with contextlib.suppress(OSError, ValueError, CheckpointError):
+            current = read_trailer(self._directory / metadata_name)
+            kept = load_tables(self._directory / name)
+            if current is not None and current.save_id in kept:
+                tables[current.save_id] = kept[current.save_id]
+        data = dump_tables(tables)
+        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
+        return name
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        layout.require_local(checkpoint_id)
+        super().reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if self._phases.is_sure:  # nobody has asked for storage_meta()
+            self._begin_save()
+        self._save.is_coordinator = is_coordinator
+        self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        self._phases.join(is_coordinator, not self.use_collectives)
+        if not self.use_collectives:
+            members = members_of_caller()
+            self._save.group_id, self._save.world_size = agree_on_id(str(self.path), members), len(members)
+        self._phases.share(self._save.group_id)
+
+    def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
+        trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
+        if not self.use_collectives:
+            trailer.group_id = self._save.group_id
+            trailer.world_size = self._save.world_size
+            trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
+        return trailer
+
+
+def _refused_in(results: list[Any]) -> dict[str, str]:
+    """What a load will refuse of what the ranks whose results these are have written, by key."""
+    found = [part.stats.refused for part in results if isinstance(part, Results | ResultList)]
+    return {key: name for part in found for key, name in part.items()}
+
+
+def agree_on_id(path: str, members: list[int]) -> str:
+    """The same random id on all of these ranks for one save, "" where there is no store to agree by."""
+    return agree_among(members, f"dcpring/{path}", new_tag())

@@ -1,0 +1,1 @@
+"""What looks at checkpoints and traces from outside, and what changes checkpoints."""

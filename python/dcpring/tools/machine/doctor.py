@@ -1,0 +1,460 @@
+"""What dcpring finds on this machine and in a directory, what that means, and the cure for what is not as it should be.
+
+Whether something works is found by trying it (``_C.probe_*``, and small saves and loads); files of the kernel's are
+only read to say why it does not. Everything happens in the caller's thread, in a directory that is removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import mmap
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dcpring import _C
+from dcpring.errors import CheckpointError
+from dcpring.options import Engine, IOOptions
+from dcpring.plan.strategy import remote_storage
+from dcpring.report import format_bytes
+from dcpring.tools.machine.scratch import private_directory
+
+Status = Literal["ok", "slow", "missing", "failed"]
+
+_SLOW_SYNC_SECONDS = 0.05
+_SLOW_CRC_BYTES_PER_SECOND = 2e9
+_LITTLE_SPACE = 1 << 30
+_FEW_FILES = 1000
+_LITTLE_MEMORY = 256 << 20
+_TRIED_BYTES = (3 << 20) + 77
+"""Of the small saves: some blocks, and an end that is not aligned."""
+
+_CGROUP_MEMORY = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Limit and usage, of cgroups version 2 and 1."""
+
+_EXTRAS = {
+    "rich": ("the command line's tables and bars", "cli"),
+    "shtab": ("dcpring completion", "cli"),
+    "matplotlib": ("dcpring plot, and the pictures of bench and trace", "plot"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        group: "machine", "directory" or "software".
+        name: of the thing.
+        status: "ok"; "slow" or "missing": dcpring works without it, less well; "failed": it does not work.
+        found: in words.
+        meaning: what that means for dcpring; "" where there is nothing to say.
+        cure: what to do about it; "" where there is nothing to do.
+    """
+
+    group: str
+    name: str
+    status: Status
+    found: str
+    meaning: str = ""
+    cure: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The files in which the kernel says how it is set up; below ``root``, for tests."""
+
+    root: Path = Path("/")
+
+    def text(self, path: str) -> str:
+        """What a file says, "" where it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def field(self, path: str, name: str) -> str:
+        """Of a file of "name: value" lines, a value; "" where there is none."""
+        lines = (line.partition(":") for line in self.text(path).splitlines())
+        return next((value.strip() for key, _, value in lines if key == name), "")
+
+
+def examine(directory: Path, kernel: Kernel | None = None) -> list[Check]:
+    """All checks; see ``works`` for what they come to.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory} {what}; name a directory that is there: one that checkpoints will go to")
+    kernel = kernel or Kernel()
+    ring = _ring(kernel)
+    checks = [*ring, _crc(), _processors(kernel), _huge_pages(kernel), _memory(kernel), _shared_memory()]
+    checks += _directory(directory.resolve(), kernel, has_ring=ring[0].status == "ok")
+    return [*checks, *_software()]
+
+
+def works(checks: list[Check]) -> bool:
+    """Whether checkpoints can be saved to, and loaded from, the directory."""
+    return all(check.status != "failed" for check in checks)
+
+
+# ---- the machine ----
+
+
+def _ring(kernel: Kernel) -> list[Check]:
+    """io_uring, and its registered buffers where there is one."""
+    options = IOOptions()
+    (error, _, _), registered = _C.probe_ring(options.queue_depth, options.block_size_bytes)
+    release = f"Linux {platform.release()}"
+    if error:
+        reason, cure = _why_no_ring(error, kernel)
+        found = f"{os.strerror(error)}, on {release}: {reason}"
+        meaning = "dcpring falls back to threads, which take more CPU"
+        return [Check("machine", "io_uring", "missing", found, meaning, cure)]
+    return [Check("machine", "io_uring", "ok", release), _registered(registered, options)]
+
+
+def _why_no_ring(error: int, kernel: Kernel) -> tuple[str, str]:
+    """The likely reason, and the cure."""
+    switch = kernel.text("proc/sys/kernel/io_uring_disabled")
+    if switch in ("1", "2") and error == errno.EPERM:
+        return (
+            f"kernel.io_uring_disabled is {switch}",
+            "as root on the host: sysctl -w kernel.io_uring_disabled=0 (and in /etc/sysctl.d, to keep it)",
+        )
+    if error in (errno.EPERM, errno.ENOSYS, errno.EACCES) and kernel.field("proc/self/status", "Seccomp") == "2":
+        return (
+            "a seccomp filter, as containers have it, refuses it",
+            "start the container with a profile that allows io_uring_setup, io_uring_enter and io_uring_register: "
+            "docker run --security-opt seccomp=PROFILE.json, or seccomp=unconfined where all in it is trusted "
+            "(Kubernetes: securityContext.seccompProfile)",
+        )
+    reasons = {
+        errno.ENOSYS: ("the kernel has none, or one without reads and writes", "Linux 5.6 or newer"),
+        errno.ENOMEM: ("it may not lock so much memory", "ulimit -l unlimited (docker run --ulimit memlock=-1)"),
+        errno.EMFILE: ("too many files are open", "ulimit -n 65536"),
+        errno.EPERM: ("a security module (SELinux, AppArmor) may refuse it", "see the kernel log (dmesg, ausearch)"),
+    }
+    return reasons.get(error, ("the kernel gives no reason", "see the kernel log (dmesg)"))
+
+
+def _registered(registered: int, options: IOOptions) -> Check:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    may_lock = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    found = f"{registered} of {options.queue_depth} of {format_bytes(options.block_size_bytes)} (ulimit -l: {may_lock})"
+    if registered == options.queue_depth:
+        return Check("machine", "registered buffers", "ok", found)
+    return Check(
+        "machine",
+        "registered buffers",
+        "slow",
+        found,
+        "the kernel looks up the memory of the other buffers for each transfer: a little more CPU",
+        "ulimit -l unlimited (docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+    )
+
+
+def _crc() -> Check:
+    size = 256 << 20
+    rate = size / max(1, _C.probe_crc(size)) * 1e9
+    found = f"{rate / 1e9:.1f} GB/s on one processor"
+    if rate >= _SLOW_CRC_BYTES_PER_SECOND:
+        return Check("machine", "CRC-32", "ok", found)
+    meaning = "checksums may take longer than a fast disk"
+    cure = "more workers (workers=4), or checksum=False where another layer checks the bytes"
+    return Check("machine", "CRC-32", "slow", found, meaning, cure)
+
+
+def _processors(kernel: Kernel) -> Check:
+    count = float(len(os.sched_getaffinity(0)))
+    quota, _, period = kernel.text("sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        count = min(count, int(quota) / int(period))
+    found = f"{count:g} for this process"
+    if count >= 2:
+        return Check("machine", "processors", "ok", found)
+    meaning = "copying and checksums share it with everything else"
+    return Check("machine", "processors", "slow", found, meaning, "give the job two or more (docker run --cpus)")
+
+
+def _huge_pages(kernel: Kernel) -> Check:
+    modes = kernel.text("sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = modes.partition("[")[2].partition("]")[0]
+    if chosen in ("always", "madvise"):
+        return Check("machine", "huge pages", "ok", chosen)
+    return Check(
+        "machine",
+        "huge pages",
+        "slow",
+        chosen or "the kernel does not say",
+        "a block lies in many small pages, and reaches the disk in more requests",
+        "as root on the host: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if chosen else "",
+    )
+
+
+def _memory(kernel: Kernel) -> Check:
+    """What may still be taken, by the machine's and by the container's limit."""
+    numbers = kernel.field("proc/meminfo", "MemAvailable").split()
+    free = int(numbers[0]) * 1024 if numbers and numbers[0].isdigit() else None
+    for names in _CGROUP_MEMORY:
+        most, used = (kernel.text(f"sys/fs/cgroup/{name}") for name in names)
+        if most.isdigit() and used.isdigit():
+            left = int(most) - int(used)
+            free = left if free is None else min(free, left)
+    if free is None:
+        return Check("machine", "memory", "ok", "the kernel does not say how much is available")
+    found = f"{format_bytes(free)} available"
+    if free >= _LITTLE_MEMORY:
+        return Check("machine", "memory", "ok", found)
+    need = format_bytes(IOOptions().queue_depth * IOOptions().block_size_bytes)
+    meaning = f"each rank takes {need} for its buffers, and ranks that hand on read bytes 128 MiB more for each host"
+    return Check("machine", "memory", "slow", found, meaning, "a higher limit, or a lower queue_depth")
+
+
+def _shared_memory() -> Check:
+    """As ranks of a host hand on what one of them has read."""
+    try:
+        descriptor = os.memfd_create("dcpring-doctor")
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
+                memory[0] = 1
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        meaning = "on shared storage every rank reads for itself what several of them need"
+        cure = "let the container use memfd_create, and mount /proc in it"
+        return Check("machine", "shared memory", "missing", str(error), meaning, cure)
+    return Check("machine", "shared memory", "ok", "memfd, reachable through /proc")
+
+
+# ---- the directory ----
+
+
+def _directory(directory: Path, kernel: Kernel, has_ring: bool) -> Iterator[Check]:
+    mount = find_mount(directory, kernel.text("proc/self/mountinfo"))
+    yield _file_system(directory, mount)
+    yield from _space(directory)
+    try:
+        with private_directory(directory, "doctor") as scratch:
+            answers = _C.probe_directory(str(scratch))
+            yield from _answers(answers, mount)
+            if not answers["create"][0]:
+                yield from _round_trips(scratch, has_ring)
+    except OSError as error:
+        found, _, cure = (error.strerror or str(error)).partition("; ")
+        yield Check("directory", "files", "failed", f"{found}: {error.filename}", "nothing can be saved here", cure)
+
+
+class Mount(NamedTuple):
+    """A line of /proc/self/mountinfo."""
+
+    point: str = ""
+    kind: str = ""
+    source: str = ""
+
+
+def find_mount(directory: Path, mountinfo: str) -> Mount:
+    """The mount that a directory lies on; the later of two at the same place hides the other."""
+    found = Mount()
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) < 5 or len(rest) < 2:
+            continue
+        point = fields[4].encode("latin-1", "replace").decode("unicode_escape")  # \040 is a blank
+        inside = point == "/" or str(directory) == point or str(directory).startswith(f"{point}/")
+        if inside and len(point) >= len(found.point):
+            found = Mount(point, rest[0], rest[1])
+    return found
+
+
+_MEMORY = "it is memory: what is saved here counts against it, and is gone after a restart"
+_NFS = ("every sync waits for the server", "mount with rsize=1048576,wsize=1048576,nconnect=8")
+_REMARKS: dict[str, tuple[str, str]] = {
+    "tmpfs": (_MEMORY, "name a directory on a disk"),
+    "ramfs": (_MEMORY, "name a directory on a disk"),
+    "overlay": (
+        "it is the container's own layer, which is gone with the container",
+        "mount a volume (docker run -v /disk:/checkpoints) and save there",
+    ),
+    "nfs": _NFS,
+    "nfs4": _NFS,
+    "fuse": (
+        "every request passes through a program, which sets the limits on speed and direct I/O",
+        "where the storage has a client in the kernel, mount it with that",
+    ),
+    "lustre": (
+        "a file lies on as many servers as its striping says",
+        "lfs setstripe -c -1 -S 4M DIR, before anything is saved in it",
+    ),
+    "btrfs": ("it checksums and copies on write, once more", "chattr +C DIR, before anything is saved in it"),
+    "zfs": ("direct I/O needs OpenZFS 2.3", "zfs set direct=standard recordsize=1M DATASET"),
+}
+"""What is known of file systems, and what may be done, by the first part of their type."""
+
+
+def _file_system(directory: Path, mount: Mount) -> Check:
+    meaning, cure = _REMARKS.get(mount.kind.partition(".")[0], ("", ""))
+    try:
+        if remote_storage(directory):
+            meaning = "; ".join(filter(None, [meaning, 'it is shared: writers="auto" has few ranks write']))
+    except OSError as error:
+        return Check("directory", "file system", "missing", str(error))
+    found = f"{mount.kind} ({mount.source} on {mount.point})" if mount.kind else "the kernel does not say which"
+    return Check("directory", "file system", "ok", found, meaning, cure.replace("DIR", str(directory)))
+
+
+def _space(directory: Path) -> Iterator[Check]:
+    (error, cure, _), _, size, free, files, free_files = _C.probe_space(str(directory))
+    if error:
+        yield Check("directory", "space", "missing", os.strerror(error), "how much is free cannot be told", cure)
+        return
+    status: Status = "ok" if free >= _LITTLE_SPACE or not size else "missing"
+    meaning = "" if status == "ok" else "a new checkpoint must fit in beside the one before it"
+    cure = "" if status == "ok" else "free space, keep fewer checkpoints (keep_last), or save elsewhere"
+    yield Check("directory", "space", status, f"{format_bytes(free)} of {format_bytes(size)} free", meaning, cure)
+    if files and free_files < _FEW_FILES:
+        found = f"{free_files} of {files} inodes free"
+        yield Check("directory", "inodes", "missing", found, "each rank writes a file or more", "remove files")
+
+
+def _answers(answers: _C._DirectoryAnswers, mount: Mount) -> Iterator[Check]:
+    """What the core found in a directory of its own."""
+    error, cure, _ = answers["create"]
+    if error:
+        yield Check("directory", "files", "failed", f"open: {os.strerror(error)}", "nothing can be saved here", cure)
+    if (allocate := answers["allocate"]) is not None:
+        yield _allocate(*allocate)
+    if (direct := answers["direct"]) is not None:
+        yield _direct(*direct, alignment=answers["alignment"], mount=mount)
+    if (sync := answers["sync"]) is not None:
+        yield _timed("sync", "a sync of 4 KiB", *sync)
+    if (commit := answers["commit"]) is not None:
+        yield _timed("commit", "a rename, made durable", *commit)
+    if (remove := answers["remove"]) is not None and remove[0]:
+        found = os.strerror(remove[0])
+        yield Check("directory", "removal", "failed", found, "old checkpoints cannot be removed", remove[1])
+
+
+def _allocate(error: int, cure: str, _: int) -> Check:
+    if not error:
+        return Check("directory", "preallocation", "ok", "fallocate")
+    if error in (errno.EOPNOTSUPP, errno.ENOSYS):
+        meaning = "a full disk is noticed only when it is full, and files may lie in pieces"
+        cure = "nothing has to be done; NFS has it from version 4.2 on (mount -o vers=4.2)"
+        return Check("directory", "preallocation", "slow", "no fallocate", meaning, cure)
+    return Check("directory", "preallocation", "failed", os.strerror(error), "nothing can be saved here", cure)
+
+
+def _direct(error: int, cure: str, _: int, *, alignment: int, mount: Mount) -> Check:
+    if not error:
+        return Check("directory", "direct I/O", "ok", f"aligned to {alignment} bytes" if alignment else "O_DIRECT")
+    found = os.strerror(error)
+    if alignment > _C.ALIGNMENT_BYTES:
+        found = f"it needs an alignment of {alignment} bytes; dcpring's is {_C.ALIGNMENT_BYTES}"
+    meaning = "saves and loads go through the page cache: more CPU, and memory that training may need"
+    cures = {
+        "tmpfs": "none is needed: it is memory",
+        "ramfs": "none is needed: it is memory",
+        "overlay": "save to a volume (docker run -v /disk:/checkpoints)",
+        "zfs": "OpenZFS 2.3, and zfs set direct=standard",
+    }
+    cure = cures.get(mount.kind, "a file system with O_DIRECT (ext4, XFS, NFS, Lustre and others have it)")
+    return Check("directory", "direct I/O", "slow", found, meaning, cure)
+
+
+def _timed(name: str, what: str, error: int, cure: str, ns: int) -> Check:
+    if error:
+        return Check("directory", name, "failed", os.strerror(error), "nothing can be saved here durably", cure)
+    found = f"{what}: {ns / 1e6:.2f} ms"
+    if ns < _SLOW_SYNC_SECONDS * 1e9:
+        return Check("directory", name, "ok", found)
+    meaning = "a save waits for three or more of these, however small it is"
+    cure = "save in the background (Checkpointer.save(blocking=False)); disks with power-loss protection are fast here"
+    return Check("directory", name, "slow", found, meaning, cure)
+
+
+def _ways(engine: Engine) -> list[IOOptions]:
+    return [IOOptions(engine=engine), IOOptions(engine=engine, direct=False)]
+
+
+def _round_trips(scratch: Path, has_ring: bool) -> Iterator[Check]:
+    """A small save and load with each engine, direct and not; what "auto" does must work."""
+    engines: tuple[Engine, ...] = ("uring", "threads") if has_ring else ("threads",)
+    for engine in engines:
+        try:
+            done = [_round_trip(scratch, options) for options in _ways(engine)]
+        except (OSError, CheckpointError) as error:
+            problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            found, _, cure = problem.partition("; ")
+            needed = engine == "uring" or not has_ring
+            meaning = "checkpoints cannot be saved here" if needed else 'engine="threads" does not work here'
+            cure = cure or ('pass engine="threads"' if engine == "uring" else "see the kernel log (dmesg)")
+            yield Check("directory", f"save, {engine}", "failed" if needed else "missing", found, meaning, cure)
+        else:
+            yield Check("directory", f"save, {engine}", "ok", f"written, synced, read and compared: {', '.join(done)}")
+
+
+def _round_trip(scratch: Path, options: IOOptions) -> str:
+    """Saves and loads random bytes; what kind of I/O that was."""
+    options = replace(options, queue_depth=2, block_size_bytes=1 << 20)
+    data = os.urandom(_TRIED_BYTES)
+    name = f"{options.engine}-{options.direct}"
+    writer = _C.FileWriter(str(scratch), name, len(data), options.for_core(True))
+    try:
+        [(_, _, offset, size, crcs)] = writer.write_bytes([data])
+        writer.finish()
+        _, _, direct = writer.stats()
+    finally:
+        writer.close()
+    with contextlib.closing(_C.Input(str(scratch), [name])) as inputs:
+        [back], _ = _C.load_bytes(inputs, [(0, offset, size, crcs)], options.for_core(False))
+    if back != data:
+        raise CheckpointError("other bytes were read than were written; look for a failing disk or memory")
+    return "direct" if direct else "through the page cache"
+
+
+# ---- the software ----
+
+
+def _software() -> Iterator[Check]:
+    yield Check("software", "Python", "ok", platform.python_version())
+    yield _torch()
+    for name, (use, extra) in _EXTRAS.items():
+        if importlib.util.find_spec(name) is not None:
+            yield Check("software", name, "ok", "installed")
+        else:
+            yield Check("software", name, "missing", "not installed", f"for {use}", f"pip install 'dcpring[{extra}]'")
+
+
+def _torch() -> Check:
+    """Its version, and whether the extension has found all that it calls in it."""
+    cure = "pip install 'torch>=2.9,<3'"
+    try:
+        import torch
+
+        from dcpring.torchside import versions
+
+        importlib.import_module("dcpring.torchside.shim")
+    except (ImportError, OSError, ValueError) as error:
+        return Check("software", "torch", "failed", str(error), "dcpring cannot see tensors", cure)
+    if versions.is_tested(torch.__version__):
+        return Check("software", "torch", "ok", f"{torch.__version__}, its C shim is bound")
+    effect = "dcpring has not been tested with it, and plans by torch's own functions, which is slower"
+    return Check("software", "torch", "missing", torch.__version__, effect, cure)

@@ -1,0 +1,1 @@
+"""Traces of saves and loads, read and explained."""

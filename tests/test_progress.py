@@ -444,13 +444,13 @@ def test_the_bar_ends_when_a_rank_fails(tmp_path: Path) -> None:
 def _save_apart(path: Path) -> tuple[str, list[Progress]]:
     """Rank 1 cannot open what rank 0 has made, as in another container."""
     if rank_now() == 1:
-        progress_module._shared_memory = None  # type: ignore[assignment]
+        progress_module.shared_memory = None  # type: ignore[assignment]
     try:
         return _save_on_ranks(path, True)
     finally:
         from dcpring.base import shared_memory
 
-        progress_module._shared_memory = shared_memory
+        progress_module.shared_memory = shared_memory
 
 
 def test_a_rank_that_cannot_share_goes_on_without(tmp_path: Path) -> None:
@@ -649,7 +649,7 @@ def test_a_program_ends_with_its_bar(tmp_path: Path) -> None:
     """Though another rank has joined, and never ends."""
     program = (
         "import mmap, os, sys\n"
-        "from dcpring._progress import Slots, _draw\n"
+        "from dcpring.watch.progress import Slots, _draw\n"
         "slots = Slots(mmap.mmap(-1, Slots.bytes(2)))\n"
         "for index in range(2): slots.join(index); slots.begin(index, 100)\n"
         "_draw(slots, 'saving', stays=True)\n"

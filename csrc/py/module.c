@@ -6,7 +6,6 @@
 #include "data/load.h"
 #include "keys/key.h"
 #include "record/record.h"
-#include "tools/bar.h"
 
 static PyMethodDef *const all_methods[] = {
     torch_methods, reader_methods, directory_methods, fault_methods,
@@ -15,7 +14,7 @@ static PyMethodDef *const all_methods[] = {
     unpickle_methods, record_methods,
 };
 
-enum { TYPES = 10 };
+enum { TYPES = 8 };
 
 struct type_entry {
     const char *name;
@@ -31,9 +30,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
     out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
-    out[7] = (struct type_entry){"Slots", &slots_spec, &state->slots_type};
-    out[8] = (struct type_entry){"Bar", &bar_spec, &state->bar_type};
-    out[9] = (struct type_entry){"Input", &input_spec, &state->input_type};
+    out[7] = (struct type_entry){"Input", &input_spec, &state->input_type};
 }
 
 static int add_types(PyObject *module) {
@@ -72,10 +69,7 @@ static int module_exec(PyObject *module) {
         PyModule_AddIntConstant(module, "SLICE_GAP_BYTES", (long)DR_SLICE_GAP) < 0 ||
         PyModule_AddIntConstant(module, "KEY_PLAIN", DR_KEY_PLAIN) < 0 ||
         PyModule_AddIntConstant(module, "KEY_WRAPPED", DR_KEY_WRAPPED) < 0 ||
-        PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0 ||
-        PyModule_AddIntConstant(module, "BAR_UNICODE", DR_BAR_UNICODE) < 0 ||
-        PyModule_AddIntConstant(module, "BAR_TRANSIENT", DR_BAR_TRANSIENT) < 0 ||
-        PyModule_AddIntConstant(module, "BAR_COLOUR", DR_BAR_COLOUR) < 0)
+        PyModule_AddIntConstant(module, "KEY_ORIGINAL", DR_KEY_ORIGINAL) < 0)
         return -1;
     return 0;
 }

@@ -4,13 +4,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>
-#include <linux/futex.h>
 #include <linux/stat.h>
-#include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -171,39 +167,6 @@ static int real_direct_alignment(int fd) {
         return -errno;
     return (int)out.known.dio_offset_align;
 }
-
-static ssize_t real_print(int fd, const void *data, size_t size, int timeout_ms) {
-    struct pollfd ready = {.fd = fd, .events = POLLOUT};
-    int count = poll(&ready, 1, timeout_ms);
-    if (count <= 0)
-        return count < 0 ? -errno : -EAGAIN;
-    ssize_t n = write(fd, data, size);
-    return n < 0 ? -errno : n;
-}
-
-static int real_open_terminal(int fd) {
-    char path[32];
-    if (!isatty(fd))
-        return -errno;
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    return result(open(path, O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
-}
-
-static int real_columns(int fd) {
-    struct winsize size;
-    return ioctl(fd, TIOCGWINSZ, &size) < 0 ? -errno : (int)size.ws_col;
-}
-
-static int real_wait_for(_Atomic uint32_t *word, uint32_t value, int timeout_ms) {
-    struct timespec timeout = {.tv_sec = timeout_ms / 1000, .tv_nsec = timeout_ms % 1000 * 1000000L};
-    return result((int)syscall(SYS_futex, word, FUTEX_WAIT, value, &timeout, NULL, 0));
-}
-
-static int real_wake_all(_Atomic uint32_t *word) {
-    return result((int)syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0));
-}
-
-static int real_process_exists(pid_t process) { return process > 0 && (kill(process, 0) == 0 || errno != ESRCH); }
 
 #define HUGE_PAGE ((size_t)2 << 20)
 

@@ -58,18 +58,6 @@ struct iovec;
     /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */ \
     CALL(ERRNO, int, direct_alignment, (int fd), (fd)) \
     CALL(ERRNO, int, statfs, (const char *path, struct statfs *out), (path, out)) \
-    /* Writes what a terminal (or pipe) is ready to take within the time: -EAGAIN when that is nothing. */ \
-    CALL(TRANSFER, ssize_t, print, (int fd, const void *data, size_t size, int timeout_ms), \
-         (fd, data, size, timeout_ms)) \
-    /* Opens a terminal once more, so that writes never wait; those of others through `fd` stay as they are. */ \
-    CALL(ERRNO, int, open_terminal, (int fd), (fd)) \
-    /* Width of a terminal. */ \
-    CALL(ERRNO, int, columns, (int fd), (fd)) \
-    /* A futex that processes may share: returns when it is woken, has not this value, or the time is over. */ \
-    CALL(NEVER, int, wait_for, (_Atomic uint32_t *word, uint32_t value, int timeout_ms), (word, value, timeout_ms)) \
-    CALL(NEVER, int, wake_all, (_Atomic uint32_t *word), (word)) \
-    /* 1 or 0. */ \
-    CALL(NONE, int, process_exists, (pid_t process), (process)) \
     CALL(MEMORY, void *, map, (size_t size), (size)) \
     CALL(NEVER, int, unmap, (void *data, size_t size), (data, size)) \
     CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \

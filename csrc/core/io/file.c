@@ -88,7 +88,7 @@ static bool await_sync(struct sync *sync, const struct dr_control *control, bool
     bool cancelled = false;
     pthread_mutex_lock(&sync->lock);
     while (!sync->done && !cancelled) {
-        struct timespec until = dr_clock_after(20);
+        struct timespec until = dr_clock_after(DR_POLL_MS);
         pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
         if (sync->done || !control->poll)
             continue;

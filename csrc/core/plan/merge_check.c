@@ -124,8 +124,8 @@ static int overlapping(const struct run *run, uint32_t a, uint32_t b, struct dr_
     write_box(first, sizeof first, t, &t->rows[a]);
     write_box(second, sizeof second, t, &t->rows[b]);
     return dr_error_invalid(error, a, "'%.*s': chunks overlap, %s of rank %u and %s of rank %u", dr_name_width(name),
-                            dr_table_text(t, t->rows[a].name), first, merge->holders[merge->holder_start[a]], second,
-                            merge->holders[merge->holder_start[b]]);
+                            dr_table_text(t, t->rows[a].name), first, *dr_merge_holders(merge, a), second,
+                            *dr_merge_holders(merge, b));
 }
 
 static int compare_ints(const void *a, const void *b) {
@@ -232,7 +232,7 @@ static int check_bounds(const struct run *run, uint32_t group, struct dr_error *
             write_box(box, sizeof box, t, row);
             return dr_error_invalid(error, group, "'%.*s': chunk %s of rank %u lies outside of the tensor",
                                     dr_name_width(&t->names[row->name]), dr_table_text(t, row->name), box,
-                                    run->merge->holders[run->merge->holder_start[group]]);
+                                    *dr_merge_holders(run->merge, group));
         }
     return 0;
 }

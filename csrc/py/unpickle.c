@@ -13,6 +13,7 @@
  */
 #include "module.h"
 
+#include "base/bytes.h"
 #include "base/pickle_read.h"
 
 #include <stdlib.h>
@@ -224,9 +225,7 @@ static PyObject *large_int(const struct dr_opcode *op) {
 static int run_long(struct machine *m, const struct dr_opcode *op) {
     if (op->size > 8)
         return push(m, large_int(op));
-    uint64_t value = 0;
-    for (size_t i = 0; i < op->size; i++)
-        value |= (uint64_t)op->text[i] << (8 * i);
+    uint64_t value = dr_get_le(op->text, (unsigned)op->size);
     if (op->size > 0 && op->size < 8 && op->text[op->size - 1] & 0x80)
         value |= ~(uint64_t)0 << (8 * op->size);
     return push(m, PyLong_FromLongLong((long long)value));

@@ -2,6 +2,7 @@
 #include "base/array.h"
 #include "base/bytes.h"
 #include "base/hash.h"
+#include "base/sort.h"
 #include "check.h"
 #include "plan/box.h"
 
@@ -128,6 +129,38 @@ static void hashes_are_spread(void) {
     }
 }
 
+/* ---- counting sort ---- */
+
+struct thing {
+    uint64_t number;
+    uint32_t key;
+};
+
+static void sorted_into_groups(void) {
+    enum { COUNT = 500, GROUPS = 40 };
+    struct rng rng = {13};
+    for (int round = 0; round < 100; round++) {
+        static struct thing things[COUNT];
+        uint64_t start[GROUPS + 2] = {0};
+        size_t sorted[COUNT], groups = rng_below(&rng, GROUPS), count = rng_below(&rng, COUNT), placed = 0;
+        for (size_t i = 0; i < count; i++)
+            things[i].key = groups && rng_below(&rng, 5) ? (uint32_t)rng_below(&rng, groups) : DR_SORT_NOWHERE;
+        uint64_t *next = dr_sort_starts(start, groups, &things->key, sizeof *things, count);
+        for (size_t i = 0; i < count; i++)
+            if (things[i].key != DR_SORT_NOWHERE) {
+                sorted[next[things[i].key]++] = i;
+                placed++;
+            }
+        CHECK_EQ(start[0], 0);
+        CHECK_EQ(start[groups], placed);
+        for (size_t g = 0; g < groups; g++)
+            for (uint64_t at = start[g]; at < start[g + 1]; at++) {
+                CHECK_EQ(things[sorted[at]].key, g);
+                CHECK(at == start[g] || sorted[at - 1] < sorted[at]);
+            }
+    }
+}
+
 /* ---- boxes ---- */
 
 /* Boxes that tile a box have its measure, and others have not. */
@@ -168,4 +201,5 @@ static void boxes_in_words(void) {
 }
 
 CHECK_MAIN({"arrays_grow", arrays_grow}, {"bytes_round_trip", bytes_round_trip}, {"hash_table", hash_table},
-           {"hashes_are_spread", hashes_are_spread}, {"measures", measures}, {"boxes_in_words", boxes_in_words})
+           {"hashes_are_spread", hashes_are_spread}, {"sorted_into_groups", sorted_into_groups}, {"measures", measures},
+           {"boxes_in_words", boxes_in_words})

@@ -22,7 +22,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     atomic_fetch_or(&job->ran, 1u << index);
     if (index == job->failing) {
         sleep_ms(job->fail_after_ms);
-        return dr_error_io(error, EIO, "read", "somewhere", index, 1);
+        return dr_error_io(error, EIO, DR_CALL_READ, "somewhere", index, 1);
     }
     while (job->forever && !dr_crew_stopped(&job->crew))
         sleep_ms(1);
@@ -121,7 +121,7 @@ static int work_waiting(void *context, unsigned index, struct dr_error *error) {
     }
     sleep_ms(20);
     if (job->failing == 0)
-        return dr_error_system(error, EIO, "read", "somewhere");
+        return dr_error_system(error, EIO, DR_CALL_READ, "somewhere");
     if (job->cancel_at == 0) {
         atomic_store(&job->ready, true);
         dr_crew_notify(&job->crew);
@@ -164,7 +164,7 @@ static void an_earlier_error_is_kept(void) {
     struct job job = {.failing = 0};
     struct dr_error error;
     dr_error_clear(&error);
-    dr_error_system(&error, EPERM, "open", "before");
+    dr_error_system(&error, EPERM, DR_CALL_OPEN, "before");
     CHECK_EQ(dr_crew_run(&job.crew, 2, work, &job, &never, &error), -EPERM);
     CHECK(strcmp(error.path, "before") == 0);
 }

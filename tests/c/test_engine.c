@@ -359,7 +359,7 @@ static void error_with_others_in_flight(void) {
             int rc = op == DR_READ ? read_all(engine, fd, &error) : write_all(engine, fd, &error);
             CHECK_EQ(rc, -ENOSPC);
             CHECK_EQ(error.kind, DR_ERROR_SYSTEM);
-            CHECK(strcmp(error.op, op == DR_READ ? "read" : "write") == 0);
+            CHECK(error.call == (op == DR_READ ? DR_CALL_READ : DR_CALL_WRITE));
             CHECK(strcmp(error.path, "content") == 0);
             CHECK_EQ(error.offset % BUFFER, 0);
             CHECK(dr_error_cure(&error)[0]);
@@ -390,7 +390,7 @@ static void refused_at_set_up(void) {
         CHECK(strcmp(engine->ops->name, "threads") == 0);
         dr_engine_close(engine);
         CHECK_FAILS(dr_engine_open(&engine, "uring", 2, BUFFER, &error), &error, errors[i]);
-        CHECK(strcmp(error.op, "io_uring_setup") == 0);
+        CHECK(error.call == DR_CALL_URING_SETUP);
         CHECK(dr_error_cure(&error)[0]);
         dr_fault_disarm();
     }
@@ -451,7 +451,7 @@ static void submission_fails(void) {
             int rc = read_all(engine, fd, &error);
             CHECK_EQ(rc, err ? 0 : -EBADR);
             if (!err)
-                CHECK(strcmp(error.op, "io_uring_enter") == 0);
+                CHECK(error.call == DR_CALL_URING_ENTER);
             dr_fault_disarm();
             dr_engine_drain(engine);
             if (!err && n > 1) { /* one buffer is lost with the request that failed */

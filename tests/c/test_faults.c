@@ -42,7 +42,7 @@ static void make_samples(void) {
 }
 
 /* What failed in the last save or load. */
-static const char *failed_op;
+static enum dr_call failed_call;
 
 /* Saves under a fault; gives the result, after checking that it is a sound one. */
 static int save_under(const struct dr_fault *fault, const struct dr_options *options, uint64_t *counted) {
@@ -56,7 +56,7 @@ static int save_under(const struct dr_fault *fault, const struct dr_options *opt
     CHECK_EQ(check_open_descriptors(), before);
     CHECK_EQ(rc, -error.err);
     CHECK_EQ(rc == 0, error.kind == DR_ERROR_NONE);
-    failed_op = error.op;
+    failed_call = error.call;
     if (rc == 0)
         sample_check_file("f", samples, COUNT, true);
     else
@@ -74,7 +74,7 @@ static int load_under(const struct dr_fault *fault, const struct dr_options *opt
     CHECK_EQ(check_open_descriptors(), before);
     CHECK_EQ(rc, -error.err);
     CHECK_EQ(rc == 0, error.kind == DR_ERROR_NONE);
-    failed_op = error.op;
+    failed_call = error.call;
     return rc;
 }
 
@@ -114,7 +114,7 @@ static bool is_tried(unsigned way, int err) { return way < 2 || err != EINTR; }
 
 /* What is interrupted is repeated, but for a close, after which nothing is open, and making a ring, which never is. */
 static bool may_fail_with(int err) {
-    return err != EINTR || strcmp(failed_op, "close") == 0 || strcmp(failed_op, "io_uring_setup") == 0;
+    return err != EINTR || failed_call == DR_CALL_CLOSE || failed_call == DR_CALL_URING_SETUP;
 }
 
 /* Success, the error that was made, or what a call that failed so stands for: no memory, an io_uring without an operation. */

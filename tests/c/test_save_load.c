@@ -641,7 +641,7 @@ static void direct_refused(void) {
     const struct dr_fault refuse = {.call = "set_direct", .nth = 1, .sticky = true, .err = EINVAL};
     dr_fault_arm(&refuse);
     CHECK_FAILS(sample_save("f", &sample, 1, 1, 0, &options, NULL, NULL, &error), &error, EINVAL);
-    CHECK(strcmp(error.op, "O_DIRECT") == 0);
+    CHECK(error.call == DR_CALL_O_DIRECT);
     CHECK(!check_exists("f"));
     options.direct = DR_DIRECT_AUTO;
     CHECK_OK(sample_save("f", &sample, 1, 1, 0, &options, NULL, &saved, &error), &error);

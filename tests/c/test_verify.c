@@ -502,7 +502,7 @@ static void direct_where_there_is_none(void) {
     dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .err = EINVAL, .sticky = 1});
     CHECK_EQ(verify_files(names, 1, checks, count, false, &options, &never, &found, &stats, &error), -EINVAL);
     dr_fault_disarm();
-    CHECK(strcmp(error.op, "O_DIRECT") == 0);
+    CHECK(error.call == DR_CALL_O_DIRECT);
     dr_findings_destroy(&found);
     forget();
 }

@@ -8,8 +8,7 @@
 #ifndef DCPRING_CRC_H
 #define DCPRING_CRC_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "base/bytes.h"
 
 #define DR_CRC_BLOCK ((uint64_t)1 << 20)
 
@@ -23,6 +22,11 @@ size_t dr_crc_count(uint64_t offset, uint64_t length);
 
 /* The bytes [*lo, *hi) of block `index` of such a range. */
 void dr_crc_range(uint64_t offset, uint64_t length, size_t index, uint64_t *lo, uint64_t *hi);
+
+/* The CRC of block `index` as files and metadata have it: all CRCs of a payload one behind the other, little-endian. */
+static inline uint32_t dr_crc_stored(const uint8_t *crcs, size_t index) {
+    return (uint32_t)dr_get_le(crcs + 4 * index, 4);
+}
 
 /* The CRC of the whole range from the CRCs of its blocks. */
 uint32_t dr_crc_whole(uint64_t offset, uint64_t length, const uint32_t *blocks);

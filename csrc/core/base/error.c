@@ -10,7 +10,7 @@
 void dr_error_clear(struct dr_error *error) {
     error->kind = DR_ERROR_NONE;
     error->err = 0;
-    error->op = NULL;
+    error->call = DR_CALL_NONE;
     error->path[0] = '\0';
     error->offset = -1;
     error->length = -1;
@@ -18,26 +18,26 @@ void dr_error_clear(struct dr_error *error) {
     error->detail[0] = '\0';
 }
 
-static int begin(struct dr_error *error, enum dr_error_kind kind, int err, const char *op, const char *path) {
+static int begin(struct dr_error *error, enum dr_error_kind kind, int err, enum dr_call call, const char *path) {
     if (error->kind != DR_ERROR_NONE)
         return 0;
     dr_error_clear(error);
     error->kind = kind;
     error->err = err;
-    error->op = op;
+    error->call = call;
     snprintf(error->path, sizeof error->path, "%s", path ? path : "");
     return 1;
 }
 
-int dr_error_system(struct dr_error *error, int err, const char *op, const char *path) {
-    begin(error, DR_ERROR_SYSTEM, err, op, path);
+int dr_error_system(struct dr_error *error, int err, enum dr_call call, const char *path) {
+    begin(error, DR_ERROR_SYSTEM, err, call, path);
     return -err;
 }
 
-int dr_error_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, "malloc", NULL); }
+int dr_error_memory(struct dr_error *error) { return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, NULL); }
 
-int dr_error_io(struct dr_error *error, int err, const char *op, const char *path, int64_t offset, int64_t length) {
-    if (begin(error, DR_ERROR_SYSTEM, err, op, path)) {
+int dr_error_io(struct dr_error *error, int err, enum dr_call call, const char *path, int64_t offset, int64_t length) {
+    if (begin(error, DR_ERROR_SYSTEM, err, call, path)) {
         error->offset = offset;
         error->length = length;
     }
@@ -45,7 +45,7 @@ int dr_error_io(struct dr_error *error, int err, const char *op, const char *pat
 }
 
 int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, int64_t item, const char *format, ...) {
-    if (begin(error, DR_ERROR_CORRUPT, EBADMSG, "check", path)) {
+    if (begin(error, DR_ERROR_CORRUPT, EBADMSG, DR_CALL_NONE, path)) {
         va_list args;
         va_start(args, format);
         vsnprintf(error->detail, sizeof error->detail, format, args);
@@ -57,7 +57,7 @@ int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, i
 }
 
 int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, ...) {
-    if (begin(error, DR_ERROR_INVALID, EINVAL, "check", NULL)) {
+    if (begin(error, DR_ERROR_INVALID, EINVAL, DR_CALL_NONE, NULL)) {
         va_list args;
         va_start(args, format);
         vsnprintf(error->detail, sizeof error->detail, format, args);
@@ -68,7 +68,7 @@ int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, .
 }
 
 int dr_error_cancelled(struct dr_error *error) {
-    begin(error, DR_ERROR_CANCELLED, ECANCELED, "poll", NULL);
+    begin(error, DR_ERROR_CANCELLED, ECANCELED, DR_CALL_NONE, NULL);
     return -ECANCELED;
 }
 
@@ -76,6 +76,11 @@ void dr_error_at(struct dr_error *error, const char *path) {
     if (!*error->path)
         snprintf(error->path, sizeof error->path, "%s", path);
 }
+
+#define CALL_TEXT(name, text) [DR_CALL_##name] = text,
+static const char *const calls[] = {[DR_CALL_NONE] = "nothing", DR_CALLS(CALL_TEXT)};
+
+const char *dr_error_call(const struct dr_error *error) { return calls[error->call]; }
 
 const char *dr_error_cure(const struct dr_error *error) {
     if (error->kind != DR_ERROR_SYSTEM)
@@ -103,10 +108,10 @@ const char *dr_error_cure(const struct dr_error *error) {
     default:
         break;
     }
-    if (error->op && strcmp(error->op, "io_uring_setup") == 0)
+    if (error->call == DR_CALL_URING_SETUP)
         return "io_uring is not available here (sysctl kernel.io_uring_disabled, or a container's seccomp profile); "
                "pass engine=\"threads\" or \"auto\"";
-    if (error->op && strcmp(error->op, "O_DIRECT") == 0)
+    if (error->call == DR_CALL_O_DIRECT)
         return "this file system has no direct I/O; pass direct=\"auto\" or False";
     return "";
 }

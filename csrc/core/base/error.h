@@ -19,6 +19,35 @@ enum dr_error_kind {
     DR_ERROR_CANCELLED, /* the poll callback asked to stop */
 };
 
+/* CALL(name, the words of a message) for each call whose failure is reported. A cure may be for one of them only. */
+#define DR_CALLS(CALL) \
+    CALL(OPEN, "open") \
+    CALL(CLOSE, "close") \
+    CALL(FSTAT, "fstat") \
+    CALL(STAT, "stat") \
+    CALL(STATFS, "statfs") \
+    CALL(READ, "read") \
+    CALL(WRITE, "write") \
+    CALL(FCNTL, "fcntl") \
+    CALL(O_DIRECT, "O_DIRECT") \
+    CALL(FALLOCATE, "fallocate") \
+    CALL(FTRUNCATE, "ftruncate") \
+    CALL(FDATASYNC, "fdatasync") \
+    CALL(FSYNC, "fsync") \
+    CALL(FSYNC_OF_COMMIT, "fsync after the rename that committed the new checkpoint") \
+    CALL(MKDIR, "mkdir") \
+    CALL(RENAME, "rename") \
+    CALL(UNLINK, "unlink") \
+    CALL(MALLOC, "malloc") \
+    CALL(MMAP, "mmap") \
+    CALL(PTHREAD_CREATE, "pthread_create") \
+    CALL(URING_SETUP, "io_uring_setup") \
+    CALL(URING_ENTER, "io_uring_enter") \
+    CALL(URING_GET_SQE, "io_uring_get_sqe")
+
+#define DR_CALL_ENTRY(name, text) DR_CALL_##name,
+enum dr_call { DR_CALL_NONE, DR_CALLS(DR_CALL_ENTRY) };
+
 #define DR_NO_ITEM ((int64_t)-1)
 
 /* Room for the longest path of a directory, a slash, and the longest name below it: paths are never cut. */
@@ -27,7 +56,7 @@ enum { DR_ERROR_PATH = 2 * 4096 };
 struct dr_error {
     enum dr_error_kind kind;
     int err;
-    const char *op; /* static string: the system call, or the check that failed */
+    enum dr_call call; /* that failed; only of DR_ERROR_SYSTEM */
     char path[DR_ERROR_PATH];
     int64_t offset;
     int64_t length;
@@ -38,8 +67,8 @@ struct dr_error {
 void dr_error_clear(struct dr_error *error);
 
 /* Each records the failure unless one is recorded already, and returns -errno. */
-int dr_error_system(struct dr_error *error, int err, const char *op, const char *path);
-int dr_error_io(struct dr_error *error, int err, const char *op, const char *path, int64_t offset, int64_t length);
+int dr_error_system(struct dr_error *error, int err, enum dr_call call, const char *path);
+int dr_error_io(struct dr_error *error, int err, enum dr_call call, const char *path, int64_t offset, int64_t length);
 int dr_error_corrupt(struct dr_error *error, const char *path, int64_t offset, int64_t item, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
 int dr_error_invalid(struct dr_error *error, int64_t item, const char *format, ...)
@@ -49,6 +78,9 @@ int dr_error_memory(struct dr_error *error); /* malloc returned NULL */
 
 /* Names the file concerned, unless one is named already. */
 void dr_error_at(struct dr_error *error, const char *path);
+
+/* What failed, in a message's words. */
+const char *dr_error_call(const struct dr_error *error);
 
 /* The cure for a failed system call, or "" where there is none to name. */
 const char *dr_error_cure(const struct dr_error *error);

@@ -13,10 +13,6 @@ struct load {
     struct dr_load_plan plan;
 };
 
-static uint32_t stored_crc(const struct dr_read *read, size_t index) {
-    return (uint32_t)dr_get_le(read->crcs + 4 * index, 4);
-}
-
 /* The last CRC block that was checked: slices of one payload often share it. */
 struct checked {
     uint64_t payload_offset, payload_size;
@@ -49,10 +45,11 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
         uint32_t crc = dr_watch_crc32(load->options->watch, crc_ns, 0, data + (from - block->lo), to - from);
         if (sums)
             sums[i] = crc;
-        else if (crc != stored_crc(read, i))
+        else if (crc != dr_crc_stored(read->crcs, i))
             return dr_error_corrupt(error, load->plan.input->files[read->file].path, (int64_t)from, (int64_t)index,
                                     "CRC-32 of bytes %llu to %llu is %08x, was %08x when they were written",
-                                    (unsigned long long)from, (unsigned long long)to, crc, stored_crc(read, i));
+                                    (unsigned long long)from, (unsigned long long)to, crc,
+                                    dr_crc_stored(read->crcs, i));
     }
     return 0;
 }

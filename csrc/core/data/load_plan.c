@@ -97,10 +97,10 @@ static int add_read(struct dr_load_plan *plan, size_t index, const struct dr_opt
     if (rc < 0 || !options->checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
     if (!plan->sums && !(plan->sums = dr_calloc(plan->read_count, sizeof *plan->sums)))
-        return dr_error_system(error, ENOMEM, "malloc", plan->input->files[r->file].path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, plan->input->files[r->file].path);
     size_t count = dr_crc_count(r->payload_offset, r->payload_size);
     plan->sums[index] = dr_calloc(count ? count : 1, sizeof **plan->sums);
-    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, "malloc", plan->input->files[r->file].path);
+    return plan->sums[index] ? 0 : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, plan->input->files[r->file].path);
 }
 
 static int by_position(const void *a, const void *b) {

@@ -170,7 +170,7 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
     struct window window = {.writer = w};
     rc = dr_save_window_init(&window, sources, count, error);
     if (rc == 0 && !(window.carry_out = dr_sys.map(w->options.block_size)))
-        rc = dr_error_system(error, ENOMEM, "mmap", w->path);
+        rc = dr_error_system(error, ENOMEM, DR_CALL_MMAP, w->path);
     if (rc == 0)
         rc = run_window(&window, control, error);
     if (rc == 0)
@@ -188,10 +188,10 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
 static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error *error) {
     w->dirfd = DR_RETRY(dr_sys.open_dir(w->dir));
     if (w->dirfd < 0)
-        return dr_error_system(error, -w->dirfd, "open", w->dir);
+        return dr_error_system(error, -w->dirfd, DR_CALL_OPEN, w->dir);
     w->fd = DR_RETRY(dr_sys.open_below(w->dirfd, w->name, O_WRONLY | O_CREAT | O_EXCL, 0666));
     if (w->fd < 0)
-        return dr_error_system(error, -w->fd, "open", w->path);
+        return dr_error_system(error, -w->fd, DR_CALL_OPEN, w->path);
     int rc = dr_file_use_direct(w->fd, w->path, w->options.direct, error);
     if (rc < 0)
         return rc;
@@ -201,7 +201,7 @@ static int create_file(struct dr_writer *w, uint64_t size_hint, struct dr_error 
     rc = size_hint ? DR_RETRY(dr_sys.fallocate(w->fd, (off_t)dr_align_up(size_hint, DR_ALIGNMENT))) : 0;
     dr_watch_note(w->options.watch, span);
     if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
-        return dr_error_io(error, -rc, "fallocate", w->path, 0, (int64_t)size_hint);
+        return dr_error_io(error, -rc, DR_CALL_FALLOCATE, w->path, 0, (int64_t)size_hint);
     return 0;
 }
 
@@ -209,7 +209,7 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
                    const struct dr_options *options, struct dr_error *error) {
     struct dr_writer *w = dr_calloc(1, sizeof *w);
     if (!w)
-        return dr_error_system(error, ENOMEM, "malloc", dir);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     w->options = *options;
     w->dirfd = w->fd = -1;
     w->owner = getpid();
@@ -218,7 +218,7 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
     w->name = dr_strdup(name);
     w->path = dr_path_join(dir, name);
     int rc = w->dir && w->name && w->path ? create_file(w, size_hint, error)
-                                          : dr_error_system(error, ENOMEM, "malloc", dir);
+                                          : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     if (rc < 0) {
         dr_writer_close(w);
         return rc;
@@ -250,7 +250,7 @@ static int make_durable(struct dr_writer *w, const struct dr_control *control, s
     struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = w->position, .step = DR_STEP_SYNC};
     int rc = DR_RETRY(dr_sys.ftruncate(w->fd, (off_t)w->position));
     if (rc < 0)
-        return dr_error_system(error, -rc, "ftruncate", w->path);
+        return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, w->path);
     if (!w->options.sync)
         return 0;
     rc = dr_file_sync(w->fd, w->path, control, error);
@@ -276,7 +276,7 @@ int dr_writer_finish(struct dr_writer *w, const struct dr_control *control, stru
     w->fd = -1;
     rc = dr_sys.close(fd);
     if (rc < 0)
-        return dr_error_system(error, -rc, "close", w->path);
+        return dr_error_system(error, -rc, DR_CALL_CLOSE, w->path);
     w->failed = false;
     w->finished = true;
     return 0;

@@ -68,7 +68,7 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
     free(w->crcs);
     w->crcs = dr_calloc(total ? total : 1, sizeof *w->crcs);
     if (!w->crcs)
-        return dr_error_system(error, ENOMEM, "malloc", w->path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
     uint32_t *next = w->crcs;
     for (size_t i = 0; i < window->count; i++) {
         struct piece *p = &window->pieces[i];
@@ -81,7 +81,7 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
             free(w->open_crcs);
             w->open_crcs = dr_calloc(crcs_of_piece(p), sizeof *w->open_crcs);
             if (!w->open_crcs)
-                return dr_error_system(error, ENOMEM, "malloc", w->path);
+                return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
         }
         p->crcs = w->open_crcs;
         if (!p->crcs)
@@ -94,7 +94,7 @@ int dr_save_window_init(struct window *window, const struct dr_source *sources, 
     struct dr_writer *w = window->writer;
     window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
     if (!window->pieces)
-        return dr_error_system(error, ENOMEM, "malloc", w->path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
     window->count = count;
     window->begin = window->end = w->position;
     for (size_t i = 0; i < count; i++) {

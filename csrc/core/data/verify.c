@@ -8,9 +8,9 @@
  * 3. Blocks, by dr_stream: groups of small records, and the parts that step 2 found.
  * 4. CRCs of whole parts, from those of their blocks.
  */
-#include "base/align.h"
 #include "data/verify_record.h"
 
+#include "base/align.h"
 #include "base/array.h"
 #include "base/crc.h"
 #include "io/sys.h"

@@ -9,6 +9,7 @@
 
 #include "base/array.h"
 #include "base/crc.h"
+#include "base/pickle_read.h"
 
 #include <assert.h>
 #include <string.h>
@@ -60,8 +61,6 @@ static void leave(const struct record *r, enum dr_check_left what) { r->check->l
 
 /* ---- data ---- */
 
-static uint32_t stored_crc(const uint8_t *crcs, size_t index) { return (uint32_t)dr_get_le(crcs + 4 * index, 4); }
-
 void dr_verify_blocks(struct dr_verify *v, struct dr_verify_part *part, const uint8_t *data, uint64_t lo, uint64_t hi,
                       uint64_t *crc_ns) {
     assert(lo >= part->offset && lo < hi && hi <= part->offset + part->size);
@@ -73,8 +72,8 @@ void dr_verify_blocks(struct dr_verify *v, struct dr_verify_part *part, const ui
         uint32_t crc = dr_watch_crc32(v->options->watch, crc_ns, 0, data + (from - lo), to - from);
         if (!part->crcs)
             part->sums[i] = crc;
-        else if (crc != stored_crc(part->crcs, i))
-            dr_verify_note_crc(v, part->check, from, to - from, stored_crc(part->crcs, i), crc);
+        else if (crc != dr_crc_stored(part->crcs, i))
+            dr_verify_note_crc(v, part->check, from, to - from, dr_crc_stored(part->crcs, i), crc);
     }
 }
 
@@ -137,11 +136,11 @@ static void check_bytes(struct record *r, struct dr_window *window, uint64_t off
 
 static uint32_t whole_crc(const struct dr_check *c) {
     size_t count = c->crcs ? dr_crc_count(c->payload_offset, c->payload_size) : 0;
-    uint32_t crc = count > 0 ? stored_crc(c->crcs, 0) : 0;
+    uint32_t crc = count > 0 ? dr_crc_stored(c->crcs, 0) : 0;
     for (size_t i = 1; i < count; i++) {
         uint64_t lo, hi;
         dr_crc_range(c->payload_offset, c->payload_size, i, &lo, &hi);
-        crc = dr_crc32_combine(crc, stored_crc(c->crcs, i), hi - lo);
+        crc = dr_crc32_combine(crc, dr_crc_stored(c->crcs, i), hi - lo);
     }
     return crc;
 }
@@ -196,8 +195,8 @@ static bool is_same_local(const uint8_t *d, const struct dr_entry *e) {
     return dr_get_le(d, 4) == DR_ZIP_LOCAL && dr_get_le(d + 6, 2) == e->flags && dr_get_le(d + 8, 2) == e->method &&
            dr_get_le(d + 10, 4) == e->time && dr_get_le(d + 26, 2) == e->name_size &&
            memcmp(d + DR_ZIP_LOCAL_SIZE, e->name, e->name_size) == 0 &&
-           (later || (dr_get_le(d + 14, 4) == e->crc && (size == UINT32_MAX || size == e->size) &&
-                      (packed == UINT32_MAX || packed == e->packed_size)));
+           (later || (dr_get_le(d + 14, 4) == e->crc && (size == DR_ZIP_LIMIT || size == e->size) &&
+                      (packed == DR_ZIP_LIMIT || packed == e->packed_size)));
 }
 
 /* The same of the descriptor behind its data. */
@@ -259,7 +258,7 @@ static bool is_end_right(const struct dr_archive *a, const struct dr_directory *
     const uint8_t *last = d + between;
     uint64_t entries = dr_get_le(last + 10, 2);
     if (dr_get_le(last + 4, 4) != 0 || dr_get_le(last + 8, 2) != entries ||
-        entries != (dir->entries < UINT16_MAX ? dir->entries : UINT16_MAX))
+        entries != (dir->entries < DR_ZIP_MANY ? dir->entries : DR_ZIP_MANY))
         return false;
     const uint8_t *locator = d + DR_ZIP_END64_SIZE;
     return between == 0 ||
@@ -312,7 +311,7 @@ static int resembles_archive(const struct archive *a) {
 /* What torch.load takes besides archives begins with a pickle's protocol. */
 static bool is_pickle(const struct archive *a) {
     const uint8_t *first = dr_archive_look(&a->entries, 0, 1, 4096);
-    return first && *first == 0x80;
+    return first && *first == DR_PROTO;
 }
 
 static void check_described(struct record *r) {

@@ -119,7 +119,7 @@ int dr_crew_run(struct dr_crew *crew, unsigned workers, int (*work)(void *, unsi
     start(&team, workers, work, context);
     /* Work is shared out as it is taken, so fewer workers than asked for still do all of it. */
     if (team.started == 0)
-        dr_error_system(error, EAGAIN, "pthread_create", NULL);
+        dr_error_system(error, EAGAIN, DR_CALL_PTHREAD_CREATE, NULL);
     pthread_cleanup_push(stop_and_join, &team);
     watch(crew, control);
     pthread_cleanup_pop(0);

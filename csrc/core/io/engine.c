@@ -127,7 +127,7 @@ static void note(const struct dr_engine *engine, const struct dr_request *reques
 }
 
 static int fail(const struct dr_request *request, int err, struct dr_error *error) {
-    return dr_error_io(error, err, request->op == DR_READ ? "read" : "write", request->path,
+    return dr_error_io(error, err, request->op == DR_READ ? DR_CALL_READ : DR_CALL_WRITE, request->path,
                        request->offset + request->done, request->size - request->done);
 }
 

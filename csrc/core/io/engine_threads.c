@@ -114,7 +114,7 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     if (threads->count > 0)
         return 0;
     threads_close(engine);
-    return memory ? dr_error_system(error, EAGAIN, "pthread_create", NULL) : dr_error_memory(error);
+    return memory ? dr_error_system(error, EAGAIN, DR_CALL_PTHREAD_CREATE, NULL) : dr_error_memory(error);
 }
 
 static int threads_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {

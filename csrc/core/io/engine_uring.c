@@ -39,13 +39,13 @@ static int uring_open(struct dr_engine *engine, struct dr_error *error) {
     int rc = dr_sys.uring_init(engine->pool.count, &uring->ring);
     if (rc < 0) {
         free(uring);
-        return dr_error_system(error, -rc, "io_uring_setup", NULL);
+        return dr_error_system(error, -rc, DR_CALL_URING_SETUP, NULL);
     }
     /* Rings are older than these operations (Linux 5.1 and 5.6). */
     if (!dr_sys.uring_supports(&uring->ring, IORING_OP_READ) || !dr_sys.uring_supports(&uring->ring, IORING_OP_WRITE)) {
         io_uring_queue_exit(&uring->ring);
         free(uring);
-        return dr_error_system(error, ENOSYS, "io_uring_setup", NULL);
+        return dr_error_system(error, ENOSYS, DR_CALL_URING_SETUP, NULL);
     }
     engine->registered = register_buffers(&uring->ring, &engine->pool);
     engine->method = uring;
@@ -70,7 +70,7 @@ static int uring_submit(struct dr_engine *engine, struct dr_request *request, st
     struct uring *uring = engine->method;
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
     if (!sqe)
-        return dr_error_system(error, EBUSY, "io_uring_get_sqe", request->path);
+        return dr_error_system(error, EBUSY, DR_CALL_URING_GET_SQE, request->path);
     prepare(sqe, request, request->buffer < engine->registered);
     io_uring_sqe_set_data(sqe, request);
     int rc = dr_sys.uring_submit(&uring->ring);
@@ -82,7 +82,7 @@ static int uring_submit(struct dr_engine *engine, struct dr_request *request, st
         /* The entry stays queued; as a no-op it can do no harm if a later submit flushes it. */
         io_uring_prep_nop(sqe);
         io_uring_sqe_set_data(sqe, NULL);
-        return dr_error_io(error, -rc, "io_uring_enter", request->path, request->offset, request->size);
+        return dr_error_io(error, -rc, DR_CALL_URING_ENTER, request->path, request->offset, request->size);
     }
     return 0;
 }
@@ -96,7 +96,7 @@ static int uring_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_r
     if (rc == -ETIME || rc == -EINTR || rc == -EAGAIN)
         return 0;
     if (rc < 0)
-        return dr_error_system(error, -rc, "io_uring_enter", NULL);
+        return dr_error_system(error, -rc, DR_CALL_URING_ENTER, NULL);
     *request = io_uring_cqe_get_data(cqe);
     *result = dr_sys.uring_result(cqe);
     io_uring_cqe_seen(&uring->ring, cqe);

@@ -29,7 +29,7 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
     int rc = alignment > (int)DR_ALIGNMENT ? -EINVAL : dr_sys.set_direct(fd, 1);
     if (rc >= 0)
         return 1;
-    return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, "O_DIRECT", path) : 0;
+    return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, DR_CALL_O_DIRECT, path) : 0;
 }
 
 /* ---- fdatasync, apart ---- */
@@ -88,7 +88,7 @@ static bool await_sync(struct sync *sync, const struct dr_control *control, bool
     bool cancelled = false;
     pthread_mutex_lock(&sync->lock);
     while (!sync->done && !cancelled) {
-        struct timespec until = dr_clock_after(20);
+        struct timespec until = dr_clock_after(DR_POLL_MS);
         pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
         if (sync->done || !control->poll)
             continue;
@@ -106,7 +106,7 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
     struct sync *sync = start_sync(fd);
     if (!sync) {
         int rc = DR_RETRY(dr_sys.fdatasync(fd));
-        return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+        return rc < 0 ? dr_error_system(error, -rc, DR_CALL_FDATASYNC, path) : 0;
     }
     bool ended;
     bool cancelled = await_sync(sync, control, &ended);
@@ -115,16 +115,17 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
         free_sync(sync);
     if (cancelled)
         return dr_error_cancelled(error);
-    return rc < 0 ? dr_error_system(error, -rc, "fdatasync", path) : 0;
+    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_FDATASYNC, path) : 0;
 }
 
 /* ---- directories ---- */
 
-static int sync_directory(int fd, const char *path, struct dr_error *error) {
+/* `call` is how an error names it. */
+static int sync_directory(int fd, const char *path, enum dr_call call, struct dr_error *error) {
     int rc = DR_RETRY(dr_sys.fsync(fd));
     /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
     if (rc < 0 && rc != -EINVAL && rc != -EROFS)
-        return dr_error_system(error, -rc, "fsync", path);
+        return dr_error_system(error, -rc, call, path);
     return 0;
 }
 
@@ -133,13 +134,13 @@ static int sync_parent(const char *path, struct dr_error *error) {
     const char *slash = strrchr(path, '/');
     char *parent = slash == path ? dr_strdup("/") : slash ? dr_strndup(path, (size_t)(slash - path)) : dr_strdup(".");
     if (!parent)
-        return dr_error_system(error, ENOMEM, "malloc", path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, path);
     int fd = DR_RETRY(dr_sys.open_dir(parent)), rc = 0;
     if (fd >= 0) {
-        rc = sync_directory(fd, parent, error);
+        rc = sync_directory(fd, parent, DR_CALL_FSYNC, error);
         dr_sys.close(fd);
     } else if (fd != -EACCES) {
-        rc = dr_error_system(error, -fd, "open", parent);
+        rc = dr_error_system(error, -fd, DR_CALL_OPEN, parent);
     }
     free(parent);
     return rc;
@@ -160,7 +161,7 @@ static int make_one(const char *path, bool sync, struct dr_error *error) {
     int there = look_at_directory(path);
     if (there == 0)
         return 0;
-    return dr_error_system(error, rc == -EEXIST ? -there : -rc, "mkdir", path);
+    return dr_error_system(error, rc == -EEXIST ? -there : -rc, DR_CALL_MKDIR, path);
 }
 
 int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
@@ -168,10 +169,10 @@ int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
     if (rc == 0)
         return sync ? sync_parent(path, error) : 0;
     if (rc != -ENOENT || *path == '\0')
-        return dr_error_system(error, -rc, "stat", path);
+        return dr_error_system(error, -rc, DR_CALL_STAT, path);
     char *partial = dr_strdup(path);
     if (!partial)
-        return dr_error_system(error, ENOMEM, "malloc", path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, path);
     rc = 0;
     for (char *at = partial + 1; *at && rc == 0; at++) {
         if (*at != '/')
@@ -190,7 +191,8 @@ static int write_all(int fd, const char *path, const uint8_t *data, size_t size,
     for (size_t done = 0; done < size;) {
         ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data + done, size - done, (off_t)done));
         if (n <= 0)
-            return dr_error_io(error, n < 0 ? (int)-n : EIO, "write", path, (int64_t)done, (int64_t)(size - done));
+            return dr_error_io(error, n < 0 ? (int)-n : EIO, DR_CALL_WRITE, path, (int64_t)done,
+                               (int64_t)(size - done));
         done += (size_t)n;
     }
     return 0;
@@ -200,13 +202,13 @@ static int write_file(int dirfd, const char *name, const char *path, const void 
                       struct dr_error *error) {
     int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666));
     if (fd < 0)
-        return dr_error_system(error, -fd, "open", path);
+        return dr_error_system(error, -fd, DR_CALL_OPEN, path);
     int rc = write_all(fd, path, data, size, error);
     if (rc == 0 && sync && (rc = DR_RETRY(dr_sys.fsync(fd))) < 0)
-        rc = dr_error_system(error, -rc, "fsync", path);
+        rc = dr_error_system(error, -rc, DR_CALL_FSYNC, path);
     int closed = dr_sys.close(fd);
     if (rc == 0 && closed < 0)
-        rc = dr_error_system(error, -closed, "close", path);
+        rc = dr_error_system(error, -closed, DR_CALL_CLOSE, path);
     if (rc < 0)
         DR_RETRY(dr_sys.unlink(dirfd, name));
     return rc;
@@ -217,22 +219,19 @@ static int rename_durably(int dirfd, const char *dir, const char *tmp, const cha
     int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
     if (rc < 0) {
         DR_RETRY(dr_sys.unlink(dirfd, tmp));
-        return dr_error_system(error, -rc, "rename", dir);
+        return dr_error_system(error, -rc, DR_CALL_RENAME, dir);
     }
-    rc = sync ? sync_directory(dirfd, dir, error) : 0;
-    if (rc < 0)
-        error->op = "fsync after the rename that committed the new checkpoint";
-    return rc;
+    return sync ? sync_directory(dirfd, dir, DR_CALL_FSYNC_OF_COMMIT, error) : 0;
 }
 
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error) {
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
-        return dr_error_system(error, -dirfd, "open", dir);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
     char *path = dr_path_join(dir, tmp);
     int rc = path ? write_file(dirfd, tmp, path, data, size, sync, error)
-                  : dr_error_system(error, ENOMEM, "malloc", dir);
+                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     if (rc == 0)
         rc = rename_durably(dirfd, dir, tmp, name, sync, error);
     free(path);
@@ -259,7 +258,7 @@ static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
 int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error) {
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
-        return dr_error_system(error, -dirfd, "open", dir);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
     int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
     if (rc == -ENOTEMPTY || rc == -EEXIST) {
         rc = dr_sys.exchange(dirfd, tmp, name);
@@ -268,9 +267,9 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
     }
     char *path = rc < 0 ? dr_path_join(dir, name) : NULL;
     if (rc < 0)
-        dr_error_system(error, -rc, "rename", path ? path : name);
+        dr_error_system(error, -rc, DR_CALL_RENAME, path ? path : name);
     else if (sync)
-        rc = sync_directory(dirfd, dir, error);
+        rc = sync_directory(dirfd, dir, DR_CALL_FSYNC, error);
     free(path);
     dr_sys.close(dirfd);
     return rc < 0 ? rc : 0;
@@ -293,14 +292,14 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     }
     free(at);
     *out = (uint64_t)about.f_type & UINT32_MAX;
-    return rc < 0 ? dr_error_system(error, -rc, "statfs", path) : 0;
+    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_STATFS, path) : 0;
 }
 
 int dr_directory_sync(const char *dir, struct dr_error *error) {
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
-        return dr_error_system(error, -dirfd, "open", dir);
-    int rc = sync_directory(dirfd, dir, error);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
+    int rc = sync_directory(dirfd, dir, DR_CALL_FSYNC, error);
     dr_sys.close(dirfd);
     return rc;
 }
@@ -312,7 +311,7 @@ static int remove_one(int dirfd, const char *dir, const char *name, int64_t item
     if (rc >= 0 || rc == -ENOENT)
         return 0;
     char *path = dr_path_join(dir, name);
-    dr_error_system(error, -rc, "unlink", path ? path : name);
+    dr_error_system(error, -rc, DR_CALL_UNLINK, path ? path : name);
     free(path);
     return rc;
 }
@@ -320,7 +319,7 @@ static int remove_one(int dirfd, const char *dir, const char *name, int64_t item
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error) {
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
-        return dr_error_system(error, -dirfd, "open", dir);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
     int rc = 0;
     for (size_t i = 0; i < count; i++) {
         int removed = remove_one(dirfd, dir, names[i], (int64_t)i, error);

@@ -14,10 +14,10 @@ int dr_input_init(struct dr_input *input, const char *dir, const char *const *na
     pthread_mutex_init(&input->lock, NULL);
     input->opened = input->dirfd >= 0;
     if (!input->opened)
-        return dr_error_system(error, -input->dirfd, "open", dir);
+        return dr_error_system(error, -input->dirfd, DR_CALL_OPEN, dir);
     input->files = dr_calloc(count ? count : 1, sizeof *input->files);
     if (!input->files)
-        return dr_error_system(error, ENOMEM, "malloc", dir);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     input->count = count;
     for (size_t i = 0; i < count; i++)
         input->files[i] = (struct dr_input_file){.name = names[i], .buffered_fd = -1, .direct_fd = -1};
@@ -54,7 +54,7 @@ static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
     struct stat st;
     int rc = DR_RETRY(dr_sys.fstat(fd, &st));
     if (rc < 0)
-        return dr_error_system(error, -rc, "fstat", file->path);
+        return dr_error_system(error, -rc, DR_CALL_FSTAT, file->path);
     if (!S_ISREG(st.st_mode))
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM, "not a regular file");
     if (file->looked && (st.st_dev != file->device || st.st_ino != file->inode))
@@ -73,10 +73,10 @@ static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
 static int open_checked(const struct dr_input *input, struct dr_input_file *file, int *out, struct dr_error *error) {
     int fd = DR_RETRY(dr_sys.open_below(input->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0));
     if (fd < 0)
-        return dr_error_system(error, -fd, "open", file->path);
+        return dr_error_system(error, -fd, DR_CALL_OPEN, file->path);
     int rc = look_at(file, fd, error);
     if (rc == 0 && (rc = DR_RETRY(dr_sys.set_blocking(fd))) < 0)
-        dr_error_system(error, -rc, "fcntl", file->path);
+        dr_error_system(error, -rc, DR_CALL_FCNTL, file->path);
     if (rc < 0)
         dr_sys.close(fd);
     else
@@ -110,7 +110,7 @@ static int look(struct dr_input *input, size_t index, struct dr_error *error) {
     if (file->looked)
         return 0;
     if (!file->path && !(file->path = dr_path_join(input->dir, file->name)))
-        return dr_error_system(error, ENOMEM, "malloc", input->dir);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, input->dir);
     if (dr_input_is_outside(file->name))
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
                                 "the metadata names a file outside of the checkpoint directory");

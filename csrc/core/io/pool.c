@@ -13,7 +13,7 @@ int dr_pool_init(struct dr_pool *pool, unsigned count, size_t buffer_size, struc
     pool->memory = dr_sys.map(count * buffer_size);
     if (!pool->free || !pool->memory) {
         dr_pool_destroy(pool);
-        return dr_error_system(error, ENOMEM, "mmap", NULL);
+        return dr_error_system(error, ENOMEM, DR_CALL_MMAP, NULL);
     }
     for (unsigned i = 0; i < count; i++)
         dr_pool_give(pool, count - 1 - i);

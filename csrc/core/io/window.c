@@ -8,7 +8,7 @@
 
 int dr_window_init(struct dr_window *window, int fd, const char *path, struct dr_error *error) {
     *window = (struct dr_window){.fd = fd, .path = path, .data = dr_malloc(DR_WINDOW_BYTES)};
-    return window->data ? 0 : dr_error_system(error, ENOMEM, "malloc", path);
+    return window->data ? 0 : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, path);
 }
 
 void dr_window_destroy(struct dr_window *window) { free(window->data); }
@@ -28,7 +28,7 @@ const uint8_t *dr_window_look(struct dr_window *window, uint64_t offset, size_t 
         ssize_t n = DR_RETRY(dr_sys.pread(window->fd, window->data + window->filled, (size_t)wanted - window->filled,
                                  (off_t)(offset + window->filled)));
         if (n < 0) {
-            dr_error_io(error, (int)-n, "read", window->path, (int64_t)offset, (int64_t)wanted);
+            dr_error_io(error, (int)-n, DR_CALL_READ, window->path, (int64_t)offset, (int64_t)wanted);
             return NULL;
         }
         if (n == 0) {

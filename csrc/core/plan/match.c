@@ -2,6 +2,7 @@
 #include "plan/match.h"
 
 #include "base/array.h"
+#include "base/sort.h"
 #include "plan/box.h"
 
 #include <assert.h>
@@ -20,17 +21,14 @@ struct by_name {
 };
 
 static int sort_by_name(struct by_name *by, const struct dr_table *table, struct dr_error *error) {
-    by->start = dr_calloc(table->name_count + 3, sizeof *by->start);
+    by->start = dr_calloc(table->name_count + 2, sizeof *by->start);
     by->rows = dr_malloc((table->count + 1) * sizeof *by->rows);
     if (!by->start || !by->rows)
         return dr_error_memory(error);
-    uint64_t *cursor = by->start + 1;
+    const uint32_t *names = table->count ? &table->rows->name : NULL;
+    uint64_t *next = dr_sort_starts(by->start, table->name_count, names, sizeof *table->rows, table->count);
     for (size_t i = 0; i < table->count; i++)
-        cursor[table->rows[i].name + 1]++;
-    for (size_t n = 1; n < table->name_count; n++)
-        cursor[n] += cursor[n - 1];
-    for (size_t i = 0; i < table->count; i++)
-        by->rows[cursor[table->rows[i].name]++] = (uint32_t)i;
+        by->rows[next[table->rows[i].name]++] = (uint32_t)i;
     return 0;
 }
 

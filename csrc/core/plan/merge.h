@@ -65,6 +65,29 @@ struct dr_merge {
 
 #define DR_NO_GROUP UINT32_MAX
 
+/* ---- looking into a merge ---- */
+
+/* From DR_MERGE_CHECKED on: the ranks that hold a group, in ascending order, and how many they are. */
+static inline const uint32_t *dr_merge_holders(const struct dr_merge *merge, uint32_t group) {
+    return merge->holders + merge->holder_start[group];
+}
+
+static inline size_t dr_merge_holder_count(const struct dr_merge *merge, uint32_t group) {
+    return merge->holder_start[group + 1] - merge->holder_start[group];
+}
+
+/* In DR_MERGE_ASSIGNED: a group's pieces are merge->pieces[from] to merge->pieces[to]; there is one at least. */
+struct dr_piece_range {
+    uint64_t from, to;
+};
+
+static inline struct dr_piece_range dr_merge_pieces(const struct dr_merge *merge, uint32_t group) {
+    uint32_t place = merge->order_of[group];
+    return (struct dr_piece_range){merge->group_pieces[place], merge->group_pieces[place + 1]};
+}
+
+/* ---- the phases ---- */
+
 int dr_merge_init(struct dr_merge *merge, uint32_t world, struct dr_error *error);
 void dr_merge_destroy(struct dr_merge *merge);
 

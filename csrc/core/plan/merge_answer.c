@@ -5,30 +5,26 @@
 
 #include <assert.h>
 
-struct span {
-    uint64_t from, to;
-};
-
-static struct span pieces_of(const struct dr_merge *merge, uint32_t group) {
-    uint32_t place = merge->order_of[group];
-    return (struct span){merge->group_pieces[place], merge->group_pieces[place + 1]};
-}
-
 /* Whether what is asked for is there, of this rank. */
 static inline bool is_assigned(const struct dr_merge *merge, uint32_t rank) {
     return merge->phase == DR_MERGE_ASSIGNED && rank < merge->world;
 }
 
-static bool is_whole(const struct dr_merge *merge, struct span span) {
-    return span.to == span.from + 1 && merge->pieces[span.from].rows < 0;
+/* Of a row; without a group it has none. */
+static struct dr_piece_range pieces_or_none(const struct dr_merge *merge, uint32_t group) {
+    return group == DR_NO_GROUP ? (struct dr_piece_range){0, 0} : dr_merge_pieces(merge, group);
+}
+
+static bool is_whole(const struct dr_merge *merge, struct dr_piece_range range) {
+    return range.to == range.from + 1 && merge->pieces[range.from].rows < 0;
 }
 
 /* ---- to a rank ---- */
 
 static void answer_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group,
                           struct dr_buffer *out) {
-    struct span span = pieces_of(merge, group);
-    for (uint64_t p = span.from; p < span.to && !is_whole(merge, span); p++) {
+    struct dr_piece_range range = dr_merge_pieces(merge, group);
+    for (uint64_t p = range.from; p < range.to && !is_whole(merge, range); p++) {
         const struct dr_piece *piece = &merge->pieces[p];
         if (piece->writer != rank)
             continue;
@@ -47,8 +43,8 @@ int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffe
     for (size_t i = 0; i < count; i += 8) {
         uint8_t bits = 0;
         for (size_t b = 0; b < 8 && i + b < count; b++) {
-            struct span span = groups[i + b] == DR_NO_GROUP ? (struct span){0, 0} : pieces_of(merge, groups[i + b]);
-            bool kept = is_whole(merge, span) && span.to > span.from && merge->pieces[span.from].writer == rank;
+            struct dr_piece_range range = pieces_or_none(merge, groups[i + b]);
+            bool kept = is_whole(merge, range) && range.to > range.from && merge->pieces[range.from].writer == rank;
             bits |= (uint8_t)(kept << b);
         }
         dr_buffer_byte(out, bits);
@@ -103,8 +99,8 @@ int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, 
         return dr_error_memory(error);
     for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
         uint32_t group = merge->row_group[i];
-        struct span span = group == DR_NO_GROUP ? (struct span){0, 0} : pieces_of(merge, group);
-        for (uint64_t p = span.from; p < span.to; p++)
+        struct dr_piece_range range = pieces_or_none(merge, group);
+        for (uint64_t p = range.from; p < range.to; p++)
             if (merge->pieces[p].writer == rank)
                 (*out)[(*count)++] = (uint32_t)p;
     }
@@ -119,7 +115,7 @@ uint64_t *dr_merge_shared_bytes(const struct dr_merge *merge) {
     uint64_t *before = dr_calloc(merge->groups.count + 1, sizeof *before), sum = 0;
     for (size_t g = 0; before && g < merge->groups.count; g++) {
         before[g] = sum;
-        if (merge->holder_start[g + 1] - merge->holder_start[g] > 1)
+        if (dr_merge_holder_count(merge, (uint32_t)g) > 1)
             sum += dr_row_bytes(&merge->groups, &merge->groups.rows[g]);
     }
     return before;
@@ -133,16 +129,16 @@ int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t 
         uint32_t group = merge->row_group[i];
         if (group == DR_NO_GROUP)
             continue;
-        struct span span = pieces_of(merge, group);
+        struct dr_piece_range range = dr_merge_pieces(merge, group);
         struct dr_shared_row row = {
             .row = i - merge->rank_rows[rank],
-            .writer = merge->pieces[span.from].writer,
-            .holders = merge->holders + merge->holder_start[group],
-            .holder_count = merge->holder_start[group + 1] - merge->holder_start[group],
+            .writer = merge->pieces[range.from].writer,
+            .holders = dr_merge_holders(merge, group),
+            .holder_count = dr_merge_holder_count(merge, group),
             .before = before[group],
             .bytes = dr_row_bytes(&merge->groups, &merge->groups.rows[group]),
         };
-        if (row.holder_count > 1 && is_whole(merge, span))
+        if (row.holder_count > 1 && is_whole(merge, range))
             rc = shared(context, &row);
     }
     return rc;

@@ -21,19 +21,11 @@ static uint64_t weight(const struct dr_merge *merge, uint32_t group) {
     return dr_row_is_tensor(row) ? dr_row_bytes(&merge->groups, row) : OBJECT_BYTES;
 }
 
-static size_t holder_count(const struct dr_merge *merge, uint32_t group) {
-    return merge->holder_start[group + 1] - merge->holder_start[group];
-}
-
-static const uint32_t *holders(const struct dr_merge *merge, uint32_t group) {
-    return merge->holders + merge->holder_start[group];
-}
-
 /* ---- which ranks may write ---- */
 
 static void allow_first(const struct dr_merge *merge, uint8_t *allowed) {
     for (uint32_t g = 0; g < merge->groups.count; g++)
-        allowed[holders(merge, g)[0]] = 1;
+        allowed[dr_merge_holders(merge, g)[0]] = 1;
 }
 
 struct cover {
@@ -55,8 +47,8 @@ static void choose(struct cover *cover, uint32_t rank) {
         if (group == DR_NO_GROUP || cover->covered[group])
             continue;
         cover->covered[group] = 1;
-        for (size_t h = 0; h < holder_count(merge, group); h++)
-            cover->gain[holders(merge, group)[h]] -= weight(merge, group) + 1;
+        for (size_t h = 0; h < dr_merge_holder_count(merge, group); h++)
+            cover->gain[dr_merge_holders(merge, group)[h]] -= weight(merge, group) + 1;
     }
 }
 
@@ -79,15 +71,15 @@ static int uncovered(const struct cover *cover, uint32_t group, struct dr_error 
                             "'%.*s' (the shard at row %lld) is held by none of the %u ranks that %s allows to write; its "
                             "lowest holder is rank %u. Use writers=\"first_replica\"",
                             width, dr_table_text(&merge->groups, row->name), (long long)offset, cover->chosen,
-                            cover->hosts ? "writers=\"per_node\"" : "the limit on writers", holders(merge, group)[0]);
+                            cover->hosts ? "writers=\"per_node\"" : "the limit on writers", dr_merge_holders(merge, group)[0]);
 }
 
 /* Greedily: the rank that adds the most bytes, until all is covered; then more ranks while there may be. */
 static int cover_all(struct cover *cover, struct dr_error *error) {
     const struct dr_merge *merge = cover->merge;
     for (uint32_t g = 0; g < merge->groups.count; g++)
-        for (size_t h = 0; h < holder_count(merge, g); h++)
-            cover->gain[holders(merge, g)[h]] += weight(merge, g) + 1;
+        for (size_t h = 0; h < dr_merge_holder_count(merge, g); h++)
+            cover->gain[dr_merge_holders(merge, g)[h]] += weight(merge, g) + 1;
     uint32_t rank;
     while (cover->chosen < cover->limit && (rank = best_gain(cover)) != UINT32_MAX)
         choose(cover, rank);
@@ -148,7 +140,7 @@ static int64_t rows_per_piece(const struct dr_merge *merge, uint32_t group, uint
     const struct dr_row *row = &merge->groups.rows[group];
     uint64_t bytes = weight(merge, group);
     if (!dr_row_is_tensor(row) || !(row->flags & DR_ROW_DIVISIBLE) || row->ndim == 0 ||
-        holder_count(merge, group) < 2 || bytes <= most_bytes)
+        dr_merge_holder_count(merge, group) < 2 || bytes <= most_bytes)
         return -1;
     int64_t rows = dr_row_lengths(&merge->groups, row)[0];
     uint64_t count = (bytes + most_bytes - 1) / most_bytes;
@@ -229,28 +221,46 @@ static void sum_up(struct dr_merge *merge) {
     }
 }
 
-/* The group whose writers a group takes; DR_NO_GROUP where it is not tied, or not to one that is cut and held alike. */
-static uint32_t tied_to(const struct dr_merge *merge, uint32_t group) {
-    uint32_t other = merge->tied ? merge->tied[group] : DR_NO_GROUP;
-    if (other == DR_NO_GROUP || merge->tied[other] != DR_NO_GROUP || holder_count(merge, group) != holder_count(merge, other) ||
-        memcmp(holders(merge, group), holders(merge, other), holder_count(merge, group) * sizeof(uint32_t)) != 0)
-        return DR_NO_GROUP;
-    uint32_t a = merge->order_of[group], b = merge->order_of[other];
-    bool alike = merge->group_pieces[a + 1] - merge->group_pieces[a] == merge->group_pieces[b + 1] - merge->group_pieces[b];
-    return alike ? other : DR_NO_GROUP;
+/* ---- groups that are the same memory ---- */
+
+static bool have_same_holders(const struct dr_merge *merge, uint32_t a, uint32_t b) {
+    size_t count = dr_merge_holder_count(merge, a);
+    return count == dr_merge_holder_count(merge, b) &&
+           memcmp(dr_merge_holders(merge, a), dr_merge_holders(merge, b), count * sizeof(uint32_t)) == 0;
 }
 
-static void follow_tied(struct dr_merge *merge) {
+static bool are_cut_alike(const struct dr_merge *merge, uint32_t a, uint32_t b) {
+    struct dr_piece_range x = dr_merge_pieces(merge, a), y = dr_merge_pieces(merge, b);
+    return x.to - x.from == y.to - y.from;
+}
+
+/*
+ * The group that decides who writes this one, so that one rank writes both and stores their bytes once. DR_NO_GROUP
+ * where a group decides for itself: it is not tied, or other ranks hold the other one, or that has other pieces.
+ */
+static uint32_t leader_of(const struct dr_merge *merge, uint32_t group) {
+    uint32_t leader = merge->tied ? merge->tied[group] : DR_NO_GROUP;
+    if (leader == DR_NO_GROUP)
+        return DR_NO_GROUP;
+    assert(leader < merge->groups.count && leader != group);
+    if (merge->tied[leader] != DR_NO_GROUP) /* it follows another one itself */
+        return DR_NO_GROUP;
+    return have_same_holders(merge, group, leader) && are_cut_alike(merge, group, leader) ? leader : DR_NO_GROUP;
+}
+
+/* Piece by piece, the writers of those that lead become those of their followers. */
+static void follow_leaders(struct dr_merge *merge) {
     for (uint32_t group = 0; merge->tied && group < merge->groups.count; group++) {
-        uint32_t other = tied_to(merge, group);
-        if (other == DR_NO_GROUP)
+        uint32_t leader = leader_of(merge, group);
+        if (leader == DR_NO_GROUP)
             continue;
-        uint64_t from = merge->group_pieces[merge->order_of[group]], to = merge->group_pieces[merge->order_of[group] + 1];
-        uint64_t source = merge->group_pieces[merge->order_of[other]];
-        for (uint64_t p = from; p < to; p++)
-            merge->pieces[p].writer = merge->pieces[source + p - from].writer;
+        struct dr_piece_range own = dr_merge_pieces(merge, group), others = dr_merge_pieces(merge, leader);
+        for (uint64_t p = own.from; p < own.to; p++)
+            merge->pieces[p].writer = merge->pieces[others.from + (p - own.from)].writer;
     }
 }
+
+/* ---- who writes each piece ---- */
 
 static int share_out(struct dr_merge *merge, const uint8_t *allowed, const struct dr_control *control,
                      struct dr_error *error) {
@@ -260,9 +270,9 @@ static int share_out(struct dr_merge *merge, const uint8_t *allowed, const struc
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++) {
         uint32_t group = merge->pieces[p].group;
         shares[p] = (struct dr_share){
-            .bytes = tied_to(merge, group) == DR_NO_GROUP ? piece_weight(merge, &merge->pieces[p]) : 0,
-            .holders = holders(merge, group),
-            .holder_count = holder_count(merge, group),
+            .bytes = leader_of(merge, group) == DR_NO_GROUP ? piece_weight(merge, &merge->pieces[p]) : 0,
+            .holders = dr_merge_holders(merge, group),
+            .holder_count = dr_merge_holder_count(merge, group),
         };
     }
     if (!rc)
@@ -270,43 +280,53 @@ static int share_out(struct dr_merge *merge, const uint8_t *allowed, const struc
     for (size_t p = 0; rc == 0 && p < merge->piece_count; p++)
         merge->pieces[p].writer = shares[p].owner;
     if (!rc)
-        follow_tied(merge);
+        follow_leaders(merge);
     free(shares);
     free(load);
     return rc;
 }
 
-static int compare_writers(const void *a, const void *b) {
+/* ---- joining what one rank writes of a group ---- */
+
+/* By writer, but those of `last` behind all others. */
+static int compare_writers(const void *a, const void *b, void *last) {
     uint32_t x = ((const struct dr_piece *)a)->writer, y = ((const struct dr_piece *)b)->writer;
-    return (x > y) - (x < y);
+    bool x_is_last = x == *(const uint32_t *)last, y_is_last = y == *(const uint32_t *)last;
+    return x_is_last != y_is_last ? x_is_last - y_is_last : (x > y) - (x < y);
+}
+
+/* Whether a piece is all of its group's rows. */
+static bool is_all(const struct dr_merge *merge, const struct dr_piece *piece) {
+    const struct dr_row *row = &merge->groups.rows[piece->group];
+    return row->ndim > 0 && piece->rows == dr_row_lengths(&merge->groups, row)[0];
 }
 
 /*
- * A group's pieces are of one size, but for the last: which of them a writer has makes no difference to the loads. Each
- * gets neighbours, the last piece's writer those before it, and what then has one writer becomes one piece.
+ * A group's pieces, of which each writer's become one. All are of one size but the last, which may be smaller: so who
+ * writes which of them does not change the loads, and they are dealt out anew, with neighbours for each writer. The
+ * last piece stays with its writer, and his others are put before it. Example, of pieces a to e: writers 2 1 2 0 1
+ * become 0 2 2 1 1, and so three pieces, a, bc and de.
+ *
+ * What it makes is put at `out`, which may be where the pieces are, or before; returns how many.
  */
 static size_t join(struct dr_merge *merge, struct dr_piece *pieces, size_t count, struct dr_piece *out) {
     assert(count > 1 && out <= pieces);
-    size_t kept = 0;
-    int64_t start = 0;
     uint32_t last = pieces[count - 1].writer;
-    for (size_t i = 0; i + 1 < count; i++)
-        pieces[i].writer = pieces[i].writer == last ? UINT32_MAX : pieces[i].writer;
-    if (count > 2)
-        qsort(pieces, count - 1, sizeof *pieces, compare_writers);
+    qsort_r(pieces, count - 1, sizeof *pieces, compare_writers, &last);
+    size_t joined = 0;
+    int64_t start = 0;
     for (size_t i = 0; i < count; i++) {
-        uint32_t writer = pieces[i].writer == UINT32_MAX ? last : pieces[i].writer;
-        struct dr_piece piece = {pieces[i].group, writer, start, pieces[i].rows};
+        struct dr_piece piece = pieces[i];
+        piece.start = start;
         start += piece.rows;
-        if (kept && out[kept - 1].writer == writer)
-            out[kept - 1].rows += piece.rows;
+        if (joined && out[joined - 1].writer == piece.writer)
+            out[joined - 1].rows += piece.rows;
         else
-            out[kept++] = piece;
+            out[joined++] = piece;
     }
-    const struct dr_row *row = &merge->groups.rows[out[0].group];
-    if (kept == 1 && out[0].rows == (row->ndim ? dr_row_lengths(&merge->groups, row)[0] : -1))
+    if (joined == 1 && is_all(merge, &out[0]))
         out[0].rows = -1;
-    return kept;
+    return joined;
 }
 
 static void join_pieces(struct dr_merge *merge) {

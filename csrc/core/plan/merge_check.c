@@ -7,9 +7,12 @@
 #include "plan/merge.h"
 
 #include "base/memory.h"
+#include "base/sort.h"
 #include "plan/box.h"
 
 #include <assert.h>
+
+_Static_assert(DR_NO_GROUP == DR_SORT_NOWHERE, "rows without a group have no holders");
 
 /* ---- holders ---- */
 
@@ -20,15 +23,10 @@ static int twice(const struct dr_merge *merge, uint32_t group, uint32_t rank, st
                             rank, row->ndim ? "the same chunk" : "it");
 }
 
-/* A counting sort of the rows by group; rows are in the order of ranks, and stay so. `last` is a rank for each group. */
+/* The ranks of all rows, by group; rows are in the order of ranks. `last` is the last rank of each group, plus 1. */
 static int sort_holders(struct dr_merge *merge, uint32_t *last, struct dr_error *error) {
-    size_t count = merge->groups.count;
-    uint64_t *cursor = merge->holder_start + 1; /* where a group's next holder goes; in the end, where they end */
-    for (size_t i = 0; i < merge->row_count; i++)
-        if (merge->row_group[i] != DR_NO_GROUP)
-            cursor[merge->row_group[i] + 1]++;
-    for (size_t g = 1; g < count; g++)
-        cursor[g] += cursor[g - 1];
+    uint64_t *next = dr_sort_starts(merge->holder_start, merge->groups.count, merge->row_group,
+                                    sizeof *merge->row_group, merge->row_count);
     for (uint32_t rank = 0; rank < merge->added; rank++)
         for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++) {
             uint32_t group = merge->row_group[i];
@@ -37,7 +35,7 @@ static int sort_holders(struct dr_merge *merge, uint32_t *last, struct dr_error 
             if (last[group] == rank + 1)
                 return twice(merge, group, rank, error);
             last[group] = rank + 1;
-            merge->holders[cursor[group]++] = rank;
+            merge->holders[next[group]++] = rank;
         }
     return 0;
 }
@@ -47,7 +45,7 @@ static int find_holders(struct dr_merge *merge, struct dr_error *error) {
     uint32_t *last = dr_calloc(count + 1, sizeof *last);
     free(merge->holder_start);
     free(merge->holders);
-    merge->holder_start = dr_calloc(count + 3, sizeof *merge->holder_start);
+    merge->holder_start = dr_calloc(count + 2, sizeof *merge->holder_start);
     merge->holders = dr_malloc((merge->row_count + 1) * sizeof *merge->holders);
     int rc = last && merge->holder_start && merge->holders ? sort_holders(merge, last, error) : dr_error_memory(error);
     free(last);
@@ -86,16 +84,12 @@ static int sort_groups(struct dr_merge *merge, struct dr_error *error) {
         free(start);
         return dr_error_memory(error);
     }
+    const struct dr_row *rows = merge->groups.rows;
+    uint64_t *next = dr_sort_starts(start, names, count ? &rows->name : NULL, sizeof *rows, count);
     for (size_t g = 0; g < count; g++)
-        start[merge->groups.rows[g].name + 1]++;
-    for (size_t n = 1; n <= names; n++)
-        start[n] += start[n - 1];
-    for (size_t g = 0; g < count; g++)
-        merge->order[start[merge->groups.rows[g].name]++] = (uint32_t)g;
-    for (size_t n = 0; n < names; n++) {
-        uint64_t from = n ? start[n - 1] : 0;
-        sort_run(merge, merge->order + from, start[n] - from);
-    }
+        merge->order[next[rows[g].name]++] = (uint32_t)g;
+    for (size_t n = 0; n < names; n++)
+        sort_run(merge, merge->order + start[n], start[n + 1] - start[n]);
     free(start);
     return 0;
 }
@@ -130,8 +124,8 @@ static int overlapping(const struct run *run, uint32_t a, uint32_t b, struct dr_
     write_box(first, sizeof first, t, &t->rows[a]);
     write_box(second, sizeof second, t, &t->rows[b]);
     return dr_error_invalid(error, a, "'%.*s': chunks overlap, %s of rank %u and %s of rank %u", dr_name_width(name),
-                            dr_table_text(t, t->rows[a].name), first, merge->holders[merge->holder_start[a]], second,
-                            merge->holders[merge->holder_start[b]]);
+                            dr_table_text(t, t->rows[a].name), first, *dr_merge_holders(merge, a), second,
+                            *dr_merge_holders(merge, b));
 }
 
 static int compare_ints(const void *a, const void *b) {
@@ -238,7 +232,7 @@ static int check_bounds(const struct run *run, uint32_t group, struct dr_error *
             write_box(box, sizeof box, t, row);
             return dr_error_invalid(error, group, "'%.*s': chunk %s of rank %u lies outside of the tensor",
                                     dr_name_width(&t->names[row->name]), dr_table_text(t, row->name), box,
-                                    run->merge->holders[run->merge->holder_start[group]]);
+                                    *dr_merge_holders(run->merge, group));
         }
     return 0;
 }

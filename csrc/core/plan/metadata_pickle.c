@@ -58,170 +58,170 @@ struct pickler {
     uint8_t *seen_files;
 };
 
-static void op(struct pickler *p, int opcode) { dr_buffer_byte(p->out, (uint8_t)opcode); }
+static void put_op(struct pickler *p, int opcode) { dr_buffer_byte(p->out, (uint8_t)opcode); }
 
-static void little_endian(struct pickler *p, uint64_t value, unsigned bytes) { dr_buffer_le(p->out, value, bytes); }
+static void put_le(struct pickler *p, uint64_t value, unsigned bytes) { dr_buffer_le(p->out, value, bytes); }
 
-static void memo(struct pickler *p, int short_op, int long_op, uint64_t index) {
-    op(p, index < 256 ? short_op : long_op);
-    little_endian(p, index, index < 256 ? 1 : 4);
+static void put_memo_op(struct pickler *p, int short_op, int long_op, uint64_t index) {
+    put_op(p, index < 256 ? short_op : long_op);
+    put_le(p, index, index < 256 ? 1 : 4);
 }
 
-static void put(struct pickler *p, uint64_t index) { memo(p, DR_BINPUT, DR_LONG_BINPUT, index); }
+static void put_binput(struct pickler *p, uint64_t index) { put_memo_op(p, DR_BINPUT, DR_LONG_BINPUT, index); }
 
-static void get(struct pickler *p, uint64_t index) { memo(p, DR_BINGET, DR_LONG_BINGET, index); }
+static void put_binget(struct pickler *p, uint64_t index) { put_memo_op(p, DR_BINGET, DR_LONG_BINGET, index); }
 
-static void integer(struct pickler *p, uint64_t value) {
+static void put_int(struct pickler *p, uint64_t value) {
     if (value < 256) {
-        op(p, DR_BININT1);
-        little_endian(p, value, 1);
+        put_op(p, DR_BININT1);
+        put_le(p, value, 1);
     } else if (value < 65536) {
-        op(p, DR_BININT2);
-        little_endian(p, value, 2);
+        put_op(p, DR_BININT2);
+        put_le(p, value, 2);
     } else if (value <= INT32_MAX) {
-        op(p, DR_BININT);
-        little_endian(p, value, 4);
+        put_op(p, DR_BININT);
+        put_le(p, value, 4);
     } else {
-        op(p, DR_LONG1);
-        little_endian(p, 9, 1); /* eight bytes, and a zero for the sign */
-        little_endian(p, value, 8);
-        little_endian(p, 0, 1);
+        put_op(p, DR_LONG1);
+        put_le(p, 9, 1); /* eight bytes, and a zero for the sign */
+        put_le(p, value, 8);
+        put_le(p, 0, 1);
     }
 }
 
-static void text(struct pickler *p, const char *data, uint32_t size) {
-    op(p, size < 256 ? DR_SHORT_BINUNICODE : DR_BINUNICODE);
-    little_endian(p, size, size < 256 ? 1 : 4);
+static void put_text(struct pickler *p, const char *data, uint32_t size) {
+    put_op(p, size < 256 ? DR_SHORT_BINUNICODE : DR_BINUNICODE);
+    put_le(p, size, size < 256 ? 1 : 4);
     dr_buffer_put(p->out, data, size);
 }
 
-static void bytes(struct pickler *p, const void *data, size_t size) {
-    op(p, size < 256 ? DR_SHORT_BINBYTES : DR_BINBYTES);
-    little_endian(p, size, size < 256 ? 1 : 4);
+static void put_bytes(struct pickler *p, const void *data, size_t size) {
+    put_op(p, size < 256 ? DR_SHORT_BINBYTES : DR_BINBYTES);
+    put_le(p, size, size < 256 ? 1 : 4);
     dr_buffer_put(p->out, data, size);
 }
 
-static void name(struct pickler *p, uint32_t index) {
+static void put_name(struct pickler *p, uint32_t index) {
     uint64_t entry = CONSTANTS + p->table->property_count + index;
     if (p->seen[index]) {
-        get(p, entry);
+        put_binget(p, entry);
         return;
     }
-    text(p, dr_table_text(p->table, index), p->table->names[index].size);
-    put(p, entry);
+    put_text(p, dr_table_text(p->table, index), p->table->names[index].size);
+    put_binput(p, entry);
     p->seen[index] = 1;
 }
 
-static void size(struct pickler *p, const int64_t *dims, int ndim) {
-    get(p, SIZE);
-    op(p, DR_MARK);
+static void put_size(struct pickler *p, const int64_t *dims, int ndim) {
+    put_binget(p, SIZE);
+    put_op(p, DR_MARK);
     for (int d = 0; d < ndim; d++)
-        integer(p, (uint64_t)dims[d]);
-    op(p, DR_TUPLE);
-    op(p, DR_TUPLE1);
-    op(p, DR_REDUCE);
+        put_int(p, (uint64_t)dims[d]);
+    put_op(p, DR_TUPLE);
+    put_op(p, DR_TUPLE1);
+    put_op(p, DR_REDUCE);
 }
 
 /* Constants first, so that everything later can refer to them: each is pushed, noted and popped. */
-static void constants(struct pickler *p) {
+static void put_constants(struct pickler *p) {
     for (int i = 0; i < CLASSES; i++) {
-        op(p, DR_GLOBAL);
+        put_op(p, DR_GLOBAL);
         dr_buffer_put(p->out, classes[i], strlen(classes[i]));
-        put(p, (uint64_t)i);
-        op(p, DR_POP);
+        put_binput(p, (uint64_t)i);
+        put_op(p, DR_POP);
     }
     for (int i = CLASSES; i < CONSTANTS; i++) {
-        text(p, attributes[i - CLASSES], (uint32_t)strlen(attributes[i - CLASSES]));
-        put(p, (uint64_t)i);
-        op(p, DR_POP);
+        put_text(p, attributes[i - CLASSES], (uint32_t)strlen(attributes[i - CLASSES]));
+        put_binput(p, (uint64_t)i);
+        put_op(p, DR_POP);
     }
     for (size_t i = 0; i < p->table->property_count; i++) {
         dr_buffer_put(p->out, p->parts->properties[i].data, p->parts->properties[i].size);
-        put(p, CONSTANTS + i);
-        op(p, DR_POP);
+        put_binput(p, CONSTANTS + i);
+        put_op(p, DR_POP);
     }
 }
 
 /* A dictionary or list is filled in batches, which bounds the unpickler's stack. */
-static void batch(struct pickler *p, size_t *filled, int opcode) {
+static void begin_item(struct pickler *p, size_t *filled, int opcode) {
     if (*filled % BATCH == 0) {
         if (*filled)
-            op(p, opcode);
-        op(p, DR_MARK);
+            put_op(p, opcode);
+        put_op(p, DR_MARK);
     }
     ++*filled;
 }
 
-static void end_batches(struct pickler *p, size_t filled, int opcode) {
+static void end_items(struct pickler *p, size_t filled, int opcode) {
     if (filled)
-        op(p, opcode);
+        put_op(p, opcode);
 }
 
-static void object(struct pickler *p, enum constant class) {
-    get(p, class);
-    op(p, DR_EMPTY_TUPLE);
-    op(p, DR_NEWOBJ);
+static void put_object(struct pickler *p, enum constant class) {
+    put_binget(p, class);
+    put_op(p, DR_EMPTY_TUPLE);
+    put_op(p, DR_NEWOBJ);
 }
 
 static void begin_state(struct pickler *p) {
-    op(p, DR_EMPTY_DICT);
-    op(p, DR_MARK);
+    put_op(p, DR_EMPTY_DICT);
+    put_op(p, DR_MARK);
 }
 
 static void end_state(struct pickler *p) {
-    op(p, DR_SETITEMS);
-    op(p, DR_BUILD);
+    put_op(p, DR_SETITEMS);
+    put_op(p, DR_BUILD);
 }
 
-static void chunk(struct pickler *p, const struct dr_row *row) {
-    object(p, CHUNK_METADATA);
+static void put_chunk(struct pickler *p, const struct dr_row *row) {
+    put_object(p, CHUNK_METADATA);
     begin_state(p);
-    get(p, K_OFFSETS);
-    size(p, dr_row_offsets(p->table, row), row->ndim);
-    get(p, K_SIZES);
-    size(p, dr_row_lengths(p->table, row), row->ndim);
+    put_binget(p, K_OFFSETS);
+    put_size(p, dr_row_offsets(p->table, row), row->ndim);
+    put_binget(p, K_SIZES);
+    put_size(p, dr_row_lengths(p->table, row), row->ndim);
     end_state(p);
 }
 
 /* An attribute of ours, as no torch before 2.15 reads TensorProperties that have strides. */
-static void strides_of(struct pickler *p, const struct dr_row *row) {
+static void put_strides(struct pickler *p, const struct dr_row *row) {
     int64_t strides[DR_TABLE_MAX_DIMS];
     enum dr_stride_kind kind = dr_row_strides(p->table, row, strides);
     if (kind == DR_NO_STRIDES)
         return;
-    get(p, K_RING_STRIDES);
+    put_binget(p, K_RING_STRIDES);
     if (kind == DR_CONTIGUOUS) {
-        op(p, DR_NEWTRUE);
+        put_op(p, DR_NEWTRUE);
         return;
     }
-    op(p, DR_MARK);
+    put_op(p, DR_MARK);
     for (int d = 0; d < row->ndim; d++)
-        integer(p, (uint64_t)strides[d]);
-    op(p, DR_TUPLE);
+        put_int(p, (uint64_t)strides[d]);
+    put_op(p, DR_TUPLE);
 }
 
 /* The value for rows [from, to), which have one name. */
-static void stored_as(struct pickler *p, size_t from, size_t to) {
+static void put_stored(struct pickler *p, size_t from, size_t to) {
     const struct dr_row *row = &p->table->rows[from];
     if (!dr_row_is_tensor(row)) {
-        object(p, BYTES_METADATA);
+        put_object(p, BYTES_METADATA);
         return;
     }
-    object(p, TENSOR_METADATA);
+    put_object(p, TENSOR_METADATA);
     begin_state(p);
-    get(p, K_PROPERTIES);
-    get(p, CONSTANTS + row->properties);
-    get(p, K_SIZE);
-    size(p, dr_row_size(p->table, row), row->ndim);
-    get(p, K_CHUNKS);
-    op(p, DR_EMPTY_LIST);
+    put_binget(p, K_PROPERTIES);
+    put_binget(p, CONSTANTS + row->properties);
+    put_binget(p, K_SIZE);
+    put_size(p, dr_row_size(p->table, row), row->ndim);
+    put_binget(p, K_CHUNKS);
+    put_op(p, DR_EMPTY_LIST);
     size_t filled = 0;
     for (size_t i = from; i < to; i++) {
-        batch(p, &filled, DR_APPENDS);
-        chunk(p, &p->table->rows[i]);
+        begin_item(p, &filled, DR_APPENDS);
+        put_chunk(p, &p->table->rows[i]);
     }
-    end_batches(p, filled, DR_APPENDS);
-    strides_of(p, row);
+    end_items(p, filled, DR_APPENDS);
+    put_strides(p, row);
     end_state(p);
 }
 
@@ -232,27 +232,27 @@ static size_t run_end(const struct dr_table *table, size_t from) {
     return to;
 }
 
-static void state_dict_metadata(struct pickler *p) {
+static void put_state_dict_metadata(struct pickler *p) {
     size_t filled = 0;
-    op(p, DR_EMPTY_DICT);
+    put_op(p, DR_EMPTY_DICT);
     for (size_t from = 0, to; from < p->table->count; from = to) {
         to = run_end(p->table, from);
         if (p->table->rows[from].type == DR_ROW_NAME)
             continue;
-        batch(p, &filled, DR_SETITEMS);
-        name(p, p->table->rows[from].name);
-        stored_as(p, from, to);
+        begin_item(p, &filled, DR_SETITEMS);
+        put_name(p, p->table->rows[from].name);
+        put_stored(p, from, to);
     }
-    end_batches(p, filled, DR_SETITEMS);
+    end_items(p, filled, DR_SETITEMS);
 }
 
 /* A path is its number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last. */
-static int path(struct pickler *p, uint32_t index, struct dr_error *error) {
+static int put_path(struct pickler *p, uint32_t index, struct dr_error *error) {
     const struct dr_name *n = &p->table->names[index];
     const char *at = dr_table_text(p->table, index), *end = at + n->size;
     struct dr_bytes code = {(const uint8_t *)end, (const uint8_t *)end + n->path_size, false};
     uint64_t count = dr_bytes_limited(&code, n->path_size);
-    op(p, DR_MARK);
+    put_op(p, DR_MARK);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t head = dr_bytes_varint(&code);
         uint64_t part = i + 1 < count ? head >> 1 : (uint64_t)(end - at);
@@ -265,140 +265,140 @@ static int path(struct pickler *p, uint32_t index, struct dr_error *error) {
                     return dr_error_invalid(error, DR_NO_ITEM, "the path of a name in a compact plan is garbled");
                 number = 10 * number + (uint64_t)(at[c] - '0');
             }
-            integer(p, number);
+            put_int(p, number);
         } else if (part == n->size) {
-            name(p, index);
+            put_name(p, index);
         } else {
-            text(p, at, (uint32_t)part);
+            put_text(p, at, (uint32_t)part);
         }
         at += part + (i + 1 < count && part < (uint64_t)(end - at)); /* and the dot */
     }
-    op(p, DR_TUPLE);
+    put_op(p, DR_TUPLE);
     return 0;
 }
 
-static int mappings(struct pickler *p, struct dr_error *error) {
+static int put_mappings(struct pickler *p, struct dr_error *error) {
     size_t filled = 0;
     if (!p->parts->mappings) {
-        op(p, DR_NONE);
+        put_op(p, DR_NONE);
         return 0;
     }
-    op(p, DR_EMPTY_DICT);
+    put_op(p, DR_EMPTY_DICT);
     for (uint32_t i = 0; i < p->table->name_count; i++) {
         if (!p->table->names[i].path_size)
             continue;
-        batch(p, &filled, DR_SETITEMS);
-        name(p, i);
-        int rc = path(p, i, error);
+        begin_item(p, &filled, DR_SETITEMS);
+        put_name(p, i);
+        int rc = put_path(p, i, error);
         if (rc)
             return rc;
     }
-    end_batches(p, filled, DR_SETITEMS);
+    end_items(p, filled, DR_SETITEMS);
     return 0;
 }
 
-static void metadata_index(struct pickler *p, const struct dr_row *row, size_t number) {
-    object(p, METADATA_INDEX);
+static void put_metadata_index(struct pickler *p, const struct dr_row *row, size_t number) {
+    put_object(p, METADATA_INDEX);
     begin_state(p);
-    get(p, K_FQN);
-    name(p, row->name);
-    get(p, K_INDEX);
+    put_binget(p, K_FQN);
+    put_name(p, row->name);
+    put_binget(p, K_INDEX);
     if (dr_row_is_tensor(row)) {
-        integer(p, number);
-        get(p, K_OFFSET);
-        size(p, dr_row_offsets(p->table, row), row->ndim);
+        put_int(p, number);
+        put_binget(p, K_OFFSET);
+        put_size(p, dr_row_offsets(p->table, row), row->ndim);
     } else {
-        op(p, DR_NONE);
+        put_op(p, DR_NONE);
     }
     end_state(p);
 }
 
-static void ring(struct pickler *p, const struct dr_place *place) {
-    get(p, K_RING);
-    op(p, DR_MARK);
-    integer(p, RING_VERSION);
-    integer(p, place->kind);
-    integer(p, place->payload_offset);
-    integer(p, place->payload_size);
+static void put_ring(struct pickler *p, const struct dr_place *place) {
+    put_binget(p, K_RING);
+    put_op(p, DR_MARK);
+    put_int(p, RING_VERSION);
+    put_int(p, place->kind);
+    put_int(p, place->payload_offset);
+    put_int(p, place->payload_size);
     if (place->has_crcs)
-        bytes(p, dr_place_crcs(p->places, place), 4 * dr_crc_count(place->payload_offset, place->payload_size));
+        put_bytes(p, dr_place_crcs(p->places, place), 4 * dr_crc_count(place->payload_offset, place->payload_size));
     else
-        op(p, DR_NONE);
-    op(p, DR_TUPLE);
+        put_op(p, DR_NONE);
+    put_op(p, DR_TUPLE);
 }
 
-static void file_name(struct pickler *p, uint32_t file) {
+static void put_file_name(struct pickler *p, uint32_t file) {
     uint64_t entry = CONSTANTS + p->table->property_count + p->table->name_count + file;
     if (p->seen_files[file]) {
-        get(p, entry);
+        put_binget(p, entry);
         return;
     }
-    text(p, dr_table_text(&p->places->files, file), p->places->files.names[file].size);
-    put(p, entry);
+    put_text(p, dr_table_text(&p->places->files, file), p->places->files.names[file].size);
+    put_binput(p, entry);
     p->seen_files[file] = 1;
 }
 
-static void storage_info(struct pickler *p, const struct dr_place *place) {
-    object(p, STORAGE_INFO);
+static void put_storage_info(struct pickler *p, const struct dr_place *place) {
+    put_object(p, STORAGE_INFO);
     begin_state(p);
-    get(p, K_RELATIVE_PATH);
-    file_name(p, place->file);
-    get(p, K_OFFSET);
-    integer(p, place->offset);
-    get(p, K_LENGTH);
-    integer(p, place->length);
+    put_binget(p, K_RELATIVE_PATH);
+    put_file_name(p, place->file);
+    put_binget(p, K_OFFSET);
+    put_int(p, place->offset);
+    put_binget(p, K_LENGTH);
+    put_int(p, place->length);
     if (place->kind != DR_PLACE_OTHER)
-        ring(p, place);
+        put_ring(p, place);
     end_state(p);
 }
 
-static void storage_data(struct pickler *p) {
+static void put_storage_data(struct pickler *p) {
     size_t filled = 0, number = 0;
     if (!p->places) {
-        op(p, DR_NONE);
+        put_op(p, DR_NONE);
         return;
     }
-    op(p, DR_EMPTY_DICT);
+    put_op(p, DR_EMPTY_DICT);
     for (size_t i = 0; i < p->table->count; i++) {
         const struct dr_row *row = &p->table->rows[i];
         number = i && row->name == row[-1].name ? number + 1 : 0;
         if (p->places->places[i].kind == DR_PLACE_NONE)
             continue;
-        batch(p, &filled, DR_SETITEMS);
-        metadata_index(p, row, number);
-        storage_info(p, &p->places->places[i]);
+        begin_item(p, &filled, DR_SETITEMS);
+        put_metadata_index(p, row, number);
+        put_storage_info(p, &p->places->places[i]);
     }
-    end_batches(p, filled, DR_SETITEMS);
+    end_items(p, filled, DR_SETITEMS);
 }
 
-static void fragment(struct pickler *p, const struct dr_fragment *fragment) {
+static void put_fragment(struct pickler *p, const struct dr_fragment *fragment) {
     dr_buffer_put(p->out, fragment->data, fragment->size);
 }
 
-static void key(struct pickler *p, const char *literal) { text(p, literal, (uint32_t)strlen(literal)); }
+static void put_key(struct pickler *p, const char *literal) { put_text(p, literal, (uint32_t)strlen(literal)); }
 
-static int metadata(struct pickler *p, struct dr_error *error) {
+static int put_metadata(struct pickler *p, struct dr_error *error) {
     static const char class[] = "torch.distributed.checkpoint.metadata\nMetadata\n";
-    op(p, DR_PROTO);
+    put_op(p, DR_PROTO);
     dr_buffer_byte(p->out, 4);
-    constants(p);
-    op(p, DR_GLOBAL);
+    put_constants(p);
+    put_op(p, DR_GLOBAL);
     dr_buffer_put(p->out, class, strlen(class));
-    op(p, DR_EMPTY_TUPLE);
-    op(p, DR_NEWOBJ);
+    put_op(p, DR_EMPTY_TUPLE);
+    put_op(p, DR_NEWOBJ);
     begin_state(p);
-    key(p, "state_dict_metadata");
-    state_dict_metadata(p);
-    key(p, "planner_data");
-    int rc = mappings(p, error);
-    key(p, "storage_data");
-    storage_data(p);
-    key(p, "storage_meta");
-    fragment(p, &p->parts->storage_meta);
-    key(p, "version");
-    fragment(p, &p->parts->version);
+    put_key(p, "state_dict_metadata");
+    put_state_dict_metadata(p);
+    put_key(p, "planner_data");
+    int rc = put_mappings(p, error);
+    put_key(p, "storage_data");
+    put_storage_data(p);
+    put_key(p, "storage_meta");
+    put_fragment(p, &p->parts->storage_meta);
+    put_key(p, "version");
+    put_fragment(p, &p->parts->version);
     end_state(p);
-    op(p, DR_STOP);
+    put_op(p, DR_STOP);
     return rc;
 }
 
@@ -425,7 +425,7 @@ int dr_metadata_pickle(const struct dr_table *table, const struct dr_places *pla
                         dr_calloc((places ? places->files.name_count : 0) + 1, 1)};
     int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_memory(error);
     if (!rc)
-        rc = metadata(&p, error);
+        rc = put_metadata(&p, error);
     free(p.seen);
     free(p.seen_files);
     return !rc && out->failed ? dr_error_memory(error) : rc;

@@ -1,10 +1,6 @@
 /* Reading the zip around a record. See archive.h. */
 #include "record/archive.h"
 
-enum { CENTRAL = 0x02014b50, CENTRAL_SIZE = 46, LARGE = 0xffff };
-
-#define LARGE32 0xffffffffu
-
 const uint8_t *dr_archive_look(const struct dr_archive *a, uint64_t offset, size_t size, uint64_t ahead) {
     if (offset > a->length || size > a->length - offset)
         return NULL;
@@ -38,7 +34,8 @@ bool dr_archive_open(const struct dr_archive *a, struct dr_directory *out) {
     if (!d || dr_get_le(d, 4) != DR_ZIP_END || dr_get_le(d + 20, 2) != 0)
         return false;
     *out = (struct dr_directory){dr_get_le(d + 16, 4), dr_get_le(d + 12, 4), dr_get_le(d + 10, 2), 0, 0};
-    if ((out->offset == LARGE32 || out->size == LARGE32 || out->entries == LARGE) && !find_directory64(a, end, out))
+    bool is_large = out->offset == DR_ZIP_LIMIT || out->size == DR_ZIP_LIMIT || out->entries == DR_ZIP_MANY;
+    if (is_large && !find_directory64(a, end, out))
         return false;
     out->next = out->offset;
     out->left = out->entries;
@@ -50,22 +47,22 @@ static bool apply_zip64(const uint8_t *extra, size_t size, struct dr_entry *entr
     uint64_t *wanted[3] = {&entry->size, &entry->packed_size, &entry->header};
     size_t need = 0;
     for (int i = 0; i < 3; i++)
-        need += *wanted[i] == LARGE32 ? 8 : 0;
-    while (need > 0 && size >= 4) {
+        need += *wanted[i] == DR_ZIP_LIMIT ? 8 : 0;
+    while (need > 0 && size >= DR_ZIP_EXTRA_SIZE) {
         size_t field = (size_t)dr_get_le(extra + 2, 2);
-        if (field > size - 4)
+        if (field > size - DR_ZIP_EXTRA_SIZE)
             return false;
-        if (dr_get_le(extra, 2) == 1) {
-            const uint8_t *value = extra + 4;
+        if (dr_get_le(extra, 2) == DR_ZIP_EXTRA64) {
+            const uint8_t *value = extra + DR_ZIP_EXTRA_SIZE;
             for (int i = 0; i < 3 && field >= need; i++)
-                if (*wanted[i] == LARGE32) {
+                if (*wanted[i] == DR_ZIP_LIMIT) {
                     *wanted[i] = dr_get_le(value, 8);
                     value += 8;
                 }
             return field >= need;
         }
-        extra += 4 + field;
-        size -= 4 + field;
+        extra += DR_ZIP_EXTRA_SIZE + field;
+        size -= DR_ZIP_EXTRA_SIZE + field;
     }
     return need == 0;
 }
@@ -73,15 +70,15 @@ static bool apply_zip64(const uint8_t *extra, size_t size, struct dr_entry *entr
 bool dr_archive_next(const struct dr_archive *a, struct dr_directory *dir, struct dr_entry *out) {
     uint64_t room = dir->offset + dir->size - dir->next;
     const uint8_t *d = NULL;
-    if (dir->left > 0 && room >= CENTRAL_SIZE)
-        d = dr_archive_look(a, dir->next, CENTRAL_SIZE, room);
-    if (!d || dr_get_le(d, 4) != CENTRAL)
+    if (dir->left > 0 && room >= DR_ZIP_CENTRAL_SIZE)
+        d = dr_archive_look(a, dir->next, DR_ZIP_CENTRAL_SIZE, room);
+    if (!d || dr_get_le(d, 4) != DR_ZIP_CENTRAL)
         return false;
     size_t name = (size_t)dr_get_le(d + 28, 2), extra = (size_t)dr_get_le(d + 30, 2);
-    size_t size = CENTRAL_SIZE + name + extra + (size_t)dr_get_le(d + 32, 2);
+    size_t size = DR_ZIP_CENTRAL_SIZE + name + extra + (size_t)dr_get_le(d + 32, 2);
     if (size > room || !(d = dr_archive_look(a, dir->next, size, room)))
         return false;
-    *out = (struct dr_entry){.name = (const char *)d + CENTRAL_SIZE,
+    *out = (struct dr_entry){.name = (const char *)d + DR_ZIP_CENTRAL_SIZE,
                              .name_size = name,
                              .header = dr_get_le(d + 42, 4),
                              .size = dr_get_le(d + 24, 4),
@@ -92,7 +89,7 @@ bool dr_archive_next(const struct dr_archive *a, struct dr_directory *dir, struc
                              .method = (unsigned)dr_get_le(d + 10, 2)};
     dir->next += size;
     dir->left--;
-    return apply_zip64(d + CENTRAL_SIZE + name, extra, out);
+    return apply_zip64(d + DR_ZIP_CENTRAL_SIZE + name, extra, out);
 }
 
 bool dr_archive_data(const struct dr_archive *a, const struct dr_entry *entry, uint64_t *start) {

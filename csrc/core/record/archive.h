@@ -11,6 +11,7 @@
 
 #include "base/bytes.h"
 #include "io/window.h"
+#include "record/zip.h"
 
 struct dr_archive {
     struct dr_window *window;
@@ -20,20 +21,6 @@ struct dr_archive {
 
 /* Bytes of the record, from its start; NULL when it has none there. `ahead` as for a window, but a length. */
 const uint8_t *dr_archive_look(const struct dr_archive *archive, uint64_t offset, size_t size, uint64_t ahead);
-
-enum {
-    DR_ZIP_LOCAL = 0x04034b50,
-    DR_ZIP_DESCRIPTOR = 0x08074b50,
-    DR_ZIP_END = 0x06054b50,
-    DR_ZIP_END64 = 0x06064b50,
-    DR_ZIP_LOCATOR = 0x07064b50,
-    DR_ZIP_LOCAL_SIZE = 30,
-    DR_ZIP_END_SIZE = 22,
-    DR_ZIP_END64_SIZE = 56,
-    DR_ZIP_LOCATOR_SIZE = 20,
-    DR_ZIP_ENCRYPTED = 1, /* flags */
-    DR_ZIP_SIZES_LATER = 8,
-};
 
 /* All offsets count from the record's start. */
 struct dr_directory {

@@ -6,6 +6,8 @@
  */
 #include "record/record.h"
 
+#include "base/pickle_read.h"
+
 #include <string.h>
 
 enum {
@@ -21,23 +23,20 @@ struct cursor {
 
 static bool skip_memo(struct cursor *c) {
     for (;;) {
-        if (c->at < c->end && *c->at == 'q' && c->end - c->at >= 2)
+        if (c->at < c->end && *c->at == DR_BINPUT && c->end - c->at >= 2)
             c->at += 2;
-        else if (c->at < c->end && *c->at == 'r' && c->end - c->at >= 5)
+        else if (c->at < c->end && *c->at == DR_LONG_BINPUT && c->end - c->at >= 5)
             c->at += 5;
         else
             return true;
     }
 }
 
-static bool expect(struct cursor *c, const char *opcodes) {
-    for (; *opcodes; opcodes++) {
-        if (c->at >= c->end || *c->at != (uint8_t)*opcodes)
-            return false;
-        c->at++;
-        skip_memo(c);
-    }
-    return true;
+static bool expect(struct cursor *c, int opcode) {
+    if (c->at >= c->end || *c->at != opcode)
+        return false;
+    c->at++;
+    return skip_memo(c);
 }
 
 static bool get_line(struct cursor *c, char *out, size_t room) {
@@ -51,7 +50,7 @@ static bool get_line(struct cursor *c, char *out, size_t room) {
 }
 
 static bool get_global(struct cursor *c, char module[64], char name[64]) {
-    if (c->at >= c->end || *c->at != 'c')
+    if (c->at >= c->end || *c->at != DR_GLOBAL)
         return false;
     c->at++;
     return get_line(c, module, 64) && get_line(c, name, 64) && skip_memo(c);
@@ -64,7 +63,7 @@ static bool is_global(struct cursor *c, const char *module, const char *name) {
 
 /* A string; `text` NULL takes any. */
 static bool is_string(struct cursor *c, const char *text) {
-    if (c->end - c->at < 5 || *c->at != 'X')
+    if (c->end - c->at < 5 || *c->at != DR_BINUNICODE)
         return false;
     uint64_t size = dr_get_le(c->at + 1, 4);
     if ((uint64_t)(c->end - c->at) - 5 < size)
@@ -81,16 +80,16 @@ static bool get_int(struct cursor *c, int64_t *value) {
     if (left == 0)
         return false;
     switch (*c->at) {
-    case 'K':
+    case DR_BININT1:
         bytes = 1;
         break;
-    case 'M':
+    case DR_BININT2:
         bytes = 2;
         break;
-    case 'J':
+    case DR_BININT:
         bytes = 4;
         break;
-    case 0x8a:
+    case DR_LONG1:
         skip = 2;
         bytes = left >= 2 ? c->at[1] : 9;
         break;
@@ -106,14 +105,14 @@ static bool get_int(struct cursor *c, int64_t *value) {
 
 static bool get_tuple(struct cursor *c, int64_t values[DR_MAX_DIMS], int *count) {
     *count = 0;
-    if (expect(c, ")"))
+    if (expect(c, DR_EMPTY_TUPLE))
         return true;
-    bool marked = expect(c, "(");
+    bool marked = expect(c, DR_MARK);
     while (*count < DR_MAX_DIMS && get_int(c, &values[*count]))
         ++*count;
     if (marked)
-        return expect(c, "t");
-    return *count >= 1 && *count <= 3 && expect(c, *count == 1 ? "\x85" : *count == 2 ? "\x86" : "\x87");
+        return expect(c, DR_TUPLE);
+    return *count >= 1 && *count <= 3 && expect(c, DR_TUPLE1 + *count - 1);
 }
 
 static bool contiguous(const int64_t *sizes, const int64_t *strides, int count) {
@@ -131,7 +130,7 @@ static bool contiguous(const int64_t *sizes, const int64_t *strides, int count) 
 
 static bool get_storage(struct cursor *c, bool legacy, const struct dr_dtype **dtype, int64_t *length) {
     char module[64], name[64];
-    if (!expect(c, "(") || !is_string(c, "storage") || !get_global(c, module, name))
+    if (!expect(c, DR_MARK) || !is_string(c, "storage") || !get_global(c, module, name))
         return false;
     if (legacy && strcmp(module, "torch") == 0)
         *dtype = dr_dtype_by_storage(name);
@@ -139,14 +138,15 @@ static bool get_storage(struct cursor *c, bool legacy, const struct dr_dtype **d
         *dtype = NULL;
     else
         return false;
-    return is_string(c, "0") && is_string(c, NULL) && get_int(c, length) && expect(c, "tQ");
+    return is_string(c, "0") && is_string(c, NULL) && get_int(c, length) && expect(c, DR_TUPLE) &&
+           expect(c, DR_BINPERSID);
 }
 
 /* Reads the one shape of pickle that a plain tensor has; false for any other. */
 static bool parse_pickle(const uint8_t *data, size_t size, struct dr_located *out) {
     struct cursor c = {data, data + size};
     char module[64], name[64];
-    if (size < 2 || data[0] != 0x80 || data[1] != 2)
+    if (size < 2 || data[0] != DR_PROTO || data[1] != 2)
         return false;
     c.at += 2;
     if (!get_global(&c, module, name) || strcmp(module, "torch._utils") != 0)
@@ -156,20 +156,21 @@ static bool parse_pickle(const uint8_t *data, size_t size, struct dr_located *ou
         return false;
     int64_t length, start, strides[DR_MAX_DIMS];
     int stride_count;
-    if (!expect(&c, "(") || !get_storage(&c, legacy, &out->dtype, &length) || !get_int(&c, &start) || start != 0)
+    if (!expect(&c, DR_MARK) || !get_storage(&c, legacy, &out->dtype, &length) || !get_int(&c, &start) || start != 0)
         return false;
     if (!get_tuple(&c, out->sizes, &out->ndim) || !get_tuple(&c, strides, &stride_count))
         return false;
     if (stride_count != out->ndim || !contiguous(out->sizes, strides, out->ndim))
         return false;
-    if (!expect(&c, "\x89") || !is_global(&c, "collections", "OrderedDict") || !expect(&c, ")R"))
+    if (!expect(&c, DR_NEWFALSE) || !is_global(&c, "collections", "OrderedDict") || !expect(&c, DR_EMPTY_TUPLE) ||
+        !expect(&c, DR_REDUCE))
         return false;
     if (!legacy) {
         if (!get_global(&c, module, name) || strcmp(module, "torch") != 0)
             return false;
         out->dtype = dr_dtype_by_name(name);
     }
-    if (!out->dtype || !expect(&c, "tR."))
+    if (!out->dtype || !expect(&c, DR_TUPLE) || !expect(&c, DR_REDUCE) || !expect(&c, DR_STOP))
         return false;
     struct dr_shape shape = {out->dtype, out->ndim, out->sizes};
     uint64_t bytes;

@@ -1,70 +1,73 @@
 /* Writing records. See record.h; the byte layout is in docs/format.md. */
+#include "record/record.h"
+
 #include "base/align.h"
 #include "base/crc.h"
-#include "record/record.h"
+#include "base/pickle_read.h"
 
 #include <assert.h>
 #include <string.h>
 
 #define ROOT "archive/"
-#define ZIP64_LIMIT 0xffffffffu
 
-enum { LOCAL_SIZE = 30, CENTRAL_SIZE = 46, END_SIZE = 22, END64_SIZE = 56 + 20, PAD_ID = 0x4246, FLAG_DESCRIPTOR = 8, VERSION_ZIP64 = 45, VERSION_PLAIN = 20 };
-
-struct bytes {
+/* What is written to; its owner has made sure of the room. */
+struct output {
     uint8_t *data;
     size_t size;
 };
 
-static void put(struct bytes *out, const void *data, size_t size) {
+static void put(struct output *out, const void *data, size_t size) {
     memcpy(out->data + out->size, data, size);
     out->size += size;
 }
 
-static void put_le(struct bytes *out, uint64_t value, unsigned bytes) {
-    for (unsigned i = 0; i < bytes; i++)
-        out->data[out->size++] = (uint8_t)(value >> (8 * i));
+static void put_le(struct output *out, uint64_t value, unsigned bytes) {
+    dr_put_le(out->data + out->size, value, bytes);
+    out->size += bytes;
 }
 
-static void put_text(struct bytes *out, const char *text) { put(out, text, strlen(text)); }
+static void put_text(struct output *out, const char *text) { put(out, text, strlen(text)); }
 
 /* ---- data.pkl ---- */
 
-static void put_int(struct bytes *out, int64_t value) {
-    if (value >= 0 && value <= 0xff) {
-        put_text(out, "K");
+static void put_op(struct output *out, enum dr_pickle_opcode opcode) { out->data[out->size++] = (uint8_t)opcode; }
+
+static void put_int(struct output *out, int64_t value) {
+    if (value >= 0 && value <= UINT8_MAX) {
+        put_op(out, DR_BININT1);
         put_le(out, (uint64_t)value, 1);
-    } else if (value >= 0 && value <= 0xffff) {
-        put_text(out, "M");
+    } else if (value >= 0 && value <= UINT16_MAX) {
+        put_op(out, DR_BININT2);
         put_le(out, (uint64_t)value, 2);
-    } else if (value >= 0 && value <= 0x7fffffff) {
-        put_text(out, "J");
+    } else if (value >= 0 && value <= INT32_MAX) {
+        put_op(out, DR_BININT);
         put_le(out, (uint64_t)value, 4);
     } else {
-        put_text(out, "\x8a\x08");
+        put_op(out, DR_LONG1);
+        put_le(out, 8, 1);
         put_le(out, (uint64_t)value, 8);
     }
 }
 
-static void put_string(struct bytes *out, const char *text) {
-    put_text(out, "X");
+static void put_string(struct output *out, const char *text) {
+    put_op(out, DR_BINUNICODE);
     put_le(out, strlen(text), 4);
     put_text(out, text);
 }
 
-static void put_global(struct bytes *out, const char *module, const char *name) {
-    put_text(out, "c");
+static void put_global(struct output *out, const char *module, const char *name) {
+    put_op(out, DR_GLOBAL);
     put_text(out, module);
     put_text(out, "\n");
     put_text(out, name);
     put_text(out, "\n");
 }
 
-static void put_tuple(struct bytes *out, const int64_t *values, int count) {
-    put_text(out, "(");
+static void put_tuple(struct output *out, const int64_t *values, int count) {
+    put_op(out, DR_MARK);
     for (int i = 0; i < count; i++)
         put_int(out, values[i]);
-    put_text(out, "t");
+    put_op(out, DR_TUPLE);
 }
 
 static void contiguous_strides(const struct dr_shape *shape, int64_t *strides) {
@@ -96,35 +99,49 @@ static uint64_t payload_bytes(const struct dr_shape *shape) {
     return bytes;
 }
 
-static void put_pickle(struct bytes *out, const struct dr_shape *shape) {
-    int64_t strides[DR_MAX_DIMS];
-    contiguous_strides(shape, strides);
-    bool legacy = shape->dtype->storage != NULL;
-    uint64_t size = payload_bytes(shape);
-    put_text(out, "\x80\x02");
-    put_global(out, "torch._utils", legacy ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
-    put_text(out, "((");
+/* ("storage", class of the storage, "0", "cpu", elements): what torch's unpickler makes a storage of. */
+static void put_storage(struct output *out, const struct dr_shape *shape, uint64_t elements) {
+    put_op(out, DR_MARK);
     put_string(out, "storage");
-    if (legacy)
+    if (shape->dtype->storage)
         put_global(out, "torch", shape->dtype->storage);
     else
         put_global(out, "torch.storage", "UntypedStorage");
     put_string(out, "0");
     put_string(out, "cpu");
-    put_int(out, (int64_t)(legacy ? size / shape->dtype->item_size : size));
-    put_text(out, "tQ");
+    put_int(out, (int64_t)elements);
+    put_op(out, DR_TUPLE);
+    put_op(out, DR_BINPERSID);
+}
+
+/* _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()); v3 for a dtype without a storage of its own. */
+static void put_pickle(struct output *out, const struct dr_shape *shape) {
+    int64_t strides[DR_MAX_DIMS];
+    contiguous_strides(shape, strides);
+    bool legacy = shape->dtype->storage != NULL;
+    uint64_t size = payload_bytes(shape);
+    put_op(out, DR_PROTO);
+    put_le(out, 2, 1);
+    put_global(out, "torch._utils", legacy ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
+    put_op(out, DR_MARK);
+    put_storage(out, shape, legacy ? size / shape->dtype->item_size : size);
     put_int(out, 0);
     put_tuple(out, shape->sizes, shape->ndim);
     put_tuple(out, strides, shape->ndim);
-    put_text(out, "\x89");
+    put_op(out, DR_NEWFALSE);
     put_global(out, "collections", "OrderedDict");
-    put_text(out, ")R");
+    put_op(out, DR_EMPTY_TUPLE);
+    put_op(out, DR_REDUCE);
     if (!legacy)
         put_global(out, "torch", shape->dtype->name);
-    put_text(out, "tR.");
+    put_op(out, DR_TUPLE);
+    put_op(out, DR_REDUCE);
+    put_op(out, DR_STOP);
 }
 
 /* ---- zip ---- */
+
+enum { EXTRA64_SIZE = DR_ZIP_EXTRA_SIZE + 16 }; /* with two sizes */
 
 struct entry {
     const char *name;
@@ -134,13 +151,13 @@ struct entry {
     unsigned flags;
 };
 
-static void put_local(struct bytes *out, struct entry *entry, uint64_t extra_size) {
-    bool later = entry->flags & FLAG_DESCRIPTOR;
-    bool zip64 = entry->size >= ZIP64_LIMIT;
-    uint64_t size = zip64 ? ZIP64_LIMIT : later ? 0 : entry->size;
+static void put_local(struct output *out, struct entry *entry, uint64_t extra_size) {
+    bool later = entry->flags & DR_ZIP_SIZES_LATER;
+    bool zip64 = entry->size >= DR_ZIP_LIMIT;
+    uint64_t size = zip64 ? DR_ZIP_LIMIT : later ? 0 : entry->size;
     entry->header = out->size;
-    put_le(out, 0x04034b50, 4);
-    put_le(out, zip64 ? VERSION_ZIP64 : VERSION_PLAIN, 2);
+    put_le(out, DR_ZIP_LOCAL, 4);
+    put_le(out, zip64 ? DR_ZIP_VERSION64 : DR_ZIP_VERSION, 2);
     put_le(out, entry->flags, 2);
     put_le(out, 0, 2 + 2 + 2); /* stored; no time, no date */
     put_le(out, later ? 0 : entry->crc, 4);
@@ -151,7 +168,7 @@ static void put_local(struct bytes *out, struct entry *entry, uint64_t extra_siz
     put_text(out, entry->name);
 }
 
-static void put_small(struct bytes *out, struct entry *entry, const void *data, size_t size) {
+static void put_small(struct output *out, struct entry *entry, const void *data, size_t size) {
     entry->crc = dr_crc32(0, data, size);
     entry->size = size;
     put_local(out, entry, 0);
@@ -159,40 +176,40 @@ static void put_small(struct bytes *out, struct entry *entry, const void *data, 
 }
 
 /* The payload's local header, padded in its extra field so that the payload is aligned in the file. */
-static void put_payload_header(struct bytes *out, struct entry *entry, uint64_t record_offset) {
-    bool zip64 = entry->size >= ZIP64_LIMIT;
+static void put_payload_header(struct output *out, struct entry *entry, uint64_t record_offset) {
+    bool zip64 = entry->size >= DR_ZIP_LIMIT;
     uint64_t alignment = entry->size >= DR_LARGE_PAYLOAD ? DR_ALIGNMENT : DR_SMALL_ALIGNMENT;
-    uint64_t fixed = zip64 ? 20 : 0;
-    uint64_t at = record_offset + out->size + LOCAL_SIZE + strlen(entry->name) + fixed;
+    uint64_t fixed = zip64 ? EXTRA64_SIZE : 0;
+    uint64_t at = record_offset + out->size + DR_ZIP_LOCAL_SIZE + strlen(entry->name) + fixed;
     uint64_t pad = dr_align_up(at, alignment) - at;
-    if (pad > 0 && pad < 4)
+    if (pad > 0 && pad < DR_ZIP_EXTRA_SIZE)
         pad += alignment;
     put_local(out, entry, fixed + pad);
     if (zip64) {
-        put_le(out, 1, 2);
-        put_le(out, 16, 2);
+        put_le(out, DR_ZIP_EXTRA64, 2);
+        put_le(out, EXTRA64_SIZE - DR_ZIP_EXTRA_SIZE, 2);
         put_le(out, 0, 8);
         put_le(out, 0, 8);
     }
     if (pad > 0) {
-        put_le(out, PAD_ID, 2);
-        put_le(out, pad - 4, 2);
-        memset(out->data + out->size, 0, pad - 4);
-        out->size += pad - 4;
+        put_le(out, DR_ZIP_EXTRA_PADDING, 2);
+        put_le(out, pad - DR_ZIP_EXTRA_SIZE, 2);
+        memset(out->data + out->size, 0, pad - DR_ZIP_EXTRA_SIZE);
+        out->size += pad - DR_ZIP_EXTRA_SIZE;
     }
 }
 
 enum { PICKLE, BYTEORDER, VERSION, PAYLOAD, ENTRIES };
 
-static void put_head(struct bytes *out, const struct dr_shape *shape, uint64_t offset, struct entry entries[ENTRIES]) {
+static void put_head(struct output *out, const struct dr_shape *shape, uint64_t offset, struct entry entries[ENTRIES]) {
     uint8_t pickle[4096];
-    struct bytes pickled = {pickle, 0};
+    struct output pickled = {pickle, 0};
     put_pickle(&pickled, shape);
     entries[PICKLE] = (struct entry){.name = ROOT "data.pkl"};
     entries[BYTEORDER] = (struct entry){.name = ROOT "byteorder"};
     entries[VERSION] = (struct entry){.name = ROOT "version"};
     entries[PAYLOAD] =
-        (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = FLAG_DESCRIPTOR};
+        (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = DR_ZIP_SIZES_LATER};
     put_small(out, &entries[PICKLE], pickle, pickled.size);
     put_small(out, &entries[BYTEORDER], "little", 6);
     put_small(out, &entries[VERSION], "3\n", 2);
@@ -202,80 +219,80 @@ static void put_head(struct bytes *out, const struct dr_shape *shape, uint64_t o
 
 size_t dr_record_head(const struct dr_shape *shape, uint64_t offset, uint8_t out[DR_RECORD_HEAD_MAX]) {
     struct entry entries[ENTRIES];
-    struct bytes head = {out, 0};
+    struct output head = {out, 0};
     put_head(&head, shape, offset, entries);
     return head.size;
 }
 
-static void put_descriptor(struct bytes *out, const struct entry *entry) {
-    unsigned width = entry->size >= ZIP64_LIMIT ? 8 : 4;
-    put_le(out, 0x08074b50, 4);
+static void put_descriptor(struct output *out, const struct entry *entry) {
+    unsigned width = entry->size >= DR_ZIP_LIMIT ? 8 : 4;
+    put_le(out, DR_ZIP_DESCRIPTOR, 4);
     put_le(out, entry->crc, 4);
     put_le(out, entry->size, width);
     put_le(out, entry->size, width);
 }
 
-static void put_central(struct bytes *out, const struct entry *entry) {
-    bool zip64 = entry->size >= ZIP64_LIMIT;
-    unsigned version = zip64 ? VERSION_ZIP64 : VERSION_PLAIN;
-    put_le(out, 0x02014b50, 4);
+static void put_central(struct output *out, const struct entry *entry) {
+    bool zip64 = entry->size >= DR_ZIP_LIMIT;
+    unsigned version = zip64 ? DR_ZIP_VERSION64 : DR_ZIP_VERSION;
+    put_le(out, DR_ZIP_CENTRAL, 4);
     put_le(out, version, 2);
     put_le(out, version, 2);
     put_le(out, entry->flags, 2);
     put_le(out, 0, 2 + 2 + 2);
     put_le(out, entry->crc, 4);
-    put_le(out, zip64 ? ZIP64_LIMIT : entry->size, 4);
-    put_le(out, zip64 ? ZIP64_LIMIT : entry->size, 4);
+    put_le(out, zip64 ? DR_ZIP_LIMIT : entry->size, 4);
+    put_le(out, zip64 ? DR_ZIP_LIMIT : entry->size, 4);
     put_le(out, strlen(entry->name), 2);
-    put_le(out, zip64 ? 20 : 0, 2);
+    put_le(out, zip64 ? EXTRA64_SIZE : 0, 2);
     put_le(out, 0, 2 + 2 + 2); /* no comment, first disk, binary */
     put_le(out, 0, 4);
     put_le(out, entry->header, 4);
     put_text(out, entry->name);
     if (zip64) {
-        put_le(out, 1, 2);
-        put_le(out, 16, 2);
+        put_le(out, DR_ZIP_EXTRA64, 2);
+        put_le(out, EXTRA64_SIZE - DR_ZIP_EXTRA_SIZE, 2);
         put_le(out, entry->size, 8);
         put_le(out, entry->size, 8);
     }
 }
 
-static void put_end(struct bytes *out, uint64_t directory, uint64_t directory_size) {
-    bool zip64 = directory >= ZIP64_LIMIT;
+static void put_end(struct output *out, uint64_t directory, uint64_t directory_size) {
+    bool zip64 = directory >= DR_ZIP_LIMIT;
     if (zip64) {
-        put_le(out, 0x06064b50, 4);
-        put_le(out, 44, 8);
-        put_le(out, VERSION_ZIP64, 2);
-        put_le(out, VERSION_ZIP64, 2);
+        put_le(out, DR_ZIP_END64, 4);
+        put_le(out, DR_ZIP_END64_SIZE - 12, 8); /* of it follow */
+        put_le(out, DR_ZIP_VERSION64, 2);
+        put_le(out, DR_ZIP_VERSION64, 2);
         put_le(out, 0, 4);
         put_le(out, 0, 4);
         put_le(out, ENTRIES, 8);
         put_le(out, ENTRIES, 8);
         put_le(out, directory_size, 8);
         put_le(out, directory, 8);
-        put_le(out, 0x07064b50, 4);
+        put_le(out, DR_ZIP_LOCATOR, 4);
         put_le(out, 0, 4);
         put_le(out, directory + directory_size, 8);
         put_le(out, 1, 4);
     }
-    put_le(out, 0x06054b50, 4);
+    put_le(out, DR_ZIP_END, 4);
     put_le(out, 0, 4);
     put_le(out, ENTRIES, 2);
     put_le(out, ENTRIES, 2);
     put_le(out, directory_size, 4);
-    put_le(out, zip64 ? ZIP64_LIMIT : directory, 4);
+    put_le(out, zip64 ? DR_ZIP_LIMIT : directory, 4);
     put_le(out, 0, 2);
 }
 
 size_t dr_record_tail(const struct dr_shape *shape, uint64_t offset, size_t head_size, uint32_t payload_crc,
                       uint8_t out[DR_RECORD_TAIL_MAX]) {
     uint8_t head_again[DR_RECORD_HEAD_MAX];
-    struct bytes head = {head_again, 0};
+    struct output head = {head_again, 0};
     struct entry entries[ENTRIES];
     put_head(&head, shape, offset, entries);
     entries[PAYLOAD].crc = payload_crc;
 
-    struct bytes tail = {out, 0};
+    struct output tail = {out, 0};
     put_descriptor(&tail, &entries[PAYLOAD]);
     uint64_t directory = head_size + entries[PAYLOAD].size + tail.size;
     size_t start = tail.size;
@@ -290,8 +307,9 @@ size_t dr_record_tail_size(const struct dr_shape *shape, size_t head_size) {
     static const size_t names = sizeof ROOT "data.pkl" + sizeof ROOT "byteorder" + sizeof ROOT "version" +
                                 sizeof ROOT "data/0" - ENTRIES;
     uint64_t size = payload_bytes(shape);
-    bool zip64 = size >= ZIP64_LIMIT;
+    bool zip64 = size >= DR_ZIP_LIMIT;
     size_t descriptor = zip64 ? 24 : 16;
-    size_t directory = ENTRIES * CENTRAL_SIZE + names + (zip64 ? 20 : 0);
-    return descriptor + directory + END_SIZE + (head_size + size + descriptor >= ZIP64_LIMIT ? END64_SIZE : 0);
+    size_t directory = ENTRIES * DR_ZIP_CENTRAL_SIZE + names + (zip64 ? EXTRA64_SIZE : 0);
+    bool end64 = head_size + size + descriptor >= DR_ZIP_LIMIT;
+    return descriptor + directory + (end64 ? DR_ZIP_END64_SIZE + DR_ZIP_LOCATOR_SIZE : 0) + DR_ZIP_END_SIZE;
 }

@@ -31,7 +31,7 @@ static struct dr_answer answer(int rc, const struct dr_error *error) {
 }
 
 /* The answer of a system call. */
-static struct dr_answer answer_of(int rc, const char *call) {
+static struct dr_answer answer_of(int rc, enum dr_call call) {
     struct dr_error error;
     dr_error_clear(&error);
     if (rc < 0)
@@ -61,14 +61,14 @@ struct dr_answer dr_probe_space(const char *dir, struct dr_space *out) {
         .files = about.f_files,
         .free_files = about.f_ffree,
     };
-    return answer_of(rc, "statfs");
+    return answer_of(rc, DR_CALL_STATFS);
 }
 
 static void ask_direct(int fd, struct dr_directory_answers *out) {
     int alignment = dr_sys.direct_alignment(fd);
     out->alignment = alignment > 0 ? alignment : 0;
     int rc = alignment > (int)DR_ALIGNMENT ? -EINVAL : dr_sys.set_direct(fd, 1);
-    out->direct = answer_of(rc, "O_DIRECT");
+    out->direct = answer_of(rc, DR_CALL_O_DIRECT);
     if (rc >= 0)
         dr_sys.set_direct(fd, 0);
 }
@@ -80,7 +80,7 @@ static int sync_once(int fd, const char *path, int number, const struct dr_contr
     uint64_t begin = dr_clock_ns();
     ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data, sizeof data, (off_t)number * SYNCED_BYTES));
     if (n < 0)
-        return dr_error_io(error, (int)-n, "write", path, (int64_t)number * SYNCED_BYTES, SYNCED_BYTES);
+        return dr_error_io(error, (int)-n, DR_CALL_WRITE, path, (int64_t)number * SYNCED_BYTES, SYNCED_BYTES);
     int rc = dr_file_sync(fd, path, control, error);
     *ns = dr_clock_ns() - begin;
     return rc;
@@ -111,7 +111,7 @@ static int ask_file(const char *path, const char *dir, int fd, const struct dr_c
                     struct dr_directory_answers *out, struct dr_error *error) {
     struct dr_error sync_error;
     dr_error_clear(&sync_error);
-    out->allocate = answer_of(DR_RETRY(dr_sys.fallocate(fd, ALLOCATED_BYTES)), "fallocate");
+    out->allocate = answer_of(DR_RETRY(dr_sys.fallocate(fd, ALLOCATED_BYTES)), DR_CALL_FALLOCATE);
     ask_direct(fd, out);
     int rc = ask_sync(fd, path, control, out, &sync_error);
     if (sync_error.kind == DR_ERROR_CANCELLED)
@@ -126,7 +126,7 @@ int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const 
     *out = (struct dr_directory_answers){0};
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     int fd = dirfd < 0 ? dirfd : DR_RETRY(dr_sys.open_below(dirfd, DR_PROBE_FILE, O_RDWR | O_CREAT | O_EXCL, 0666));
-    out->create = answer_of(fd, "open");
+    out->create = answer_of(fd, DR_CALL_OPEN);
     int rc = 0;
     if (fd >= 0) {
         char *path = dr_path_join(dir, DR_PROBE_FILE);
@@ -147,7 +147,7 @@ int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_
     *out = 0;
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
-        return dr_error_system(error, -dirfd, "open", dir);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
     int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_RDONLY | O_NONBLOCK, 0));
     struct stat about;
     int rc = fd < 0 ? fd : DR_RETRY(dr_sys.fstat(fd, &about));
@@ -158,7 +158,7 @@ int dr_probe_cached(const char *dir, const char *name, uint64_t *out, struct dr_
     if (fd >= 0)
         dr_sys.close(fd);
     dr_sys.close(dirfd);
-    return rc < 0 ? dr_error_system(error, -rc, "open", name) : 0;
+    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_OPEN, name) : 0;
 }
 
 uint64_t dr_probe_crc(uint64_t bytes) {

@@ -25,6 +25,7 @@ from dcpring.base.groups import host_id, rank_in
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
+from dcpring.format.properties import decode_properties
 from dcpring.move import handon
 from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
@@ -34,7 +35,6 @@ from dcpring.plan.pieces import Piece, covering, cut
 from dcpring.plan.table import (
     BYTES_ROW,
     Flat,
-    decode_properties,
     fields_of,
     flatten,
     make_table,

@@ -14,7 +14,7 @@ full for some columns of it.
 A rank may fail before it comes, anywhere in DCP, in a planner's or a storage's own code, and then goes to DCP's next
 collective. So ranks meet through the store of the process group, and never wait for a rank there for more than some
 seconds: if not all have come, each reads for itself, and DCP tells of the failure. Once all have come, what a rank
-raises is its next word to all (``resume.ranks.Joint``).
+raises is its next word to all (``base.joint``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base import groups, shared_memory
+from dcpring.base.joint import GroupChannel, Joint
 from dcpring.errors import CheckpointError
 from dcpring.options import IOStats
 from dcpring.plan.pieces import Piece, common_bytes
 from dcpring.plan.strategy import BALANCED
 from dcpring.plan.table import TENSOR_ROW
-from dcpring.resume.ranks import GroupChannel, Joint
 from dcpring.torchside.groups import device_of
 from dcpring.watch.phases import Phases
 

@@ -23,7 +23,6 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedChe
 
 T = TypeVar("T")
 
-
 _KINDS = (CorruptCheckpointError, UntrustedCheckpointError)
 
 

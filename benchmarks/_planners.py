@@ -35,18 +35,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcpring import _C, RingSavePlanner
 from dcpring.format.lazy import LazyMetadata
+from dcpring.format.properties import encode_properties
 from dcpring.plan import save_planner
 from dcpring.plan.replicas import MAX_BYTES
-from dcpring.plan.table import (
-    DIVISIBLE,
-    HASHED,
-    SHARD_ROW,
-    TENSOR_ROW,
-    Items,
-    LocalMessage,
-    RingPlan,
-    encode_properties,
-)
+from dcpring.plan.table import DIVISIBLE, HASHED, SHARD_ROW, TENSOR_ROW, Items, LocalMessage, RingPlan
 
 UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER = "unpickle", "dedup", "metadata", "validate", "pickle", "other"
 STEPS = (UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER)

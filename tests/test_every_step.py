@@ -1,8 +1,8 @@
 """A raise at every step, on every rank: all ranks raise it, in bounded time, and the next call works.
 
 The steps are lines of dcpring, as they ran. A first run without a fault records them; then each is made to raise, one
-at a time. What is left out is the mechanism itself (``resume.ranks``, ``base.groups``), and what DCP pickles outside of
-where it catches errors.
+at a time. What is left out is the mechanism itself (``resume.ranks``, ``base.joint``, ``base.groups``), and
+what DCP pickles outside of where it catches errors.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from dcpring import (
     RingWriter,
 )
 from dcpring.base import groups
+from dcpring.base.joint import Joint
 from dcpring.move import handon
 from dcpring.resume import ranks
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep
-MECHANISM = ("resume/ranks.py", "base/groups.py", "torchside/groups.py")
+MECHANISM = ("resume/ranks.py", "base/joint.py", "base/groups.py", "torchside/groups.py")
 PICKLING = ("_object_to_tensor", "_tensor_to_object")
 """Functions of torch.distributed in which DCP catches nothing."""
 
@@ -279,11 +280,11 @@ def record(call: Callable[[], None]) -> list[Step]:
 
         return noted
 
-    operation, wrapper, settle = ranks.Operation.__init__, _DistWrapper.__init__, ranks.Joint.settle
+    operation, wrapper, settle = ranks.Operation.__init__, _DistWrapper.__init__, Joint.settle
     with (
         mock.patch.object(ranks.Operation, "__init__", begins(operation, tracer.begin_call)),
         mock.patch.object(_DistWrapper, "__init__", begins(wrapper, tracer.begin)),
-        mock.patch.object(ranks.Joint, "settle", ends(settle)),
+        mock.patch.object(Joint, "settle", ends(settle)),
         mock.patch.object(groups.Meeting, "wait", met(groups.Meeting.wait)),
         mock.patch.object(handon, "MEET_SECONDS", 60.0),
     ):

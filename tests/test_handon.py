@@ -25,6 +25,7 @@ from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base import groups as base_groups
 from dcpring.move import handon
 from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
+from dcpring.plan.sharing import ROUND_BYTES, Needs, plan_sharing, units_table
 from dcpring.torchside.groups import default_store
 
 PATIENCE_SECONDS = 60.0
@@ -74,9 +75,9 @@ def test_a_range_is_cut_where_the_files_blocks_are() -> None:
 def test_memory_is_bounded_whatever_the_size() -> None:
     """A tensor of 64 GiB that 8 ranks need goes through the same memory, in turns."""
     pieces = pieces_for((1 << 17, 1 << 17), (0, 0), (1 << 17, 1 << 17), 64)
-    table = handon.units_table([str(piece) for piece in pieces], [piece.size_bytes for piece in pieces])
-    sharing = handon.plan_sharing([handon.Needs(rank, 8, "host", "host", table) for rank in range(8)])
-    assert max(part.room for part in sharing) <= handon.ROUND_BYTES + PIECE_BYTES
+    table = units_table([str(piece) for piece in pieces], [piece.size_bytes for piece in pieces])
+    sharing = plan_sharing([Needs(rank, 8, "host", "host", table) for rank in range(8)])
+    assert max(part.room for part in sharing) <= ROUND_BYTES + PIECE_BYTES
     for number in (0, 7, sharing[0].rounds - 2):
         read = [
             sum(unit.size for unit in sharing[0].units if (unit.round, unit.reader) == (number, rank))
@@ -195,10 +196,6 @@ def raising(where: str) -> tuple[type[RingLoadPlanner], type[RingReader]]:
             fail("after finish_plan")
             return plan
 
-        def exchange(self, plan: Any) -> Any:
-            fail("exchange")
-            return super().exchange(plan)
-
     class Reader(RingReader):
         def read_data(self, plan: Any, planner: Any) -> Any:
             fail("before read_data")
@@ -206,13 +203,23 @@ def raising(where: str) -> tuple[type[RingLoadPlanner], type[RingReader]]:
             fail("after read_data")
             return future
 
+        def _load(self, *given: Any) -> None:
+            fail("before the exchange")
+            super()._load(*given)
+
     return Planner, Reader
 
 
 def failing_places(path: str) -> dict[str, list[Any]]:
     save_state(path)
     found = {}
-    for where in ("before finish_plan", "after finish_plan", "exchange", "before read_data", "after read_data"):
+    for where in (
+        "before finish_plan",
+        "after finish_plan",
+        "before the exchange",
+        "before read_data",
+        "after read_data",
+    ):
         found[where] = [load(path, *raising(where), patience=0.5), load(path)]
     return found
 

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcpring import _C, RingSavePlanner
 from dcpring.errors import CheckpointError
+from dcpring.format.properties import encode_properties
 from dcpring.plan import table as plans
 
 ERRORS = (ValueError, CheckpointError, TypeError, OverflowError, MemoryError, SystemError)
-ENCODING, DTYPE_BYTES = plans.encode_properties(TensorProperties(dtype=torch.float32))
+ENCODING, DTYPE_BYTES = encode_properties(TensorProperties(dtype=torch.float32))
 
 
 def row(size: Any = (4, 2), offsets: Any = (0, 0), lengths: Any = (4, 2), **changed: Any) -> tuple[Any, ...]:

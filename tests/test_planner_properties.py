@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcpring import _C, RingSavePlanner
 from dcpring.errors import CheckpointError
+from dcpring.format.properties import decode_properties, encode_properties
 from dcpring.plan import table as plans
 
 ROUNDS = 40
@@ -494,6 +495,6 @@ def test_properties_round_trip(layout: torch.layout, form: torch.memory_format) 
     for dtype in (*DTYPES, torch.qint8, torch.quint8, torch.qint32, torch.bits8, torch.uint4):
         for flags in range(4):
             properties = TensorProperties(dtype, layout, bool(flags & 1), form, bool(flags & 2))
-            encoded, dtype_bytes = plans.encode_properties(properties)
-            assert plans.decode_properties(encoded) == properties
+            encoded, dtype_bytes = encode_properties(properties)
+            assert decode_properties(encoded) == properties
             assert encoded[:dtype_bytes].decode() == str(dtype)

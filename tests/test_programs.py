@@ -52,6 +52,18 @@ def test_small_tensors_benchmark(tmp_path: Path) -> None:
     assert report.stat().st_size > 0
 
 
+def test_anatomy(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    out = run("benchmarks/anatomy.py", "--path", "--json", report)
+    assert "-> move/save.py" in out
+    found = json.loads(report.read_text())
+    for call in ("save", "load"):
+        numbers = found["calls"][call]
+        assert numbers["distinct lines"] > numbers["changes of module"] >= numbers["modules"] > 5
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "python" / "dcpring").rglob("*.py"))
+    assert sum(room["all"] for room in found["lines"].values()) == found["all lines"] == lines
+
+
 def test_hsdp_example(tmp_path: Path) -> None:
     out = run("examples/hsdp.py", "--dir", tmp_path)
     assert "WRONG" not in out

@@ -24,7 +24,8 @@ from fault._support import run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
-from dcpring.resume.ranks import Joint, Ranks
+from dcpring.base.joint import Joint
+from dcpring.resume.ranks import Ranks
 from dcpring.torchside.groups import default_store
 
 

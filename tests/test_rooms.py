@@ -32,10 +32,6 @@ FACE = ("_C", "errors", "options", "report")
 MUST_STAY = {
     ("cli/_app.py", "dcpring"): "the version that it prints",
     ("cli/doctor.py", "dcpring"): "the version that it prints",
-    ("format/lazy.py", "dcpring.plan.table"): "properties of tensors, encoded",
-    ("move/handon.py", "dcpring.resume.ranks"): "words among ranks",
-    ("plan/load_planner.py", "dcpring.move"): "who reads what is handed on",
-    ("sources/safetensors.py", "dcpring.tools.inspect.verify"): "whether boxes make up a tensor",
 }
 """Imports that run back up, and what for. Nothing is added here: what two rooms need lies below both."""
 

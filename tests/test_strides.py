@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.errors import CorruptCheckpointError
+from dcpring.format import properties as encoding
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import METADATA_NAME, load_metadata, pickle_metadata
 from dcpring.plan import table as plans
@@ -66,8 +67,8 @@ def test_the_core_encodes_strides_as_python_does(value: Any) -> None:
     properties.strides = value.stride()  # type: ignore[attr-defined]
     flags = plans._WITH_STRIDES | plans.DIVISIBLE << plans._ROW_FLAGS_SHIFT
     table = _C.make_table(["w"], None, [value], bytes([flags]), plans._row_of_tensor)
-    assert table.properties() == [plans.encode_properties(properties, tuple(value.shape))[0]]
-    decoded = plans._decode_strides(table.properties()[0].split(b"\0", 2)[2][3:], tuple(value.shape))
+    assert table.properties() == [encoding.encode_properties(properties, tuple(value.shape))[0]]
+    decoded = encoding._decode_strides(table.properties()[0].split(b"\0", 2)[2][3:], tuple(value.shape))
     assert decoded == value.stride()
     again = _C.decode_table(table.encode())
     assert again.properties() == table.properties()
@@ -76,8 +77,8 @@ def test_the_core_encodes_strides_as_python_does(value: Any) -> None:
 @pytest.mark.parametrize("strides", [(), (0,), (1,), (128, 1), (1 << 40, 127, 0), tuple(range(60))])
 def test_strides_round_trip(strides: tuple[int, ...]) -> None:
     for lengths in ((2,) * len(strides), (0,) * len(strides), (1,) * len(strides)):
-        encoded = plans._encode_strides(strides, lengths)
-        assert plans._decode_strides(encoded, lengths) == strides
+        encoded = encoding._encode_strides(strides, lengths)
+        assert encoding._decode_strides(encoded, lengths) == strides
         assert (len(encoded) == 1) == (strides == torch.empty(lengths, device="meta").stride())
 
 
@@ -90,7 +91,7 @@ def test_contiguous_strides_are_torchs(lengths: tuple[int, ...]) -> None:
 def test_garbled_strides_are_refused(tail: bytes) -> None:
     encoded = b"torch.float32\0torch.strided\0\0\0\0" + tail
     with pytest.raises(plans.CheckpointError, match="which this torch lacks"):
-        plans.decode_properties(encoded, (3,))
+        encoding.decode_properties(encoded, (3,))
 
 
 # ---- in pickles ----

@@ -60,7 +60,7 @@ static int no_core_error(struct builder *b, int rc) {
     return rc;
 }
 
-/* The bytes that Python's plan.table.encode_properties makes for a strided tensor. */
+/* The bytes that Python's format.properties.encode_properties makes for a strided tensor. */
 static int plain_properties(struct builder *b, const struct tensor_view *tensor, char flags, uint16_t *out) {
     const struct dr_dtype *dtype = tensor->dtype;
     char encoding[96 + DR_MAX_STRIDES_BYTES];

@@ -19,7 +19,7 @@ from dcpring import _C
 from dcpring.base.collector import collection_paused
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.metadata import Parts, load_metadata, metadata_id, unpickle_metadata
-from dcpring.plan.table import decode_properties, pickled_fragment
+from dcpring.format.properties import decode_properties, pickled_fragment
 from dcpring.torchside.dcp import restore_strides
 
 _LAZY = ("state_dict_metadata", "planner_data", "storage_data")

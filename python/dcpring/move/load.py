@@ -30,6 +30,7 @@ from dcpring.base.windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import TENSOR, ring_info
+from dcpring.format.properties import decode_properties
 from dcpring.format.unpickler import RefusedError, Safe
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.move.device import Uploader, padded
@@ -42,7 +43,7 @@ from dcpring.options import IOOptions, IOStats, make_watch
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.placements import check_chunk
-from dcpring.plan.table import BYTES_ROW, decode_properties
+from dcpring.plan.table import BYTES_ROW
 from dcpring.torchside.dcp import StorageInfo, attributes_of
 from dcpring.torchside.tensors import narrowed
 from dcpring.watch.phases import Phases

@@ -25,16 +25,16 @@ from dcpring.base.groups import host_id, rank_in
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
-from dcpring.move import handon
+from dcpring.format.properties import decode_properties
 from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.options import IOStats, overrides
 from dcpring.plan import strategy
 from dcpring.plan.pieces import Piece, covering, cut
+from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
 from dcpring.plan.table import (
     BYTES_ROW,
     Flat,
-    decode_properties,
     fields_of,
     flatten,
     make_table,
@@ -119,8 +119,8 @@ class RingLoadPlan(LoadPlan):
 
     chunks: Chunks | None = field(default=None, repr=False)
     reads: ReadReport | None = None
-    needs: handon.Needs | None = field(default=None, repr=False)
-    sharing: handon.Sharing | None = field(default=None, repr=False)
+    needs: Needs | None = field(default=None, repr=False)
+    sharing: Sharing | None = field(default=None, repr=False)
     pieces: list[Piece] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
-        share: handon.Share = "auto",
+        share: Share = "auto",
         key_map: KeyMapLike = None,
         missing: Missing = "error",
         allow_missing: Sequence[str] = (),
@@ -272,11 +272,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_answer(plan, None) for plan in global_plan]
-        if not handon.are_those_of(needs):
+        if not are_those_of(needs):
             if self.share != "auto":
-                handon.refuse_group(needs)
+                refuse_group(needs)
             return [_answer(plan, None) for plan in global_plan]
-        sharing = handon.plan_sharing(needs)
+        sharing = plan_sharing(needs)
         self._report.share = needs[0].share if sharing[0].rounds else "off"
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
@@ -334,12 +334,6 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
         return memory_of_rows(wanted, self.state_dict)
 
-    def exchange(self, plan: RingLoadPlan) -> handon.Exchange | None:
-        """Hands on; None where every rank reads for itself."""
-        if plan.sharing is None or not plan.sharing.rounds or self.process_group is None:
-            return None
-        return handon.Exchange(plan.sharing, plan.pieces, self.process_group)
-
     # ---- helpers ----
 
     def _report_unexpected(self, chunks: Chunks) -> None:
@@ -359,8 +353,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         share = "host" if share == "off" else share
         plan.pieces = self._pieces(items, places, positions)
         names = [self._name_of(piece, places, share) for piece in plan.pieces]
-        units = handon.units_table(names, [piece.size_bytes for piece in plan.pieces])
-        plan.needs = handon.Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
+        units = units_table(names, [piece.size_bytes for piece in plan.pieces])
+        plan.needs = Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
 
     def _same_as_stored(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[int]:
         """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
@@ -400,14 +394,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
             pieces.extend(cut(whole, place[4]))
         return pieces
 
-    def _name_of(self, piece: Piece, places: _C.Places, share: handon.Share) -> str:
+    def _name_of(self, piece: Piece, places: _C.Places, share: Share) -> str:
         """The same on all ranks that want the same bytes."""
         place = places.get(piece.row)
         assert place is not None
         text = f"{place[0]}:{place[2]}:{piece}"
         return f"{host_id()}:{text}" if share == "host" else text
 
-    def _share(self) -> handon.Share:
+    def _share(self) -> Share:
         if self.share != "auto":
             return self.share
         about = getattr(self.metadata, "storage_meta", None)
@@ -432,7 +426,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return not old.isdisjoint(chunks.table.names())
 
 
-def _answer(plan: LoadPlan, sharing: handon.Sharing | None) -> LoadPlan:
+def _answer(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:
     return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
 
 

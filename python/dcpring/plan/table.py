@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from dcpring import _C
 from dcpring.base.memory import same_memory
 from dcpring.errors import CheckpointError
+from dcpring.format.properties import RowProperties, encode_properties, varint
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.placements import Part, parts_of, tensor_at
 from dcpring.plan.strategy import Choice
@@ -34,16 +35,12 @@ from dcpring.report import RankReport
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import (
     HAS_STRIDES,
-    contiguous_strides,
     create_chunk_list,
     create_write_items,
     flatten_sharded_tensors,
     flatten_state_dict,
-    make_properties,
-    pickled,
     plans_for_itself,
     properties_of,
-    strides_of,
 )
 from dcpring.torchside.tensors import (
     PLAIN_TYPES,
@@ -146,10 +143,10 @@ def is_terminal(values: list[Any]) -> bool:
 
 def _path_code(path: Path) -> bytes:
     """The number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last."""
-    code = bytearray(_varint(len(path)))
+    code = bytearray(varint(len(path)))
     for part in path[:-1]:
-        code += _varint(len(str(part).encode(errors="surrogatepass")) << 1 | isinstance(part, int))
-    code += _varint(int(isinstance(path[-1], int)))
+        code += varint(len(str(part).encode(errors="surrogatepass")) << 1 | isinstance(part, int))
+    code += varint(int(isinstance(path[-1], int)))
     return bytes(code)
 
 
@@ -166,15 +163,6 @@ def path_code(mappings: Mapping[str, Path], name: str) -> bytes:
     return _path_code(path)
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def open_sharded_tensors(flat: Flat) -> Flat:
     """As DCP does it: opens ShardedTensors of ShardedTensors."""
     if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, flat.values.values()))):
@@ -188,76 +176,6 @@ def open_sharded_tensors(flat: Flat) -> Flat:
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that are objects to any version of torch."""
-
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-
-
-_CONTIGUOUS, _STRIDED = 1, 2
-"""What follows the flags in encoded properties where strides are known: those of the row's lengths, or a list."""
-
-
-def encode_properties(properties: TensorProperties, lengths: Sequence[int] | None = None) -> tuple[bytes, int]:
-    """``TensorProperties`` of a row of these lengths as bytes, and how many of them are the dtype's."""
-    dtype = str(properties.dtype).encode()
-    form = _FORMATS.index(properties.memory_format)
-    flags = bytes((properties.requires_grad, form, properties.pin_memory))
-    strides = _encode_strides(strides_of(properties), lengths)
-    return dtype + b"\0" + str(properties.layout).encode() + b"\0" + flags + strides, len(dtype)
-
-
-def _encode_strides(strides: Sequence[int] | None, lengths: Sequence[int] | None) -> bytes:
-    if strides is None:
-        return b""
-    if lengths is not None and tuple(strides) == contiguous_strides(tuple(lengths)):
-        return bytes((_CONTIGUOUS,))
-    return bytes((_STRIDED,)) + b"".join(map(_varint, strides))
-
-
-def decode_properties(encoded: bytes, lengths: Sequence[int] = ()) -> TensorProperties:
-    """The reverse; refuses what is no dtype or layout of torch."""
-    try:
-        dtype_name, layout_name, flags = encoded.split(b"\0", 2)
-        dtype = getattr(torch, dtype_name.decode().removeprefix("torch."))
-        layout = getattr(torch, layout_name.decode().removeprefix("torch."))
-        requires_grad, form, pinned, *strides = flags
-        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-            raise ValueError(f"{dtype}, {layout}")
-        decoded = _decode_strides(bytes(strides), lengths)
-        return make_properties(dtype, layout, bool(requires_grad), _FORMATS[form], bool(pinned), decoded)
-    except (ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"a compact plan describes a tensor as {encoded!r}, which this torch lacks") from error
-
-
-def _decode_strides(encoded: bytes, lengths: Sequence[int]) -> tuple[int, ...] | None:
-    if not encoded:
-        return None
-    if encoded[0] == _CONTIGUOUS:
-        return contiguous_strides(tuple(lengths))
-    strides, value, shift = list[int](), 0, 0
-    for byte in encoded[1:]:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            strides.append(value)
-            value = shift = 0
-    if encoded[0] != _STRIDED or shift:
-        raise ValueError(f"strides {encoded!r}")
-    return tuple(strides)
-
-
-class RowProperties:
-    """The TensorProperties of the rows of a table. Rows that have the same share them."""
-
-    def __init__(self, encoded: list[bytes]) -> None:
-        self._encoded = encoded
-        self._made: dict[tuple[int, tuple[int, ...]], TensorProperties] = {}
-
-    def of(self, number: int, lengths: tuple[int, ...]) -> TensorProperties:
-        """Those with a number, of a row of these lengths."""
-        key = number, lengths if HAS_STRIDES else ()
-        if key not in self._made:
-            self._made[key] = decode_properties(self._encoded[number], lengths)
-        return self._made[key]
 
 
 def _row_of_item(item: WriteItem) -> Row | None:
@@ -721,8 +639,3 @@ class RingPlan(SavePlan):
             except Exception as error:
                 message = Unsealed(f"its plan cannot be described: {type(error).__name__}: {error}")
         return rebuilt, (RingPlan, {**fields_of(self, SavePlan), "items": SentItems(), "message": message})
-
-
-def pickled_fragment(value: Any) -> bytes:
-    """A pickle of plain values without header, end and memo, for the core to put into a larger one."""
-    return pickled(value, 3, fast=True)[2:-1]

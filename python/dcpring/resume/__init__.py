@@ -1,1 +1,11 @@
-"""A whole training state, saved and taken up again on any number of ranks."""
+"""A whole training state, saved and taken up again on any number of ranks. docs/resume.md is for users.
+
+``checkpointer`` is what a training script holds. ``components`` has the kinds of state and how each comes back on other
+ranks; ``optimizers``, ``schedules``, ``rng`` and ``data`` are components of their own, ``recognise`` picks one by type.
+``ranks`` is the process group of it all, ``staging`` the copy that is written in the background, ``background`` the
+thread that does so, ``manifest`` what a checkpoint says of its components, ``retention`` which steps stay, ``trees``
+plain data that DCP gives back exactly, ``backend`` what all of it saves and loads with.
+
+Users call this, nothing below does. The Checkpointer owns the ranks, the thread and the buffer; components own nothing
+but what the user gave them.
+"""

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TextIO, cast
 
-from dcpring.resume.ranks import Operation, Ranks, failure_of
+from dcpring.base.joint import failure_of
+from dcpring.resume.ranks import Operation, Ranks
 
 logger = logging.getLogger("dcpring")
 

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from dcpring.base import random_states
+from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend, trees
 from dcpring.resume.background import Background
 from dcpring.resume.components import Component, ModelState, Place, Plan, some, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
-from dcpring.resume.ranks import Failure, Operation, Ranks, described, failure_of
+from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.resume.staging import StagingBuffer

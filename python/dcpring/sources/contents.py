@@ -28,13 +28,14 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import StoredChunks, has_known_tables
 from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, Parts, Trailer, ring_info, split_metadata
 from dcpring.format.metadata import unpickle_metadata as unpickle
+from dcpring.format.properties import decode_properties
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
 from dcpring.move.load import Inputs, Loader, windows
 from dcpring.move.objects import refusal
 from dcpring.move.save import Placed, storage_info
 from dcpring.options import IOOptions, IOStats
-from dcpring.plan.table import BYTES_ROW, decode_properties
+from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import narrowed

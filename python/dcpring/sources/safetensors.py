@@ -23,9 +23,9 @@ from dcpring.move.load import MOST_DIMENSIONS, Inputs
 from dcpring.names.key_map import without_twice
 from dcpring.options import IOOptions
 from dcpring.sources.beside import directory_beside, file_beside, writing
+from dcpring.sources.boxes import wrong_boxes
 from dcpring.sources.contents import overlap_of
 from dcpring.sources.stream import Item, Part, Piece, Source, stream
-from dcpring.tools.inspect.verify import wrong_boxes
 from dcpring.torchside.tensors import narrowed
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -1,1 +1,9 @@
-"""A checkpoint's directory: the storage writer and reader of DCP, and what lies in the folder."""
+"""A checkpoint's directory: ``writer`` and ``reader``, which DCP calls, and ``layout``, what lies there.
+
+The writer makes data files, gives their places to the coordinator, and commits: ``.metadata`` is renamed last, then
+what it has superseded goes. The reader opens that metadata and reads what a plan asks for. ``layout`` knows the names
+of files, and which of them a save may remove.
+
+A writer or reader is the caller's, and may be used for one save or load after the other; what belongs to one of them is
+made anew when it begins.
+"""

@@ -29,6 +29,7 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring.move.handon import exchange_of
 from dcpring.move.load import Loader, ObjectCatalog
 from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
@@ -269,8 +270,8 @@ class RingReader(FileSystemReader):
     def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
         if chunks is not None and chunks.places is not None and not makes_tensors(planner):
-            assert isinstance(planner, RingLoadPlanner)
-            exchange = planner.exchange(plan)  # type: ignore[arg-type]
+            assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
+            exchange = exchange_of(plan, planner.process_group)
             try:
                 loader.load_matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
             except BaseException as error:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import os
-import random
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dcpring.move.load import MOST_DIMENSIONS, Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
+from dcpring.sources.boxes import wrong_boxes
 from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring.store.reader import refuse_mixed, refuse_stale
 from dcpring.watch.progress import progress_bar
@@ -399,44 +398,6 @@ def _wrong_chunks(entry: Entry) -> str:
     if len(entry.records) == 1 and entry.records[0].lengths == entry.shape and not any(entry.records[0].offsets):
         return ""
     return wrong_boxes(entry.shape, [(offsets, lengths) for offsets, lengths, _ in entry.records])
-
-
-def wrong_boxes(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Whether boxes (offsets, lengths) make up a tensor; "" where they do."""
-    for offsets, lengths in boxes:
-        if not len(offsets) == len(lengths) == len(shape):
-            return "a chunk has another number of dimensions than its tensor"
-        if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(offsets, lengths, shape, strict=True)):
-            return f"a chunk lies outside of its tensor of shape {list(shape)}"
-    if sum(_measure(offsets, lengths) for offsets, lengths in boxes) == _measure((0,) * len(shape), shape):
-        return ""
-    held, whole = sum(_volume(lengths) for _, lengths in boxes), _volume(shape)
-    if held == whole:
-        return "its chunks overlap, and leave a gap"
-    return f"its chunks {'overlap' if held > whole else 'leave a gap'}: they hold {held} of {whole} elements"
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _weight(dimension: int, x: int) -> int:
-    return random.Random(f"{dimension} {x}").getrandbits(61)
-
-
-def _measure(offsets: Iterable[int], lengths: Iterable[int]) -> int:
-    """A volume in which every coordinate has a random weight: those of boxes add up to that of a box they tile.
-
-    And only then, but for a chance of 2^-55 or so: no two boxes need to be compared.
-    """
-    product = 1
-    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        product *= _weight(dimension, offset + length) - _weight(dimension, offset)
-    return product
-
-
-def _volume(lengths: Iterable[int]) -> int:
-    count = 1
-    for length in lengths:
-        count *= length
-    return count
 
 
 def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | None, str]]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -24,9 +23,9 @@ from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
-from dcpring.options import IOStats, overrides
+from dcpring.options import IOStats
 from dcpring.plan.placements import check_chunk
-from dcpring.plan.save_planner import RingSavePlanner
+from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import BYTES_ROW, Items, has_scattered, memory_of_row
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
@@ -416,12 +415,6 @@ def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
 
 _NOTHING = torch.empty(0)
 """Stands in for tensors that the core must not look at."""
-
-
-def makes_tensors(planner: SavePlanner) -> bool:
-    """Whether ``resolve_data`` may make new tensors; the default ones hand out what is in the state dict."""
-    methods = ("resolve_data", "transform_object", "lookup_object")
-    return overrides(planner, (DefaultSavePlanner, RingSavePlanner), methods)
 
 
 # ---- results ----

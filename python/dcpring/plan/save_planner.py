@@ -7,36 +7,45 @@ gives each item a writer, and sends back a bitmap; DCP's objects are only made f
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
+import math
 import threading
 import uuid
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcpring import _C
 from dcpring.base.groups import host_id, rank_in, world_size
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
-from dcpring.options import IOStats
+from dcpring.options import IOStats, overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import (
     HASHED,
     NAME_ROW,
     Answer,
+    ByItems,
     Flat,
+    Gathering,
     Items,
     LocalMessage,
+    Message,
+    Piece,
+    Pieces,
     RingPlan,
+    Unsealed,
     flatten,
     make_table,
     open_sharded_tensors,
@@ -46,6 +55,7 @@ from dcpring.plan.table import (
     tied_rows,
 )
 from dcpring.report import PlanReport, RankReport
+from dcpring.torchside import versions
 from dcpring.torchside.dcp import keep_plans_apart
 from dcpring.watch import phases as _trace
 
@@ -70,7 +80,9 @@ class RingSavePlanner(DefaultSavePlanner):
     """Plans a save in C: ``dcp.save(state_dict, storage_writer=..., planner=RingSavePlanner())``.
 
     Takes the arguments of ``DefaultSavePlanner`` and works wherever that does, with any storage. All ranks of a save
-    must use it.
+    must use it. Subclasses may change the items of plans, in each of the methods that make or get plans. Where
+    ``create_global_plan`` is given others than the ranks have planned, that save is planned as DefaultSavePlanner
+    does, by ``dedup_save_to_lowest_rank``; of the other values of ``writers`` only "first_replica" counts then.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: see ``DefaultSavePlanner``.
@@ -178,23 +190,25 @@ class RingSavePlanner(DefaultSavePlanner):
         if compared:
             self._save.fingerprints = _fingerprints(table, flat)
         self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
-        self.plan = RingPlan(items=Items(table), seal=self._seal, values=flat.values)  # type: ignore[arg-type]
+        items = Items(table)
+        self.plan = RingPlan(items, seal=self._seal, values=flat.values, described=items)  # type: ignore[arg-type]
+        layout_of = functools.partial(RingSavePlanner._layout_of, weakref.proxy(self))  # no cycle keeps tensors alive
+        self._save.gathering = Gathering(layout_of) if self.is_coordinator else None
         self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
 
     def _seal(self, plan: RingPlan) -> LocalMessage:
         """Describes the items as they are now: a subclass may have changed those that create_local_plan made."""
-        made: Any = plan.items
-        if isinstance(made, Items) and made.untouched:
-            table, items, prints, ties = made.table, None, self._save.fingerprints, self._save.ties
+        if plan.described is not None and not plan.is_changed:
+            table, items, prints, ties = plan.described.table, None, self._save.fingerprints, self._save.ties
         else:
-            items = list(made)
+            items = list(plan.items)
             table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
             prints, ties = b"", ()
         layout = table.encode()
         digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
-        known = self._plan_caching and _cache_of(self._cache_key).may_skip(digest)
+        known = self._plan_caching and self._cache.may_skip(digest)
         return LocalMessage(
             rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
         )
@@ -202,36 +216,38 @@ class RingSavePlanner(DefaultSavePlanner):
     @_trace.hook
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self._phases.begin(_trace.GLOBAL_PLAN)
-        messages = _messages(all_plans)
-        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
-        layouts = cache.restore(messages)
-        outcome = self._outcome(messages, layouts, cache)
-        plans: list[SavePlan] = []
-        for rank, plan in enumerate(all_plans):
-            items, known = Items(layouts[rank], outcome.answers[rank]), cache.has_answer(rank, messages, outcome)
-            answer = Answer(None if known else outcome.answers[rank], outcome.choice, outcome.ranks[rank])
-            plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=answer))  # type: ignore[arg-type]
-        cache.keep(layouts, messages, outcome)
-        flattened = any(message.flattened for message in messages)
-        metadata = LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
+        messages = _messages(all_plans, self._end_gathering())
+        if messages is None or _are_changed(all_plans, messages):
+            plans, metadata = self._plan_by_items(all_plans, messages or [])
+        else:
+            plans, metadata = self._plan_by_tables(all_plans, messages)
         self.global_plan, self.metadata = plans, metadata
-        self._note_plan(messages, plans, outcome)
+        if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
+            self._phases.begin(_trace.SCATTER_PLANS)
         return plans, metadata
 
     @_trace.hook
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        answer = getattr(new_plan, "message", None)
-        if not isinstance(answer, Answer) or self._save.sent is None:
-            self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
-            return self.plan
+        self._end_gathering()
+        message = getattr(new_plan, "message", None)
+        if isinstance(new_plan, RingPlan) and isinstance(message, (Answer, Unsealed)):
+            message = new_plan.sealed()
+        if isinstance(message, Answer) and self._save.sent is not None:
+            _check_addressee(message)
+            kept = self._cache.finish(self._save.sent.digest, message.kept)
+            items = self._save.sent.items(kept)
+            self._save.pieces = _pieces_of(items)
+        else:
+            items = list(new_plan.items)
+            self._save.pieces = message.pieces if isinstance(message, ByItems) else {}
+            self._check_held(items)
+            if not isinstance(message, ByItems):
+                self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
+                return self.plan
         self._phases.begin(_trace.WRITE)
-        cache = _cache_of(self._cache_key) if self._plan_caching else _Cache()
-        kept = cache.finish(self._save.sent, answer.kept)
-        items = self._save.sent.items(kept)
-        self._save.pieces = _pieces_of(items)
         self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
         if not self._save.report.ranks:
-            self._save.report = PlanReport(str(answer.choice.writers), answer.choice.reason, [answer.rank])
+            self._save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
         self._note_seconds()
         logger.info("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
         return self.plan
@@ -244,7 +260,122 @@ class RingSavePlanner(DefaultSavePlanner):
         found = super().lookup_object(chunk) if part is None else part
         return found if piece is None else found.narrow(0, *piece[1:])
 
+    def _check_held(self, items: list[WriteItem]) -> None:
+        """Refuses items that this rank does not hold, unless a subclass looks them up by itself."""
+        sent = self._save.sent
+        if sent is None or makes_tensors(self):
+            return
+        held = {(row[0], row[3]): row[4] for row in map(sent.table.row, _stored_rows(sent.table))}
+        for item in items:
+            name, data = item.index.fqn, item.tensor_data
+            offsets, lengths = ((), ()) if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            piece = self._save.pieces.get((name, item.index.offset))
+            if piece is None:
+                is_held = held.get((name, offsets)) == lengths
+            else:
+                chunk, start, rows = piece
+                is_held = start + rows <= held.get((name, tuple(chunk.offset or ())), (0,))[0]
+            if not is_held:
+                what = f"{list(lengths)} from {list(offsets)} on of {name!r}" if offsets else repr(name)
+                raise CheckpointError(
+                    f"create_global_plan lets rank {rank_in()} write {what}, which that rank does not hold; give items "
+                    "only to ranks that have planned them, or override lookup_object"
+                )
+
     # ---- the coordinator ----
+
+    @property
+    def _cache(self) -> _Cache:
+        """What is kept between saves; with no plan caching nothing."""
+        return _cache_of(self._cache_key) if self._plan_caching else _Cache()
+
+    def _layout_of(self, message: LocalMessage | Unsealed) -> bytes:
+        if isinstance(message, Unsealed):
+            raise CheckpointError(message.why)
+        return self._cache.layout_of(message)
+
+    def _end_gathering(self) -> list[LocalMessage | Unsealed]:
+        gathering, self._save.gathering = self._save.gathering, None
+        return [] if gathering is None else gathering.messages
+
+    def _plan_by_tables(
+        self, all_plans: list[SavePlan], messages: list[LocalMessage]
+    ) -> tuple[list[SavePlan], Metadata]:
+        cache = self._cache
+        layouts = cache.restore(messages)
+        outcome = self._outcome(messages, layouts, cache)
+        items = [Items(layout, answer) for layout, answer in zip(layouts, outcome.answers, strict=True)]
+        plans: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            known = cache.has_answer(rank, messages, outcome)
+            kept = None if known else outcome.answers[rank]
+            answered = RingPlan(
+                items[rank],  # type: ignore[arg-type]
+                plan.storage_data,
+                plan.planner_data,
+                message=Answer(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
+                seal=functools.partial(RingSavePlanner._seal_answer, weakref.proxy(self), rank, items),
+                described=items[rank],
+            )
+            plans.append(answered)
+        cache.keep(layouts, messages, outcome)
+        self._note_plan(messages, outcome.choice, outcome.ranks, plans)
+        flattened = any(message.flattened for message in messages)
+        return plans, LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
+
+    def _seal_answer(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
+        """What a rank is sent: the answer, or the items as they are now if a subclass has changed them."""
+        if not plan.is_changed:
+            assert plan.message is not None
+            return plan.message
+        self._say_by_items()
+        items = list(plan.items)
+        wanted = {(item.index.fqn, item.index.offset) for item in items}
+        pieces = {place: piece for each in planned for place, piece in _pieces_of(each).items() if place in wanted}
+        own, report = self._save.report.ranks[rank], self._save.report
+        report.ranks[rank] = replace(own, items=len(items), bytes=_tensor_bytes(items))
+        report.writers, report.reason = str(_BY_ITEMS.writers), _BY_ITEMS.reason
+        return ByItems(_BY_ITEMS, replace(report.ranks[rank]), pieces)
+
+    def _plan_by_items(
+        self, all_plans: list[SavePlan], messages: list[LocalMessage]
+    ) -> tuple[list[SavePlan], Metadata]:
+        """As stock does it: a subclass has put items of its own into the plans."""
+        self._say_by_items()
+        if any(message.fingerprints for message in messages):
+            with contextlib.suppress(PlanError):  # the plans that the subclass has changed need not have fitted
+                self._compare_replicas(self._merged(messages, self._cache.restore(messages)))
+        lowest = self.dedup_save_to_lowest_rank or self.writers == "first_replica"
+        stock = DefaultSavePlanner(self.flatten_state_dict, dedup_save_to_lowest_rank=lowest)
+        given = [SavePlan(list(plan.items), planner_data={}) for plan in all_plans]
+        given[0] = replace(given[0], planner_data=self._paths(messages))
+        try:
+            planned, metadata = stock.create_global_plan(given)
+        except (ValueError, AssertionError) as error:
+            raise PlanError(f"the items that create_global_plan was given do not fit together: {error}") from error
+        ranks = [_report_of(rank, *items) for rank, items in enumerate(zip(given, planned, strict=True))]
+        plans: list[SavePlan] = [
+            RingPlan(new.items, old.storage_data, old.planner_data, message=ByItems(_BY_ITEMS, rank, {}))
+            for new, old, rank in zip(planned, all_plans, ranks, strict=True)
+        ]
+        self._note_plan(messages, _BY_ITEMS, ranks, plans)
+        return plans, metadata
+
+    def _say_by_items(self) -> None:
+        versions.say_once(
+            logging.INFO,
+            f"create_global_plan of {self.__class__.__qualname__} changes items: such saves are planned item by item, "
+            "as by DefaultSavePlanner, which takes longer",
+        )
+
+    def _paths(self, messages: list[LocalMessage]) -> dict[str, Any]:
+        """Where the names of all ranks belong in nested state dicts."""
+        paths: dict[str, Any] = dict(self.mappings)
+        own = "" if self._save.sent is None else self._save.sent.digest
+        for message in {message.digest: message for message in messages}.values():
+            if message.flattened and message.digest != own:
+                paths |= Chunks(_C.decode_table(self._layout_of(message)), True).load().planner_data or {}
+        return paths
 
     def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: _Cache) -> _Outcome:
         """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
@@ -254,6 +385,13 @@ class RingSavePlanner(DefaultSavePlanner):
             known = cache.known_outcome(messages, wish)
             if known is not None:
                 return replace(known, choice=strategy.as_before(known.choice, choice))
+        merge = self._merged(messages, layouts)
+        self._compare_replicas(merge)
+        with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
+            choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
+        return _Outcome.of(merge, choice, wish)
+
+    def _merged(self, messages: list[LocalMessage], layouts: list[bytes]) -> _C.Merge:
         merge = _C.Merge(len(messages))
         for message, layout in zip(messages, layouts, strict=True):
             with _as_checkpoint_error(f"the plan of rank {message.rank}"):
@@ -263,10 +401,7 @@ class RingSavePlanner(DefaultSavePlanner):
                 for row, first in message.ties:
                     merge.tie(place, row, first)
             merge.check(len(messages) > 1)
-            self._compare_replicas(merge)
-        with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
-            choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
-        return _Outcome.of(merge, choice, wish)
+        return merge
 
     def _compare_replicas(self, merge: _C.Merge) -> None:
         count, examples = merge.differing(_MOST_NAMED)
@@ -284,15 +419,15 @@ class RingSavePlanner(DefaultSavePlanner):
             self._warned.add(text)
             logger.warning(text)
 
-    def _note_plan(self, messages: list[LocalMessage], plans: list[Any], outcome: _Outcome) -> None:
-        if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
-            self._phases.begin(_trace.SCATTER_PLANS)
+    def _note_plan(
+        self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]
+    ) -> None:
         self._save.report = PlanReport(
-            writers=str(outcome.choice.writers),
-            reason=outcome.choice.reason,
-            ranks=[replace(rank) for rank in outcome.ranks],
+            writers=str(choice.writers),
+            reason=choice.reason,
+            ranks=[replace(rank) for rank in ranks],
             gathered_bytes=sum(len(m.layout or b"") + len(m.fingerprints) for m in messages),
-            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans),
+            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans if isinstance(plan.message, Answer)),
             cached=sum(message.layout is None for message in messages),
         )
 
@@ -335,9 +470,6 @@ class RingSavePlanner(DefaultSavePlanner):
 
 # ---- what is sent, and kept from save to save ----
 
-_Piece = tuple[MetadataIndex, int, int]
-"""The chunk that a part was cut from, the part's first row in it, and its rows."""
-
 
 @dataclass
 class _Sent:
@@ -376,7 +508,8 @@ class _Save:
         fingerprints: of the rows that are hashed.
         ties: rows that are the same memory.
         sent: None before the plan has been sent.
-        pieces: parts of tensors that this rank writes, by key and offset.
+        pieces: parts of tensors that this rank writes.
+        gathering: on the coordinator, until it has made the global plan.
         checkpoint: where the checkpoint goes, None where the storage does not say.
         phases: of the save; RingWriter's where that writes.
     """
@@ -385,7 +518,8 @@ class _Save:
     fingerprints: bytes = b""
     ties: tuple[tuple[int, int], ...] = ()
     sent: _Sent | None = None
-    pieces: dict[tuple[str, torch.Size | None], _Piece] = field(default_factory=dict)
+    pieces: Pieces = field(default_factory=dict)
+    gathering: Gathering | None = None
     checkpoint: Any = None
     phases: _trace.Phases = field(default_factory=_trace.Phases)
     report: PlanReport = field(default_factory=PlanReport)
@@ -444,9 +578,9 @@ class _Cache:
         self.digest = digest if self.skipped else ""  # what the coordinator keeps may change: finish() says so
         return self.skipped
 
-    def finish(self, sent: _Sent, kept: bytes | None) -> bytes:
+    def finish(self, digest: str, kept: bytes | None) -> bytes:
         self.kept = self.kept if kept is None else kept
-        self.digest = sent.digest
+        self.digest = digest
         self.skipped = False
         return self.kept
 
@@ -463,10 +597,13 @@ class _Cache:
         if place < len(self.digests) and self.digests[place] == message.digest:
             return self.layouts[place]
         self.outcome = None
-        raise CheckpointError(
-            f"rank {message.rank} did not send its plan, as it has not changed, but the coordinator no longer has it "
-            "(was it restarted?); save again: the next plan is sent in full"
-        )
+        return _miss(message)
+
+    def layout_of(self, message: LocalMessage) -> bytes:
+        """One layout, for who looks at it before ``restore``."""
+        if message.layout is not None:
+            return message.layout
+        return self.layouts[self.digests.index(message.digest)] if message.digest in self.digests else _miss(message)
 
     def known_outcome(self, messages: list[LocalMessage], wish: Any) -> _Outcome | None:
         same = self.outcome is not None and self.outcome.wish == wish
@@ -479,6 +616,13 @@ class _Cache:
 
     def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: _Outcome) -> None:
         self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
+
+
+def _miss(message: LocalMessage) -> NoReturn:
+    raise CheckpointError(
+        f"rank {message.rank} did not send its plan, as it has not changed, but the coordinator no longer has it "
+        "(was it restarted?); save again: the next plan is sent in full"
+    )
 
 
 _MOST_CACHES = 8
@@ -499,10 +643,10 @@ def _cache_of(key: str) -> _Cache:
 # ---- helpers ----
 
 
-def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], _Piece]:
+def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], Piece]:
     if not isinstance(items, Items):
         return {}
-    pieces: dict[tuple[str, torch.Size | None], _Piece] = {}
+    pieces: dict[tuple[str, torch.Size | None], Piece] = {}
     for kept in items.kept:
         if isinstance(kept, int):
             continue
@@ -513,37 +657,78 @@ def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], _Piece]:
     return pieces
 
 
+_BY_ITEMS = Choice("items", "create_global_plan has changed items")
+
+
+def _report_of(rank: int, given: SavePlan, planned: SavePlan) -> RankReport:
+    size = _tensor_bytes(planned.items)
+    removed = len(given.items) - len(planned.items), _tensor_bytes(given.items) - size
+    return RankReport(rank, len(planned.items), size, *removed)
+
+
+def _tensor_bytes(items: Sequence[WriteItem]) -> int:
+    chunks = (item.tensor_data for item in items if item.tensor_data is not None)
+    return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in chunks)
+
+
+def makes_tensors(planner: SavePlanner) -> bool:
+    """Whether ``resolve_data`` may make new tensors; the default ones hand out what is in the state dict."""
+    methods = ("resolve_data", "transform_object", "lookup_object")
+    return overrides(planner, (DefaultSavePlanner, RingSavePlanner), methods)
+
+
 def _fingerprints(table: _C.Table, flat: Flat) -> bytes:
     names = [name for name, row in zip(table.names(), table.flags(), strict=True) if row & HASHED]
     return replicas.fingerprints([flat.values[name] for name in names])
 
 
-def _messages(plans: list[SavePlan]) -> list[LocalMessage]:
+def _messages(plans: list[SavePlan], gathered: list[LocalMessage | Unsealed]) -> list[LocalMessage] | None:
+    """What ranks have sent, or would have; None for the only rank, of which a subclass has made another plan.
+
+    Args:
+        plans: of all ranks, with the items that they have planned or others.
+        gathered: what has come from other processes, by rank.
+    """
     others = [rank for rank, plan in enumerate(plans) if not isinstance(plan, RingPlan)]
-    if others:
+    if len(plans) == 1 and others and not gathered:
+        return None
+    if others and len(gathered) != len(plans):
         raise CheckpointError(
             f"rank {others[0]} does not plan with RingSavePlanner, but the coordinator does; "
             "pass planner=RingSavePlanner() on all ranks, or on none"
         )
-    changed = [rank for rank, plan in enumerate(plans) if _has_other_items(plan)]
-    if changed:
-        raise CheckpointError(
-            f"create_global_plan was given other items for rank {changed[0]} than the rank has planned; "
-            "to change items override create_local_plan"
+    if gathered and len(gathered) != len(plans):
+        raise PlanError(
+            f"create_global_plan was given {len(plans)} plans for {len(gathered)} ranks; give it one for each"
         )
-    return [_message(rank, plan) for rank, plan in enumerate(plans) if isinstance(plan, RingPlan)]
+    return [_message(rank, made) for rank, made in enumerate(gathered or plans)]
 
 
-def _message(rank: int, plan: RingPlan) -> LocalMessage:
+def _message(rank: int, made: Any) -> LocalMessage:
     try:
-        return plan.sealed()
+        message = made.sealed() if isinstance(made, RingPlan) else made
+        if isinstance(message, Unsealed):
+            raise CheckpointError(message.why)
     except CheckpointError as error:
         raise CheckpointError(f"rank {rank}: {error}") from error
+    assert isinstance(message, LocalMessage)
+    return message
 
 
-def _has_other_items(plan: SavePlan) -> bool:
-    sent = isinstance(plan, RingPlan) and isinstance(plan.message, LocalMessage)
-    return sent and isinstance(plan.items, list) and len(plan.items) > 0
+def _are_changed(plans: list[SavePlan], messages: list[LocalMessage]) -> bool:
+    """Whether any plan has other items than the rank has planned. One that was not sent is described by what it has."""
+    return any(
+        not isinstance(plan, RingPlan) or (plan.seal is None and (plan.is_changed or plan.message is not message))
+        for plan, message in zip(plans, messages, strict=True)
+    )
+
+
+def _check_addressee(answer: Answer) -> None:
+    if answer.to != rank_in():
+        raise CheckpointError(
+            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {answer.to}; move items "
+            "from plan to plan instead, with dataclasses.replace(plan, items=...)"
+        )
 
 
 def _describe_difference(name: str, prints: list[tuple[int, int]]) -> str:

@@ -50,9 +50,9 @@ def check_writers(writers: Writers) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy, and why it was chosen."""
+    """A strategy, and why it was chosen; "items" where none could be."""
 
-    writers: Writers
+    writers: Writers | Literal["items"]
     reason: str
 
 

@@ -1,14 +1,16 @@
 """Save plans in compact form: what ``create_local_plan`` makes, what ranks send, and the items as DCP knows them.
 
 A plan's rows live in C (``_C.Table``). DCP's ``WriteItem`` objects are made from them only when someone looks: stock
-storage does, ``RingWriter`` does not.
+storage does, ``RingWriter`` does not. Whoever changes items has his way: the plan goes by these then.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, overload
 
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from dcpring import _C
 from dcpring.base.memory import same_memory
 from dcpring.errors import CheckpointError
-from dcpring.format.properties import RowProperties, encode_properties, varint
+from dcpring.format.properties import OwnProperties, RowProperties, encode_properties, varint
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.placements import Part, parts_of, tensor_at
 from dcpring.plan.strategy import Choice
@@ -449,21 +451,22 @@ Kept = int | tuple[int, int, int]
 """What a rank writes: a row of its plan, or (row, first row of the chunk, rows) along dimension 0."""
 
 
-class Items(Sequence[WriteItem]):
-    """The WriteItems of a compact plan, made when they are looked at.
+class Items(MutableSequence[WriteItem]):
+    """The WriteItems of a compact plan, made when they are looked at; to DCP and its planners a list.
 
     Args:
-        table: the rows, or their encoded form.
+        table: the rows, or their encoded form, or what gives that.
         answer: the core's answer that says which of them are to be written, None for all.
     """
 
-    def __init__(self, table: _C.Table | bytes, answer: bytes | None = None) -> None:
+    def __init__(self, table: _C.Table | bytes | Callable[[], bytes], answer: bytes | None = None) -> None:
         self._table = table
         self._answer = answer
 
     @functools.cached_property
     def table(self) -> _C.Table:
-        return _C.decode_table(self._table) if isinstance(self._table, bytes) else self._table
+        encoded = self._table() if callable(self._table) else self._table
+        return _C.decode_table(encoded) if isinstance(encoded, bytes) else encoded
 
     @functools.cached_property
     def kept(self) -> list[Kept]:
@@ -481,18 +484,26 @@ class Items(Sequence[WriteItem]):
 
     @functools.cached_property
     def made(self) -> list[WriteItem]:
-        return [self.make(position) for position in range(len(self.kept))]
+        return self._remade()
+
+    def _remade(self) -> list[WriteItem]:
+        properties = OwnProperties(self.table.properties())
+        return [_make_item(self.table, kept, properties) for kept in self.kept]
 
     def make(self, position: int) -> WriteItem:
         """One item, which is not kept."""
         return _make_item(self.table, self.kept[position], self._properties)
+
+    def describe(self, items: Sequence[WriteItem]) -> bool:
+        """Whether items are those that the rows stand for: nobody has changed any, or their order."""
+        return (items is self and self.untouched) or list(items) == self._remade()
 
     @functools.cached_property
     def _properties(self) -> RowProperties:
         return RowProperties(self.table.properties())
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.kept if self.untouched else self.made)
 
     @overload
     def __getitem__(self, index: int) -> WriteItem: ...
@@ -501,11 +512,26 @@ class Items(Sequence[WriteItem]):
     def __getitem__(self, index: int | slice) -> WriteItem | list[WriteItem]:
         return self.made[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.made[index] = value
+
+    def __delitem__(self, index: int | slice) -> None:
+        del self.made[index]
+
+    def insert(self, index: int, value: WriteItem) -> None:
+        self.made.insert(index, value)
+
     def __iter__(self) -> Iterator[WriteItem]:
         return iter(self.made)
 
+    def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
+        return [*other, *self]
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return SentItems, ()
+        return list, (self.made,)
 
 
 def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteItem:
@@ -530,13 +556,13 @@ def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteI
 
 
 class SentItems(Sequence[WriteItem]):
-    """Stands for the items of a compact plan that came from another process: only a Ring planner can read it."""
+    """Stands for the items of a compact plan where only a Ring planner can make them."""
 
     def _refuse(self) -> NoReturn:
         raise CheckpointError(
-            "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator looks at its items: it plans "
-            "with another planner, then pass planner=RingSavePlanner() on all ranks, or on none; or a subclass does in "
-            "create_global_plan what it can only do in create_local_plan"
+            "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator plans with another planner: "
+            "pass planner=RingSavePlanner() on all ranks, or on none; or a subclass looks at the items in finish_plan "
+            "before super().finish_plan has made them"
         )
 
     def __len__(self) -> int:
@@ -590,14 +616,64 @@ class Answer:
     """What the coordinator sends back.
 
     Attributes:
+        to: the rank that it is for, as in the LocalMessage.
         kept: the core's answer, None when it is that of the last save.
         choice: the strategy, and why.
         rank: the rank's part of the report.
     """
 
+    to: int
     kept: bytes | None
     choice: Choice
     rank: RankReport
+
+
+Piece = tuple[MetadataIndex, int, int]
+"""The chunk that a part was cut from, the part's first row in it, and its rows."""
+
+Pieces = Mapping[tuple[str, torch.Size | None], Piece]
+"""Parts of tensors, by key and offset."""
+
+
+@dataclass(frozen=True)
+class ByItems:
+    """What the coordinator sends back with the items themselves, where someone has changed them.
+
+    Attributes:
+        choice: why the plan goes by items.
+        rank: the rank's part of the report.
+        pieces: those of the items that were cut from the chunks that ranks hold.
+    """
+
+    choice: Choice
+    rank: RankReport
+    pieces: Pieces
+
+
+Message = LocalMessage | Unsealed | Answer | ByItems
+
+
+class Gathering:
+    """The plans that come in at a planner that coordinates.
+
+    Plans are unpickled by DCP, which says nothing of the planner that they are for, in the thread that has planned.
+
+    Args:
+        layout_of: gives the encoded table of a message, also of one that comes without.
+    """
+
+    def __init__(self, layout_of: Callable[[LocalMessage | Unsealed], bytes]) -> None:
+        self.layout_of = layout_of
+        self.messages: list[LocalMessage | Unsealed] = []
+        _of_thread.gathering = weakref.ref(self)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.gathering: Callable[[], Gathering | None] = lambda: None
+
+
+_of_thread = _OfThread()
 
 
 def fields_of(plan: Any, base: type) -> dict[str, Any]:
@@ -610,32 +686,57 @@ def rebuilt(cls: type, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
+def _received(values: dict[str, Any]) -> RingPlan:
+    """A save plan that another process has sent; the items of one that is to be coordinated can be looked at."""
+    message, gathering = values["message"], _of_thread.gathering()
+    if isinstance(message, LocalMessage | Unsealed) and gathering is not None:
+        gathering.messages.append(message)
+        items = Items(functools.partial(gathering.layout_of, message))
+        values = {**values, "items": items, "described": items}
+    return RingPlan(**values)
+
+
 @dataclass(frozen=True)
 class RingPlan(SavePlan):
-    """A SavePlan whose items stay in C. ``seal`` makes the message that is sent instead of them.
+    """A SavePlan whose items stay in C: a message is sent instead of them.
 
-    ``values`` are those of this rank's state dict, by key, while the plan has not been sent.
+    Attributes:
+        message: what was sent, or will be if nobody changes the items.
+        seal: makes the message from the items as they are when they are sent; None for a plan that was.
+        values: those of this rank's state dict, by key, while the plan has not been sent.
+        described: the items that the message stands for.
     """
 
-    message: LocalMessage | Unsealed | Answer | None = None
-    seal: Callable[[RingPlan], LocalMessage] | None = field(default=None, repr=False, compare=False)
+    message: Message | None = None
+    seal: Callable[[RingPlan], Message] | None = field(default=None, repr=False, compare=False)
     values: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    described: Items | None = field(default=None, repr=False, compare=False)
 
-    def sealed(self) -> LocalMessage:
-        """The message to the coordinator, from the items as they are now."""
-        if isinstance(self.message, LocalMessage):
-            return self.message
+    @property
+    def is_changed(self) -> bool:
+        """Whether the items are others than those that create_local_plan, or create_global_plan, has made."""
+        return self.described is not None and not self.described.describe(self.items)
+
+    def sealed(self) -> Message:
+        """The message, from the items as they are now."""
         if isinstance(self.message, Unsealed):
             raise CheckpointError(self.message.why)
-        if self.seal is None:
+        if self.seal is not None:
+            return self.seal(self)
+        if self.message is None:
             raise CheckpointError("this plan was not made by RingSavePlanner.create_local_plan")
-        return self.seal(self)
+        return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        message = self.message
-        if self.seal is not None:
-            try:
-                message = self.sealed()
-            except Exception as error:
-                message = Unsealed(f"its plan cannot be described: {type(error).__name__}: {error}")
-        return rebuilt, (RingPlan, {**fields_of(self, SavePlan), "items": SentItems(), "message": message})
+        items: Any = SentItems()
+        try:
+            message = self._sent_back() if self.seal is None else self.sealed()
+            if message is None or isinstance(message, ByItems):
+                items = list(self.items)
+        except Exception as error:
+            message = Unsealed(f"its plan cannot be described: {type(error).__name__}: {error}")
+        return _received, ({**fields_of(self, SavePlan), "items": items, "message": message},)
+
+    def _sent_back(self) -> Message | None:
+        """The message of a plan that has come from a rank already: none where a subclass has planned by itself."""
+        return None if isinstance(self.message, LocalMessage) and self.described is not None else self.message

@@ -46,7 +46,6 @@ from dcpring.move.save import (
     Results,
     Source,
     TableSource,
-    makes_tensors,
     result_of,
     source_of,
 )
@@ -61,7 +60,7 @@ from dcpring.names.key_map import (
     rename_results,
 )
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
-from dcpring.plan.save_planner import RingSavePlanner
+from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import RingPlan, describes_itself
 from dcpring.store import layout
 from dcpring.torchside.groups import members_of_caller

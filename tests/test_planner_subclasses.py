@@ -1,0 +1,573 @@
+"""Planners that change plans in create_global_plan, over RingSavePlanner: what torch documents, and its relatives."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcpring
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.torchside import versions
+
+NAMES = [f"layer{number}" for number in range(8)]
+
+
+def ddp_state(seed: int = 0) -> dict[str, Any]:
+    """The same on all ranks."""
+    made = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(64, 4, generator=made) for name in NAMES}
+    return {"model": tensors, "epoch": seed, "optimizer": [{"lr": 0.5}, torch.randn(3, generator=made)]}
+
+
+def blank(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: blank(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    if isinstance(state, DTensor):
+        local = torch.full_like(state.to_local(), -1)
+        return DTensor.from_local(
+            local, state.device_mesh, state.placements, shape=state.size(), stride=state.stride(), run_check=False
+        )
+    return torch.full_like(state, -1) if isinstance(state, torch.Tensor) else None
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, DTensor):
+        return torch.equal(left.to_local(), right.to_local())
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
+
+
+# ---- planners ----
+
+
+class DDPLoadBalancingPlanner(RingSavePlanner):
+    """As in the documentation of torch.distributed.checkpoint.SavePlanner, but for the class below it."""
+
+    # This uses the default local plan behavior of having all non-sharded writes in rank 0
+    # This sample doesn't handle ShardedTensors
+    def create_global_plan(self, all_plans):  # type: ignore[no-untyped-def]
+        iters = [iter(all_plans[0].items)] * len(all_plans)
+        items_per_rank = [
+            [item for item in items if item is not None] for items in zip(*zip_longest(*iters), strict=True)
+        ]
+        all_plans = [replace(plan, items=items) for plan, items in zip(all_plans, items_per_rank, strict=True)]
+        return super().create_global_plan(all_plans)
+
+
+def to_the_last(plans: list[SavePlan]) -> list[SavePlan]:
+    """All items that any rank writes go to the last rank."""
+    items = [item for plan in plans for item in plan.items]
+    last = {(item.index.fqn, item.index.offset): item for item in items}
+    return [replace(plan, items=[]) for plan in plans[:-1]] + [replace(plans[-1], items=list(last.values()))]
+
+
+class Before(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return super().create_global_plan(to_the_last(all_plans))
+
+
+class After(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return to_the_last(plans), metadata
+
+
+class AlsoAfter(Before):
+    """Changes them twice."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, items=plan.items[::-1]) for plan in plans], metadata
+
+
+class Own(RingSavePlanner):
+    """Never calls RingSavePlanner's."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+        self.global_plan, self.metadata = create_default_global_save_plan(to_the_last(all_plans))
+        return self.global_plan, self.metadata
+
+
+class InPlace(RingSavePlanner):
+    """Changes the lists themselves."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        for plan in all_plans[:-1]:
+            plan.items.clear()
+        return super().create_global_plan(all_plans)
+
+
+class Plain(RingSavePlanner):
+    """Makes plans of stock's class."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return super().create_global_plan(
+            [SavePlan(list(plan.items), plan.storage_data) for plan in to_the_last(all_plans)]
+        )
+
+
+class PlainAfter(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [SavePlan(plan.items, plan.storage_data) for plan in to_the_last(plans)], metadata
+
+
+class Around(dcp.SavePlanner):
+    """No subclass, but around one of ours."""
+
+    def __init__(self, inner: RingSavePlanner) -> None:
+        self.inner = inner
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.inner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self.inner.create_global_plan(to_the_last(all_plans))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self.inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self.inner.resolve_data(write_item)
+
+
+def around(**options: Any) -> Around:
+    return Around(RingSavePlanner(**options))
+
+
+class Looking(RingSavePlanner):
+    """Looks at all items before and after, hands them on in lists of its own, and changes none."""
+
+    seen = 0
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.seen += len([item.index for item in plan.items])
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        self.seen += sum(len([item.tensor_data for item in plan.items]) for plan in all_plans)
+        plans, metadata = super().create_global_plan([replace(plan, items=list(plan.items)) for plan in all_plans])
+        self.seen += sum(len(list(plan.items)) for plan in plans)
+        return plans, metadata
+
+
+class ExtraData(RingSavePlanner):
+    """As torch documents it: each rank contributes to the metadata."""
+
+    def create_local_plan(self) -> SavePlan:
+        return replace(super().create_local_plan(), planner_data=f"of rank {dist.get_rank()}")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        global_plan, metadata = super().create_global_plan(all_plans)
+        merged_data = [plan.planner_data for plan in global_plan]
+        return global_plan, replace(metadata, planner_data=merged_data)
+
+
+class ExtraDataToTheLast(ExtraData, Before):
+    pass
+
+
+# ---- saving ----
+
+
+class Log:
+    """What dcpring logs while it is there."""
+
+    def __enter__(self) -> list[str]:
+        self._records: list[str] = []
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: self._records.append(record.getMessage())  # type: ignore[method-assign]
+        self._logger = logging.getLogger("dcpring")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self._handler)
+        return self._records
+
+    def __exit__(self, *_: Any) -> None:
+        self._logger.removeHandler(self._handler)
+        self._logger.setLevel(self._level)
+
+
+def said(records: list[str]) -> int:
+    return sum("changes items: such saves are planned item by item" in text for text in records)
+
+
+def writer_of(path: str, ring_storage: bool, **options: Any) -> Any:
+    """A writer that notes the names that this rank writes, in ``written``."""
+    base: Any = RingWriter if ring_storage else dcp.FileSystemWriter
+
+    class Noting(base):  # type: ignore[misc]
+        def write_data(self, plan: SavePlan, planner: Any) -> Any:
+            self.written = [item.index.fqn for item in plan.items]
+            return super().write_data(plan, planner)
+
+    return Noting(path, **options)
+
+
+def load(path: str, state: Any) -> list[Any]:
+    """What is loaded by ours, and by stock."""
+    ours, stock = blank(state), blank(state)
+    dcp.load(ours, storage_reader=RingReader(path), planner=RingLoadPlanner())
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(path))
+    return [ours, stock]
+
+
+def save_and_load(path: str, planner: Any, state: Any, ring_storage: bool = True) -> list[str]:
+    """The names that this rank has written; what is loaded has been compared."""
+    writer = writer_of(path, ring_storage)
+    dcp.save(state, storage_writer=writer, planner=planner)
+    assert all(same(loaded, state) for loaded in load(path, state))
+    written: list[str] = writer.written
+    return written
+
+
+def balanced(path: str, ring_storage: bool) -> tuple[list[str], list[int], list[str]]:
+    versions.say_once.cache_clear()  # this process has run other tests
+    with Log() as records:
+        planner = DDPLoadBalancingPlanner()
+        written = save_and_load(path, planner, ddp_state(), ring_storage)
+        counts = [said(records)]
+        assert save_and_load(path, planner, ddp_state(1), ring_storage) == written
+        assert save_and_load(path, DDPLoadBalancingPlanner(), ddp_state(2), ring_storage) == written
+    stored = dcp.FileSystemReader(path).read_metadata()
+    assert stored.planner_data["model.layer3"] == ("model", "layer3")
+    report = planner.report()
+    if not dist.get_rank():
+        assert "writers=items (create_global_plan has changed items)" in str(report)
+        assert sum(rank.items for rank in report.ranks) == len(NAMES) + 3 and report.imbalance < 1.5
+    assert report.ranks[0].items == len(written)
+    return written, [*counts, said(records)], sorted(stored.state_dict_metadata)
+
+
+@pytest.mark.parametrize("ring_storage", (True, False), ids=("ring", "stock"))
+@pytest.mark.parametrize("world", (2, 4))
+def test_the_example_of_torch(tmp_path: Path, world: int, ring_storage: bool) -> None:
+    results = _distributed.run(world, balanced, str(tmp_path), ring_storage)
+    names = results[0][2]
+    assert len(names) == len(NAMES) + 3
+    in_order = [*(f"model.{name}" for name in NAMES), "epoch", "optimizer.0.lr", "optimizer.1"]
+    assert [written for written, _, _ in results] == [in_order[rank::world] for rank in range(world)]
+    assert [counts for _, counts, _ in results] == [[1, 1]] + [[0, 0]] * (world - 1), "once, on the coordinator"
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (Before, After, AlsoAfter, Own, InPlace, Plain, PlainAfter)},
+    "around": around,
+}
+
+
+def all_to_the_last(path: str, maker: str, ring_storage: bool) -> list[list[str]]:
+    options: list[dict[str, Any]] = [{}, {"flatten_state_dict": False}, {"dedup_save_to_lowest_rank": True}]
+    written = []
+    for number, more in enumerate(options):
+        state = ddp_state(number) if more.get("flatten_state_dict", True) else ddp_state(number)["model"]
+        written.append(save_and_load(f"{path}-{number}", MAKERS[maker](**more), state, ring_storage))
+    return written
+
+
+@pytest.mark.parametrize("ring_storage", (True, False), ids=("ring", "stock"))
+@pytest.mark.parametrize("maker", MAKERS)
+def test_wherever_items_are_changed(tmp_path: Path, maker: str, ring_storage: bool) -> None:
+    first, last = _distributed.run(2, all_to_the_last, str(tmp_path / "checkpoint"), maker, ring_storage)
+    assert first == [[], [], []]
+    assert [len(set(written)) for written in last] == [len(NAMES) + 3, len(NAMES), len(NAMES) + 3]
+
+
+# ---- what is only looked at, and what is no item ----
+
+
+def looking(path: str, kind: str) -> tuple[list[str], int, int, list[str]]:
+    """What a planner that changes no items writes, and RingSavePlanner itself."""
+    planner: Any = Looking() if kind == "items" else ExtraData()
+    state = ddp_state()
+    state["own"] = torch.full((3,), float(dist.get_rank()))  # replicas that differ
+    with Log() as records:
+        writer = writer_of(path, True)
+        metadata = dcp.save(state, storage_writer=writer, planner=planner)
+    plain = writer_of(f"{path}-plain", True)
+    dcp.save(state, storage_writer=plain, planner=RingSavePlanner())
+    assert sorted(plain.written) == sorted(writer.written)
+    if kind == "data":
+        assert metadata.planner_data == [f"of rank {rank}" for rank in range(dist.get_world_size())]
+    return writer.written, getattr(planner, "seen", 0), said(records), [r for r in records if "different bytes" in r]
+
+
+@pytest.mark.parametrize("kind", ("items", "data"))
+def test_what_changes_no_items_stays_compact(tmp_path: Path, kind: str) -> None:
+    """Replicas are compared as ever, and ``writers`` decides."""
+    results = _distributed.run(2, looking, str(tmp_path / "checkpoint"), kind)
+    assert [count for _, _, count, _ in results] == [0, 0] and len(results[0][3]) == 1 and "'own'" in results[0][3][0]
+    items = len(NAMES) + 4
+    assert sum(len(written) for written, _, _, _ in results) == items
+    if kind == "items":
+        assert [seen for _, seen, _, _ in results] == [items + 2 * items + items, items]
+
+
+def extra_data_and_items(path: str) -> list[str]:
+    planner = ExtraDataToTheLast(flatten_state_dict=False)
+    return save_and_load(path, planner, ddp_state()["model"])
+
+
+def test_data_of_planners_comes_back_with_changed_items(tmp_path: Path) -> None:
+    assert [len(written) for written in _distributed.run(2, extra_data_and_items, str(tmp_path))] == [0, len(NAMES)]
+    stored = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert stored.planner_data == ["of rank 0", "of rank 1"]
+
+
+# ---- sharded, cut, renamed, cached ----
+
+
+def mesh_state(seed: int) -> dict[str, Any]:
+    """Sharded over two ranks, replicated twice; one DTensor in several chunks, and keys of one rank alone."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    twice = [Replicate(), Shard(0)]
+    state = {f"w{n}": distribute_tensor(torch.randn(6, 4), mesh, twice, src_data_rank=None) for n in range(3)}
+    strided = dcpring.torchside.tensors.StridedShard(0, split_factor=2)
+    state["packed"] = distribute_tensor(torch.randn(16, 2), mesh, [Replicate(), strided], src_data_rank=None)
+    more = {f"rank{dist.get_rank()}": torch.randn(3), "bias": torch.randn(5)}
+    return {"model": {**state, **more}, "step": seed}
+
+
+class UpTwo(RingSavePlanner):
+    """What ranks 0 and 1 were to write is written by their replicas, ranks 2 and 3."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        for low, high in ((0, 2), (1, 3)):
+            shared = [item for item in plans[low].items if "rank" not in item.index.fqn]
+            own = [item for item in plans[low].items if "rank" in item.index.fqn]
+            plans[high] = replace(plans[high], items=plans[high].items + shared)
+            plans[low] = replace(plans[low], items=own)
+        return plans, metadata
+
+
+class UpTwoBefore(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        own = [[item for item in plan.items if "rank" in item.index.fqn] for plan in all_plans]
+        return super().create_global_plan(
+            [replace(plan, items=own[rank]) if rank < 2 else plan for rank, plan in enumerate(all_plans)]
+        )
+
+
+class CloneUpTwo(UpTwo):
+    """With a ``resolve_data`` of its own too, so that nothing is known of what it can hand out."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found if write_item.type == WriteItemType.BYTE_IO else found.clone()
+
+
+def from_replicas(path: str, kind: str, writers: Any, ring_storage: bool) -> list[str]:
+    planner: Any = {"after": UpTwo, "before": UpTwoBefore, "clone": CloneUpTwo}[kind](writers=writers, split_bytes=8)
+    writer = writer_of(path, ring_storage)
+    state = mesh_state(3)
+    dcp.save(state, storage_writer=writer, planner=planner)
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
+    assert same(loaded, state)
+    by_stock = {"model": {name: value for name, value in blank(state["model"]).items() if name != "packed"}}
+    dcp.load(by_stock, storage_reader=dcp.FileSystemReader(path))
+    assert same(by_stock["model"], {name: state["model"][name] for name in by_stock["model"]})
+    stored = dcp.FileSystemReader(path).read_metadata()
+    assert stored.planner_data["model.rank1"] == ("model", "rank1"), "also of names that the coordinator has not"
+    written: list[str] = writer.written
+    return written
+
+
+@pytest.mark.parametrize("ring_storage", (True, False), ids=("ring", "stock"))
+@pytest.mark.parametrize(
+    ("kind", "writers"), (("before", "auto"), ("after", "balanced"), ("after", "split"), ("clone", "split"))
+)
+def test_shards_and_parts_of_tensors(tmp_path: Path, kind: str, writers: str, ring_storage: bool) -> None:
+    results = _distributed.run(4, from_replicas, str(tmp_path), kind, writers, ring_storage)
+    assert results[:2] == [["model.rank0"], ["model.rank1"]]
+    counts = Counter(name for written in results for name in written)
+    assert counts["step"] == 1 and (counts["model.w0"] > 2) == (writers == "split"), "parts of what was cut have moved"
+
+
+def renamed(path: str, where: str) -> int:
+    names = {"prefixes": {"model.": "net."}}
+    planner = DDPLoadBalancingPlanner(key_map=names if where == "planner" else None)
+    writer = writer_of(path, True, key_map=names if where == "storage" else None)
+    state = ddp_state()
+    dcp.save(state, storage_writer=writer, planner=planner)
+    renamed_state = {"net": state["model"], "epoch": 0}
+    for loaded in load(path, renamed_state):
+        assert same(loaded, renamed_state)
+    return len(writer.written)
+
+
+@pytest.mark.parametrize("where", ("planner", "storage"))
+def test_key_maps(tmp_path: Path, where: str) -> None:
+    assert sorted(_distributed.run(2, renamed, str(tmp_path), where)) == [5, 6]
+    assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data["net.layer1"] == ("net.layer1",)
+
+
+class Sometimes(RingSavePlanner):
+    """Looks at all items, and changes them when told so."""
+
+    changes = False
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        assert all(len([item.index.fqn for item in plan.items]) for plan in all_plans)
+        return super().create_global_plan(to_the_last(all_plans) if self.changes else all_plans)
+
+
+def cached(path: str) -> list[tuple[int, int]]:
+    planner = Sometimes(enable_plan_caching=True, check_replicas="off")
+    found = []
+    for number, changes in enumerate((False, False, True, True, False, False, True)):
+        planner.changes = changes
+        written = save_and_load(path, planner, ddp_state(number))
+        found.append((planner.report().cached, len(written)))
+        planner = pickle.loads(pickle.dumps(planner))
+    return found
+
+
+def test_plan_caching(tmp_path: Path) -> None:
+    """Plans that were not sent can be looked at, and changed; after such a save they are sent again."""
+    first, last = _distributed.run(2, cached, str(tmp_path))
+    assert [count for count, _ in first] == [0, 2, 2, 0, 0, 2, 2]
+    assert [count == 11 for _, count in last] == [False, False, True, True, False, False, True]
+
+
+def in_the_background(path: str) -> list[int]:
+    """Saves of two planners at once, in a thread and with a group each."""
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    kinds: list[Any] = [DDPLoadBalancingPlanner, Before]
+    writers = [writer_of(f"{path}-{number}", True) for number in range(2)]
+    futures = [
+        dcp.async_save(ddp_state(n), storage_writer=writers[n], planner=kinds[n](), process_group=groups[n])
+        for n in range(2)
+    ]
+    for future in futures:
+        future.result()
+    for number in range(2):
+        assert all(same(loaded, ddp_state(number)) for loaded in load(f"{path}-{number}", ddp_state(number)))
+    return [len(writer.written) for writer in writers]
+
+
+def test_two_saves_at_once(tmp_path: Path) -> None:
+    assert _distributed.run(2, in_the_background, str(tmp_path / "checkpoint")) == [[6, 0], [5, 11]]
+
+
+# ---- what cannot be taken ----
+
+
+def failure_of(path: str, planner: Any, state: Any) -> str:
+    try:
+        dcp.save(state, storage_writer=RingWriter(path), planner=planner)
+    except BaseException as error:
+        return str(error)
+    return ""
+
+
+class Reversed(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans[::-1], metadata
+
+
+class Twice(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return super().create_global_plan([replace(plan, items=[*plan.items] * 2) for plan in all_plans])
+
+
+class TooFew(RingSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return super().create_global_plan(all_plans[:1])
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "no holder": (Before, "lets rank 1 write [3, 4] from [0, 0] on of 'w', which that rank does not hold"),
+    "lost": (DDPLoadBalancingPlanner, "Failed to validate global plan"),
+    "swapped": (Reversed, "follow the plan that was made for rank"),
+    "twice": (Twice, "do not fit together"),
+    "too few": (TooFew, "was given 1 plans for 2 ranks"),
+    "replicas": (Before, "ranks hold different bytes"),
+}
+
+
+def refused(path: str, kind: str) -> tuple[str, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src_data_rank=None), "step": 1}
+    if kind == "replicas":
+        state = {"a": torch.full((4,), float(dist.get_rank()))}
+    if kind == "twice":
+        state = {"step": 1, "a": torch.ones(2)}
+    text = failure_of(path, REFUSED[kind][0](check_replicas="error"), state)
+    return text, failure_of(path, RingSavePlanner(), ddp_state()) == ""
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_is_an_error_on_all_ranks(tmp_path: Path, kind: str) -> None:
+    for text, works_again in _distributed.run(2, refused, str(tmp_path), kind):
+        assert REFUSED[kind][1] in text and works_again
+
+
+# ---- one process ----
+
+
+class OneHalf(RingSavePlanner):
+    """Stores one tensor of many as another dtype."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.index.fqn == "layer1" and item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found.half() if write_item.index.fqn == "layer1" else found
+
+
+def test_items_share_nothing_that_can_be_changed(tmp_path: Path) -> None:
+    state = ddp_state()["model"]
+    dcp.save(state, storage_writer=RingWriter(tmp_path), planner=OneHalf(), no_dist=True)
+    stored: Any = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert [name for name in NAMES if stored[name].properties.dtype == torch.float16] == ["layer1"]
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner(), no_dist=True)
+    assert same(loaded, {**state, "layer1": state["layer1"].half().float()})
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_one_process(tmp_path: Path, maker: str) -> None:
+    for number, options in enumerate(({}, {"enable_plan_caching": True}, {"flatten_state_dict": False})):
+        path, state = str(tmp_path / str(number)), ddp_state(number)
+        state = state if options.get("flatten_state_dict", True) else state["model"]
+        dcp.save(state, storage_writer=RingWriter(path), planner=MAKERS[maker](**options), no_dist=True)
+        for reader in (RingReader(path), dcp.FileSystemReader(path)):
+            loaded = blank(state)
+            dcp.load(loaded, storage_reader=reader, no_dist=True)
+            assert same(loaded, state)

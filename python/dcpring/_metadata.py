@@ -32,6 +32,7 @@ METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
 _FOOTER = struct.Struct("<II8s")
 MAX_WORLD_SIZE = 1 << 20
+_MANY_OBJECTS = 10_000
 
 TENSOR, BYTES, OPAQUE = 0, 1, 2
 """Kinds of stored record: a plain tensor whose payload can be read in parts, bytes to be read whole, or something that
@@ -137,14 +138,15 @@ def as_old(load: Callable[[], Any]) -> Any:
     """Runs ``load`` without collections; what it makes counts as old, as if it had survived those left out.
 
     Young garbage is collected before, so that none of it grows old with the rest. A thread beside training leaves all
-    that alone.
+    that alone, and so does a load that makes few objects: where a program has frozen what it has loaded, to look
+    whether it has takes 30 ms.
     """
     if not _in_main_thread():
         return load()
     gc.collect(1)
     with collection_paused():
         result = load()
-        if gc.get_freeze_count() == 0:
+        if gc.get_count()[0] >= _MANY_OBJECTS and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()
     return result

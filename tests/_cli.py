@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import _prepared
+
 from dcpring.cli import main
 
 PROGRAM = (sys.executable, "-m", "dcpring")
@@ -62,11 +64,17 @@ def run_piped(*args: object, **environment: str) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+def run_apart(*args: object, cwd: Path | None = None, **environment: str) -> Result:
+    """In a process of its own, which has loaded torch already; its output goes into files."""
+    done = _prepared.run(["-m", "dcpring", *map(str, args)], cwd, os.environ | environment)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
 def run_in_terminal(*args: object, columns: int = 100, **environment: str) -> Result:
     """In a process of its own, on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     env = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "40"} | environment
-    process = subprocess.Popen([*PROGRAM, *map(str, args)], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    program = _prepared.Program(["-m", "dcpring", *map(str, args)], (theirs, theirs, theirs), env=env)
     os.close(theirs)
     chunks: list[bytes] = []
     until = time.monotonic() + TIMEOUT_SECONDS
@@ -81,28 +89,32 @@ def run_in_terminal(*args: object, columns: int = 100, **environment: str) -> Re
             break
         chunks.append(chunk)
     os.close(ours)
-    return Result(process.wait(TIMEOUT_SECONDS), b"".join(chunks).decode(errors="replace").replace("\r\n", "\n"))
+    return Result(program.wait(), b"".join(chunks).decode(errors="replace").replace("\r\n", "\n"))
 
 
 def interrupted(
-    *args: object, when: Callable[[], bool], by: signal.Signals = signal.SIGINT, **environment: str
+    *args: object, when: Callable[[int], bool], by: signal.Signals = signal.SIGINT, **environment: str
 ) -> Result:
-    """In a process of its own, which gets SIGINT (Ctrl-C) as soon as ``when`` holds. Fails if it never does."""
-    process = subprocess.Popen(
-        [*PROGRAM, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
-    until = time.monotonic() + TIMEOUT_SECONDS
-    while not when():
-        assert process.poll() is None, f"it ended before it could be interrupted: {process.communicate()}"
-        assert time.monotonic() < until, "the moment to interrupt it never came"
-        time.sleep(0.001)
-    process.send_signal(by)
-    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    return Result(process.returncode, out, err)
+    """In a process of its own, which gets SIGINT (Ctrl-C) as soon as ``when`` holds of it; fails if it never does."""
+    with _prepared.files() as files:
+        program = _prepared.Program(["-m", "dcpring", *map(str, args)], files.streams, env=os.environ | environment)
+        until = time.monotonic() + TIMEOUT_SECONDS
+        while not when(program.pid):
+            assert program.status() is None, f"it ended before it could be interrupted: {files.out} {files.err}"
+            assert time.monotonic() < until, "the moment to interrupt it never came"
+            time.sleep(0.001)
+        os.kill(program.pid, by)
+        return Result(program.wait(), files.out, files.err)
+
+
+def has_open(process: int, path: Path) -> bool:
+    """Whether a process has a file open."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path) == str(path):
+                    return True
+    return False
 
 
 def files_in(directory: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Runs a function in N processes that form a gloo group, and collects what each returns.
 
-Starting a process with torch in it takes seconds, so the processes are kept from one call to the next; every call
-gets a process group of its own. A call that fails or takes too long ends the processes, and the next starts new ones.
+The processes are forked from one that has loaded torch, and kept from one call to the next; every call gets a process
+group of its own. A call that fails or takes too long ends the processes, and the next starts new ones.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import multiprocessing
 import tempfile
 import time
 import traceback
@@ -19,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
+
+import _prepared
 
 TIMEOUT_SECONDS = 120.0
 START_SECONDS = 300.0
@@ -44,11 +45,8 @@ class RankFailure(AssertionError):
 
 class _Worker:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        # Not a daemon: those may not have children, and dcp.async_save starts one.
-        self.process = context.Process(target=_serve, args=(theirs,))
-        self.process.start()
+        self.pipe, theirs = _prepared.CONTEXT.Pipe()
+        self.process = _prepared.start(_serve, theirs)
         theirs.close()
 
     def end(self) -> None:

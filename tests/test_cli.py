@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import shlex
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import _cli
+import _prepared
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -62,18 +64,25 @@ def test_a_strangers_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("redirection", [">&-", "2>&-", "2>/dev/full", ">/dev/full", ">&- 2>&-"])
 def test_streams_that_take_nothing(tmp_path: Path, redirection: str) -> None:
-    command = f"{shlex.join(_cli.PROGRAM)} ls {tmp_path} {redirection}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    with _prepared.files() as files, open("/dev/full", "w") as full:
+        streams: list[int | None] = list(files.streams)
+        for word in redirection.split():
+            streams[2 if word[0] == "2" else 1] = None if word.endswith("&-") else full.fileno()
+        program = _prepared.Program(["-m", "dcpring", "ls", str(tmp_path)], (streams[0], streams[1], streams[2]))
+        assert program.wait() == 2 and "Traceback" not in files.err
 
 
 def test_whoever_reads_has_seen_enough(tmp_path: Path) -> None:
     """Status 1 would say that something differs."""
     dcp.save({f"key {n}": torch.ones(1) for n in range(5000)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    for options in ("", "--files", "--json"):
-        command = f"{shlex.join(_cli.PROGRAM)} ls {tmp_path} {options} | true; echo ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-        assert done.stdout == "141\n" and not done.stderr
+    for options in ([], ["--files"], ["--json"]):
+        with _prepared.files() as files:
+            reads, writes = os.pipe()
+            os.close(reads)
+            streams = (files.streams[0], writes, files.streams[2])
+            program = _prepared.Program(["-m", "dcpring", "ls", str(tmp_path), *options], streams)
+            os.close(writes)
+            assert program.wait() == 128 + signal.SIGPIPE and not files.err
 
 
 def test_names_that_a_terminal_cannot_show(tmp_path: Path) -> None:

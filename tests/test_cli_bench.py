@@ -294,7 +294,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_interrupted(tmp_path: Path) -> None:
-    def is_writing() -> bool:
+    def is_writing(_: int) -> bool:
         return any(path.stat().st_size > MIB for path in tmp_path.glob(".dcpring-bench-*/file"))
 
     result = _cli.interrupted("bench", tmp_path, "--quick", "--size", "512M", when=is_writing)
@@ -303,7 +303,7 @@ def test_interrupted(tmp_path: Path) -> None:
 
 
 def test_in_a_pipe(tmp_path: Path) -> None:
-    result = _cli.run_piped("bench", tmp_path, *QUICK, FORCE_COLOR="1")
+    result = _cli.run_apart("bench", tmp_path, *QUICK, FORCE_COLOR="1")
     assert result.status == 0 and "\x1b" not in result.out and not result.err
 
 

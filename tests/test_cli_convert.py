@@ -130,7 +130,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_in_a_pipe_and_in_a_terminal(here: Path, large: Path) -> None:
-    piped = _cli.run_piped("convert", "model.pt", "a.safetensors")
+    piped = _cli.run_apart("convert", "model.pt", "a.safetensors")
     assert piped.status == 0 and piped.out.count("\n") == 1 and not piped.err and "\x1b" not in piped.out
     shown = _cli.run_in_terminal("convert", large, "b.safetensors")
     assert shown.status == 0 and "converting" in shown.plain and "3 tensors (768.0 MiB) to b.safetensors" in shown.plain
@@ -146,7 +146,7 @@ def test_ctrl_c_in_the_middle(tmp_path: Path, large: Path, options: tuple[str, .
     assert _cli.run("convert", tmp_path / "old.pt", target, *options[1:]).status == 0
     before = _cli.files_in(tmp_path)
 
-    def is_writing() -> bool:
+    def is_writing(_: int) -> bool:
         return any(".tmp" in name and size > 0 for name, size in _cli.files_in(tmp_path).items())
 
     result = _cli.interrupted("convert", large, target, *options[1:], "--overwrite", when=is_writing)
@@ -162,7 +162,7 @@ def test_what_a_killed_one_leaves_goes_with_the_next(here: Path, large: Path, na
     other = here / f".y{name}.0123456789abcdef.tmp"
     other.write_text("of another target")
 
-    def is_writing() -> bool:
+    def is_writing(_: int) -> bool:
         return any(".tmp" in file and size > 0 for file, size in _cli.files_in(here).items() if "y" not in file)
 
     killed = _cli.interrupted("convert", large, name, when=is_writing, by=signal.SIGKILL)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -316,26 +314,11 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert int(done.stdout) < 400, f"{done.stdout} MiB"
 
 
-def _is_open(path: Path) -> bool:
-    """Whether a process has a file open."""
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):
-            if any(_links(entry, path) for entry in os.scandir(descriptors)):
-                return True
-    return False
-
-
-def _links(entry: os.DirEntry[str], path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return os.readlink(entry.path) == str(path)
-    return False
-
-
 def test_interrupted(tmp_path: Path) -> None:
     a = _save(tmp_path / "a", {f"w{i}": torch.ones(64) * i for i in range(20_000)})
     before = _cli.files_in(tmp_path)
     (file,) = a.glob("*.distcp")
-    result = _cli.interrupted("diff", a, a, when=lambda: _is_open(file))
+    result = _cli.interrupted("diff", a, a, when=lambda process: _cli.has_open(process, file))
     assert result.status == 130 and result.err.strip().endswith("interrupted"), result
     assert _cli.files_in(tmp_path) == before
 

@@ -354,7 +354,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_a_pipe(tmp_path: Path) -> None:
-    result = _cli.run_piped("doctor", tmp_path, FORCE_COLOR="1")
+    result = _cli.run_apart("doctor", tmp_path, FORCE_COLOR="1")
     assert result.status == 0 and "\x1b" not in result.out and not result.err
 
 

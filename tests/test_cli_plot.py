@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import _cli
 import _distributed
+import _prepared
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,9 +89,8 @@ def test_many_ranks_and_missing_files(tmp_path: Path, ranks: int) -> None:
 
 def test_the_default_name(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / "step-100"), no_dist=True)
-    command = [*_cli.PROGRAM, "plot", "step-100/"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("step-100.png: 8 B in 1 file by 1 rank"), done.stderr
+    done = _cli.run_apart("plot", "step-100/", cwd=tmp_path)
+    assert done.status == 0 and done.out.startswith("step-100.png: 8 B in 1 file by 1 rank"), done.err
     assert sorted(os.listdir(tmp_path)) == ["step-100", "step-100.png"]
 
 
@@ -115,16 +113,19 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert _cli.run("plot", tmp_path / "c", "--json").status == 0, "numbers need no matplotlib"
 
 
+LIMITED = """
+import resource, sys
+from dcpring.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+sys.exit(main())
+"""
+
+
 def test_a_full_disk_leaves_the_old_picture(tmp_path: Path) -> None:
     """A limit on the size of files stands for it."""
     dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / "c"), no_dist=True)
     (tmp_path / "x.png").write_bytes(b"old")
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    command = [*_cli.PROGRAM, "plot", str(tmp_path / "c"), "-o", str(tmp_path / "x.png")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
+    done = _prepared.run(["-c", LIMITED, "plot", str(tmp_path / "c"), "-o", str(tmp_path / "x.png")])
     assert done.returncode == 2 and "File too large" in done.stderr, done
     assert sorted(os.listdir(tmp_path)) == ["c", "x.png"] and (tmp_path / "x.png").read_bytes() == b"old"
 
@@ -135,24 +136,8 @@ def test_interrupted(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(b"old")
     before = _cli.files_in(tmp_path)
 
-    def drawing() -> bool:
-        return any(_maps_matplotlib(process) for process in _processes(str(tmp_path)))
+    def drawing(process: int) -> bool:
+        return "matplotlib/_path" in Path(f"/proc/{process}/maps").read_text()
 
     result = _cli.interrupted("plot", tmp_path / "c", "-o", tmp_path / "x.png", when=drawing)
     assert result.status == 130 and _cli.files_in(tmp_path) == before
-
-
-def _names(path: Path, text: str) -> bool:
-    try:
-        return text in path.read_text()
-    except OSError:
-        return False
-
-
-def _processes(text: str) -> list[Path]:
-    return [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, text)]
-
-
-def _maps_matplotlib(process: Path) -> bool:
-    """Whether a process has loaded what draws."""
-    return _names(process / "maps", "matplotlib/_path")

@@ -303,7 +303,7 @@ def test_interrupted_leaves_the_picture_that_was_there(tmp_path: Path) -> None:
     paths[-1].unlink()
     os.mkfifo(paths[-1])
     before = set(tmp_path.iterdir())
-    result = _cli.interrupted("trace", *paths, "--output", picture, when=lambda: _has_read(paths[-1], last))
+    result = _cli.interrupted("trace", *paths, "--output", picture, when=lambda _: _has_read(paths[-1], last))
     assert result.status == 130 and "interrupted" in result.err
     assert picture.read_bytes() == b"what was there" and set(tmp_path.iterdir()) == before
 

@@ -137,7 +137,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("damaged", ("stock",), indirect=True)  # a process takes seconds to start
 def test_in_a_pipe(damaged: Path, whole: Path) -> None:
-    result = _cli.run_piped("verify", whole / "ring", damaged)
+    result = _cli.run_apart("verify", whole / "ring", damaged)
     assert result.status == 1 and not result.err and "\x1b" not in result.out
 
 
@@ -153,20 +153,8 @@ def test_in_a_terminal(damaged: Path, big: Path) -> None:
 
 def test_ctrl_c_ends_it(big: Path) -> None:
     before = _cli.files_in(big)
+    (name,) = data_files(big)
     drop_cache(big)
-    result = _cli.interrupted("verify", *[big] * 30, when=lambda: _has_been_read(big))
+    result = _cli.interrupted("verify", *[big] * 30, when=lambda process: _cli.has_open(process, big / name))
     assert result.status == 130 and "interrupted" in result.err and "Traceback" not in result.err
     assert _cli.files_in(big) == before
-
-
-def _has_been_read(path: Path) -> bool:
-    """Some process has a data file open."""
-    (name,) = data_files(path)
-    file = str(path / name)
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if str(link.readlink()) == file:
-                return True
-        except OSError:
-            continue
-    return False

@@ -434,7 +434,7 @@ exec(body)
 
 
 def test_a_save_that_failed_and_nobody_asked(tmp_path: Path) -> None:
-    statuses = json.loads(run_python(PROGRAM, str(tmp_path)))
+    statuses = json.loads(run_python(PROGRAM, str(tmp_path), is_new=True))
     assert statuses == {name: status for name, (_, status) in ENDS.items()}
     for number, (name, (_, status)) in enumerate(ENDS.items()):
         said = (tmp_path / f"{number}.txt").read_text()

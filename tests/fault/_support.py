@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import _prepared
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
@@ -186,12 +187,22 @@ def python_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])}
 
 
-def run_python(script: str, *arguments: str, without: tuple[str, ...] = (), timeout: float = 120) -> str:
-    """What a script prints; it must succeed."""
-    command = python_command(script, *arguments, without=without)
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=timeout, env=python_environment()
-    )
+def run_python(
+    script: str, *arguments: str, without: tuple[str, ...] = (), is_new: bool = False, timeout: float = 120
+) -> str:
+    """What a script prints; it must succeed.
+
+    Args:
+        without: capabilities that it gives up.
+        is_new: it runs in a new interpreter, which ends as one; with capabilities to give up, it always does.
+    """
+    if without or is_new:
+        command = python_command(script, *arguments, without=without)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout, env=python_environment()
+        )
+    else:
+        done = _prepared.run(["-W", "ignore", "-c", script, *arguments], timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -225,7 +225,7 @@ print(children)
 
 def test_fork_during_a_save(tmp_path: Path) -> None:
     """The child can save and load, and takes nothing from its parent."""
-    assert int(run_python(FORK, str(tmp_path / "checkpoint"))) > 0
+    assert int(run_python(FORK, str(tmp_path / "checkpoint"), is_new=True)) > 0
 
 
 FORK_AFTER = """
@@ -249,7 +249,7 @@ print("worked")
 
 
 def test_fork_after_use(tmp_path: Path) -> None:
-    assert run_python(FORK_AFTER, str(tmp_path / "checkpoint")) == "worked\n"
+    assert run_python(FORK_AFTER, str(tmp_path / "checkpoint"), is_new=True) == "worked\n"
 
 
 def test_a_pending_signal_does_not_get_lost(tmp_path: Path) -> None:
@@ -308,4 +308,4 @@ print("over", flush=True)
 @pytest.mark.parametrize("what", ("save", "load"))
 def test_exit_in_the_middle_of_a_daemon_threads_call(tmp_path: Path, what: str) -> None:
     """Python ends such a thread inside of the core, which must not go before its workers."""
-    assert run_python(EXIT, str(tmp_path), what) == "over\n"
+    assert run_python(EXIT, str(tmp_path), what, is_new=True) == "over\n"

@@ -10,23 +10,23 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import multiprocessing
+import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+import _prepared
 
 PATIENCE = float(os.environ.get("SOAK_PATIENCE", "1"))
 """More than 1 on a machine that has other work."""
@@ -39,9 +39,6 @@ LIMIT_SECONDS = 150 * PATIENCE
 
 PLANTED: tuple[Callable[[int], None], ...] = ()
 """What each rank calls first, with its number: faults in dcpring, of a test that this program finds them."""
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["soak.preloaded"])
 
 
 class Hang(AssertionError):
@@ -117,23 +114,15 @@ def _call(planted: tuple[Callable[[int], None], ...], function: Callable[..., An
     return function(rank, *args)
 
 
-def _start_forking() -> None:
-    """Starts the process that ranks are forked from, which must find what it loads."""
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-        forkserver.ensure_running()
-
-
 def _started_one(function: Any, args: Any, rank: int, world_size: int, folder: Path) -> tuple[Any, Connection]:
-    pipe, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_serve, args=(theirs, function, args, rank, world_size, folder))
-    process.start()
+    pipe, theirs = _prepared.CONTEXT.Pipe()
+    process = _prepared.start(_serve, theirs, function, args, rank, world_size, folder)
     theirs.close()
     return process, pipe
 
 
 @contextlib.contextmanager
 def _started(world_size: int, function: Any, args: Any, folder: Path) -> Iterator[list[tuple[Any, Connection]]]:
-    _start_forking()
     ranks = [_started_one(function, args, rank, world_size, folder) for rank in range(world_size)]
     try:
         yield ranks
@@ -229,6 +218,8 @@ def _in_group(pipe: Connection, function: Any, args: Any, rank: int, world_size:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
     tempfile.tempdir = str(folder / "tmp")
     if world_size > 1:
         dist.init_process_group(

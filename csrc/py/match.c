@@ -194,18 +194,26 @@ static bool same_dtype(const struct dr_properties *properties, const struct dr_d
            memcmp(properties->encoding + before, dtype->name, size) == 0;
 }
 
+static bool has_lengths(const struct tensor_view *view, const int64_t *lengths, int ndim) {
+    return view->ndim == ndim && (ndim == 0 || memcmp(lengths, view->sizes, (size_t)ndim * sizeof *lengths) == 0);
+}
+
 /* Whether an overlap can be read straight into its target's memory. */
 static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_places *places,
                         const struct tensor_view *view) {
     const struct dr_table *wanted = wanted_of(self), *stored = stored_of(self);
-    const struct dr_row *row = &wanted->rows[o->wanted];
-    if (!dr_row_is_tensor(row) || !dr_row_is_tensor(&stored->rows[o->stored]) || places->places[o->stored].kind != DR_PLACE_TENSOR || view->kind != TENSOR_PLAIN ||
-        view->ndim != row->ndim ||
-        !same_dtype(&stored->properties[stored->rows[o->stored].properties], view->dtype))
-        return false;
-    const int64_t *lengths = dr_row_lengths(wanted, row);
-    return (row->ndim == 0 || memcmp(lengths, view->sizes, (size_t)row->ndim * sizeof *lengths) == 0) &&
-           is_dense(view);
+    const struct dr_row *want = &wanted->rows[o->wanted], *have = &stored->rows[o->stored];
+    if (!dr_row_is_tensor(want) || !dr_row_is_tensor(have))
+        return false; /* it is an object */
+    if (places->places[o->stored].kind != DR_PLACE_TENSOR)
+        return false; /* where its payload lies is not known */
+    if (view->kind != TENSOR_PLAIN)
+        return false; /* the target's memory is elsewhere */
+    if (!same_dtype(&stored->properties[have->properties], view->dtype))
+        return false; /* it has to be cast */
+    if (!has_lengths(view, dr_row_lengths(wanted, want), want->ndim))
+        return false; /* the target is not what the plan said */
+    return is_dense(view); /* what elements that share memory hold would depend on the order of writing */
 }
 
 /* {file: bytes of tensors read from it}: every file that has something wanted. */

@@ -41,8 +41,8 @@ struct writing {
 
 /* ---- writing blocks ---- */
 
-static int take(struct dr_crew *crew, struct dr_engine *engine, struct dr_request **request, struct dr_error *error) {
-    while (!(*request = dr_engine_take(engine)) && !(crew && dr_crew_stopped(crew))) {
+static int take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request, struct dr_error *error) {
+    while (!(*request = dr_engine_take(engine)) && !(workers && dr_workers_stopped(workers))) {
         struct dr_request *done;
         int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
         if (rc < 0)
@@ -64,8 +64,8 @@ static int submit(struct dr_writer *w, struct dr_engine *engine, struct dr_reque
     return dr_engine_submit(engine, request, error);
 }
 
-static int finish_requests(struct dr_crew *crew, struct dr_engine *engine, struct dr_error *error) {
-    while (engine->in_flight > 0 && !(crew && dr_crew_stopped(crew))) {
+static int finish_requests(struct dr_workers *workers, struct dr_engine *engine, struct dr_error *error) {
+    while (engine->in_flight > 0 && !(workers && dr_workers_stopped(workers))) {
         struct dr_request *done;
         int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
         if (rc < 0)
@@ -80,7 +80,7 @@ static int finish_requests(struct dr_crew *crew, struct dr_engine *engine, struc
 static int write_blocks(struct writing *writing, struct dr_engine *engine, struct dr_error *error) {
     struct save_window *window = &writing->window;
     size_t block_size = window->options->block_size;
-    while (!dr_crew_stopped(&window->crew)) {
+    while (!dr_workers_stopped(&window->workers)) {
         uint64_t start = atomic_fetch_add(&writing->next, 1) * block_size;
         uint64_t end = start + block_size;
         if (start >= window->end)
@@ -90,7 +90,7 @@ static int write_blocks(struct writing *writing, struct dr_engine *engine, struc
             break;
         }
         struct dr_request *request;
-        int rc = take(&window->crew, engine, &request, error);
+        int rc = take(&window->workers, engine, &request, error);
         if (rc < 0)
             return rc;
         if (!request || !dr_save_window_fill(window, engine->worker, start, end, request->data))
@@ -99,7 +99,7 @@ static int write_blocks(struct writing *writing, struct dr_engine *engine, struc
         if (rc < 0)
             return rc;
     }
-    return finish_requests(&window->crew, engine, error);
+    return finish_requests(&window->workers, engine, error);
 }
 
 /* A thread's requests are cancelled when it ends, so none is left in flight by then. */
@@ -160,7 +160,7 @@ static int run(struct writing *writing, const struct dr_control *control, struct
     if (rc < 0)
         return rc;
     atomic_init(&writing->next, window->begin / w->options.block_size);
-    rc = dr_crew_run(&window->crew, workers, work, writing, control, error);
+    rc = dr_workers_run(&window->workers, workers, work, writing, control, error);
     if (rc < 0)
         return rc;
     assert(window->begin == w->position && window->end >= window->begin);

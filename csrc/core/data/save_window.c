@@ -158,7 +158,7 @@ static void fill_data(struct save_window *window, struct piece *p, uint64_t lo, 
         }
     }
     if (atomic_fetch_sub(&p->unsummed, to - from) == to - from)
-        dr_crew_notify(&window->crew);
+        dr_workers_notify(&window->workers);
 }
 
 static bool is_summed(const void *context) {
@@ -171,7 +171,7 @@ static bool fill_tail(struct save_window *window, struct piece *p, uint64_t lo, 
     uint64_t tail = p->data + p->source->size, from, to;
     if (!overlap(tail, p->end - tail, lo, hi, &from, &to))
         return true;
-    if (!is_summed(p) && !dr_crew_wait(&window->crew, is_summed, p))
+    if (!is_summed(p) && !dr_workers_wait(&window->workers, is_summed, p))
         return false;
     uint8_t bytes[DR_RECORD_TAIL_MAX];
     uint32_t crc = dr_crc_whole(p->payload, p->source->total, p->crcs);

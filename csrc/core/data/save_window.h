@@ -35,7 +35,7 @@ struct save_window {
     const uint8_t *carry;      /* the bytes from the last block boundary to `begin` */
     struct open_record *open;  /* what a first part opens; `done` is the writer's to change */
     /* its own */
-    struct dr_crew crew;
+    struct dr_workers workers;
     struct piece *pieces;
     size_t count;
     uint64_t begin, end; /* stream positions */
@@ -50,7 +50,7 @@ int dr_save_window_init(struct save_window *window, const struct dr_source *sour
                         struct dr_error *error);
 
 /*
- * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the crew was stopped. `worker`
+ * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the workers were stopped. `worker`
  * is who does it, for the watch.
  */
 bool dr_save_window_fill(struct save_window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block);

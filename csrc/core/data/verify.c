@@ -178,7 +178,7 @@ static int turn_to_file(struct run *run, struct reader *reader, size_t file, str
 
 static int read_headers(struct run *run, struct reader *reader, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
-    while (!dr_crew_stopped(&run->verify.crew)) {
+    while (!dr_workers_stopped(&run->verify.workers)) {
         size_t index = atomic_fetch_add(&run->next, 1);
         if (index >= run->large_count)
             return 0;
@@ -387,14 +387,14 @@ static int read_stretch(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
 /* Reading a block again. */
 struct reread {
     struct run *run;
-    struct dr_crew *crew;
+    struct dr_workers *workers;
     int fd;
     struct holes holes;
 };
 
 /* Reads [lo, hi) again, in ever smaller parts around what cannot be read. data is where lo goes. */
 static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
-    if (dr_crew_stopped(r->crew))
+    if (dr_workers_stopped(r->workers))
         return;
     int why = read_stretch(r->fd, data, lo, hi);
     if (why == 0)
@@ -411,10 +411,10 @@ static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
     }
 }
 
-static int lost(void *context, struct dr_crew *crew, const struct dr_block *block, int fd, uint8_t *buffer,
+static int lost(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error) {
     struct run *run = context;
-    struct reread again = {.run = run, .crew = crew, .fd = fd};
+    struct reread again = {.run = run, .workers = workers, .fd = fd};
     uint64_t crc_ns = 0;
     if (is_our_lack(why)) {
         *error = *why;
@@ -424,7 +424,7 @@ static int lost(void *context, struct dr_crew *crew, const struct dr_block *bloc
         reread(&again, buffer, block->lo, block->hi);
     else
         add_hole(&again.holes, block->lo, block->hi, why->err);
-    if (dr_crew_stopped(crew))
+    if (dr_workers_stopped(workers))
         return 0;
     if (again.holes.count == 0)
         atomic_fetch_add(&run->repeated, 1);
@@ -453,7 +453,7 @@ static int check_all(struct run *run, const struct dr_control *control, struct d
     int rc = plan_records(run, control, error);
     unsigned readers = run->large_count < HEADER_READERS ? (unsigned)run->large_count : HEADER_READERS;
     if (rc == 0 && readers > 0)
-        rc = dr_crew_run(&run->verify.crew, readers, read_some_headers, run, control, error);
+        rc = dr_workers_run(&run->verify.workers, readers, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
     const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, lost, run};

@@ -271,7 +271,7 @@ static bool is_end_right(const struct dr_archive *a, const struct dr_directory *
 }
 
 /* A directory that is read from a file may have millions of entries. */
-static bool is_stopped(const struct record *r) { return !r->window->fixed && dr_crew_stopped(&r->verify->crew); }
+static bool is_stopped(const struct record *r) { return !r->window->fixed && dr_workers_stopped(&r->verify->workers); }
 
 static void check_entries(const struct archive *a, struct dr_directory *dir) {
     uint64_t length = a->directory.length, from = 0;

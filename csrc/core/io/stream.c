@@ -14,7 +14,7 @@ enum { WAIT_MS = 100 };
 struct run {
     const struct dr_stream *stream;
     const struct dr_options *options;
-    struct dr_crew crew;
+    struct dr_workers workers;
     atomic_size_t next; /* block to take */
     unsigned depth;     /* buffers per worker */
     atomic_uint_fast64_t bytes, cached_bytes;
@@ -41,7 +41,7 @@ static int use_piece(struct run *run, unsigned worker, const struct dr_block *pi
 static int lose(struct run *run, const struct dr_block *block, int fd, uint8_t *buffer, const struct dr_error *why,
                 struct dr_error *error) {
     if (run->stream->lost)
-        return run->stream->lost(run->stream->context, &run->crew, block, fd, buffer, why, error);
+        return run->stream->lost(run->stream->context, &run->workers, block, fd, buffer, why, error);
     *error = *why;
     return -why->err;
 }
@@ -158,7 +158,7 @@ static int start_block(struct run *run, struct dr_engine *engine, struct dr_requ
 }
 
 static int fill_queue(struct run *run, struct dr_engine *engine, struct dr_error *error) {
-    while (!dr_crew_stopped(&run->crew) && atomic_load(&run->next) < run->stream->count) {
+    while (!dr_workers_stopped(&run->workers) && atomic_load(&run->next) < run->stream->count) {
         struct dr_request *request = dr_engine_take(engine);
         if (!request)
             return 0;
@@ -206,7 +206,7 @@ static int finish_block(struct run *run, struct dr_engine *engine, struct dr_err
 }
 
 static int read_blocks(struct run *run, struct dr_engine *engine, struct dr_error *error) {
-    while (!dr_crew_stopped(&run->crew)) {
+    while (!dr_workers_stopped(&run->workers)) {
         int rc = fill_queue(run, engine, error);
         if (rc < 0)
             return rc;
@@ -236,7 +236,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     return rc;
 }
 
-static int run_crew(struct run *run, const struct dr_control *control, struct dr_error *error) {
+static int run_workers(struct run *run, const struct dr_control *control, struct dr_error *error) {
     const struct dr_options *options = run->options;
     size_t blocks = run->stream->count;
     unsigned workers = blocks < options->workers ? (unsigned)blocks : options->workers;
@@ -246,13 +246,13 @@ static int run_crew(struct run *run, const struct dr_control *control, struct dr
         run->depth = (unsigned)share;
     if (run->depth == 0)
         run->depth = 1;
-    return dr_crew_run(&run->crew, workers, work, run, control, error);
+    return dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 
 int dr_stream_run(const struct dr_stream *stream, const struct dr_control *control, struct dr_stream_stats *stats,
                   struct dr_error *error) {
     struct run run = {.stream = stream, .options = stream->options};
-    int rc = stream->count > 0 ? run_crew(&run, control, error) : 0;
+    int rc = stream->count > 0 ? run_workers(&run, control, error) : 0;
     *stats = (struct dr_stream_stats){
         .bytes = run.bytes, .cached_bytes = run.cached_bytes, .direct = run.direct, .engine = run.engine};
     return rc;

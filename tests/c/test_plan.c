@@ -329,13 +329,13 @@ static void names_without_end(void) {
 
 /* ---- fingerprints ---- */
 
-static int add_printed(struct plans *p, const uint32_t *prints, size_t each) {
+static int add_fingerprinted(struct plans *p, const uint32_t *fingerprints, size_t each) {
     int rc = 0;
     dr_error_clear(&p->error);
     CHECK_OK(dr_merge_init(&p->merge, p->world, &p->error), &p->error);
     for (uint32_t rank = 0; rank < p->world && rc == 0; rank++) {
         struct dr_buffer bytes = plan_encode(&p->of[rank]);
-        rc = dr_merge_add(&p->merge, bytes.data, bytes.size, prints + rank * each, each, NULL, &p->error);
+        rc = dr_merge_add(&p->merge, bytes.data, bytes.size, fingerprints + rank * each, each, NULL, &p->error);
         dr_buffer_destroy(&bytes);
     }
     return rc;
@@ -346,7 +346,7 @@ static void hashed(struct dr_table *table, const char *name, unsigned flags) {
 }
 
 static void fingerprints(void) {
-    const uint32_t prints[] = {10, 20, 10, 21, 10, 20};
+    const uint32_t fingerprints[] = {10, 20, 10, 21, 10, 20};
     struct plans p;
     begin(&p, 3);
     for (uint32_t rank = 0; rank < 3; rank++) {
@@ -354,21 +354,21 @@ static void fingerprints(void) {
         hashed(&p.of[rank], "unknown", 0);
         hashed(&p.of[rank], "differs", DR_ROW_HASHED);
     }
-    CHECK_OK(add_printed(&p, prints, 2), &p.error);
+    CHECK_OK(add_fingerprinted(&p, fingerprints, 2), &p.error);
     CHECK_OK(dr_merge_check(&p.merge, true, NULL, &p.error), &p.error);
     uint8_t *different;
     CHECK_OK(dr_merge_differing(&p.merge, &different, &p.error), &p.error);
     CHECK_BYTES(different, "\0\0\1", 3);
     free(different);
     for (uint32_t rank = 0; rank < 3; rank++) {
-        CHECK_EQ(dr_merge_print(&p.merge, 0, rank), 10);
-        CHECK_EQ(dr_merge_print(&p.merge, 1, rank), 0);
-        CHECK_EQ(dr_merge_print(&p.merge, 2, rank), prints[2 * rank + 1]);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 0, rank), 10);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 1, rank), 0);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 2, rank), fingerprints[2 * rank + 1]);
     }
     for (size_t each = 1; each <= 3; each += 2) {
         const uint32_t many[9] = {0};
         dr_merge_destroy(&p.merge);
-        CHECK_FAILS(add_printed(&p, many, each), &p.error, EINVAL);
+        CHECK_FAILS(add_fingerprinted(&p, many, each), &p.error, EINVAL);
     }
     end(&p);
 }
@@ -382,12 +382,12 @@ static void some_fingerprints(void) {
             hashed(&p.of[rank], (char[]){'a', (char)('0' + i), 0}, DR_ROW_HASHED);
     dr_error_clear(&p.error);
     CHECK_OK(dr_merge_init(&p.merge, p.world, &p.error), &p.error);
-    uint32_t prints[40];
+    uint32_t fingerprints[40];
     for (uint32_t i = 0; i < 40; i++)
-        prints[i] = i * 7; /* the first is 0, which is as good as any */
+        fingerprints[i] = i * 7; /* the first is 0, which is as good as any */
     for (uint32_t rank = 0; rank < 4; rank++) {
         struct dr_buffer bytes = plan_encode(&p.of[rank]);
-        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, prints, rank % 2 ? 40 : 0, NULL, &p.error), &p.error);
+        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, fingerprints, rank % 2 ? 40 : 0, NULL, &p.error), &p.error);
         dr_buffer_destroy(&bytes);
     }
     CHECK_OK(dr_merge_check(&p.merge, true, NULL, &p.error), &p.error);
@@ -395,8 +395,8 @@ static void some_fingerprints(void) {
     CHECK_OK(dr_merge_differing(&p.merge, &different, &p.error), &p.error);
     for (int i = 0; i < 40; i++) {
         CHECK_EQ(different[i], 0);
-        CHECK_EQ(dr_merge_print(&p.merge, (uint32_t)i, 2), 0);
-        CHECK_EQ(dr_merge_print(&p.merge, (uint32_t)i, 3), i ? prints[i] : 1);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, (uint32_t)i, 2), 0);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, (uint32_t)i, 3), i ? fingerprints[i] : 1);
     }
     free(different);
     end(&p);

@@ -13,7 +13,7 @@
 #include "plan/merge.h"
 #include "plan/metadata_pickle.h"
 
-enum { RANKS = 2, MAX_PRINTS = 8, CHOICES = 5 };
+enum { RANKS = 2, MAX_FINGERPRINTS = 8, CHOICES = 5 };
 
 struct plan {
     uint8_t *data;
@@ -226,7 +226,7 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
 }
 
 static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHOICES]) {
-    static const uint32_t prints[MAX_PRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    static const uint32_t fingerprints[MAX_FINGERPRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
     struct dr_merge merge;
     struct dr_error error;
     dr_error_clear(&error);
@@ -234,7 +234,7 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
     int rc = 0;
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {
         size_t count = choices[2] >> 4 * rank & 15;
-        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, prints, count % (MAX_PRINTS + 1), NULL, &error);
+        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, fingerprints, count % (MAX_FINGERPRINTS + 1), NULL, &error);
         FUZZ_CHECK(rc == -error.err);
     }
     if (!rc)
@@ -244,7 +244,7 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
         uint8_t *different;
         FUZZ_CHECK(dr_merge_differing(&merge, &different, &error) == 0);
         for (uint32_t g = 0; g < merge.groups.count; g++)
-            FUZZ_CHECK(!different[g] || dr_merge_print(&merge, g, 0) != dr_merge_print(&merge, g, 1));
+            FUZZ_CHECK(!different[g] || dr_merge_fingerprint(&merge, g, 0) != dr_merge_fingerprint(&merge, g, 1));
         free(different);
         share_out(&merge, choices);
     }

@@ -287,31 +287,31 @@ int dr_merge_check(struct dr_merge *merge, bool complete, const struct dr_contro
 
 /* ---- fingerprints ---- */
 
-uint32_t dr_merge_print(const struct dr_merge *merge, uint32_t group, uint32_t rank) {
-    for (uint64_t i = merge->rank_rows[rank]; merge->row_print && i < merge->rank_rows[rank + 1]; i++)
+uint32_t dr_merge_fingerprint(const struct dr_merge *merge, uint32_t group, uint32_t rank) {
+    for (uint64_t i = merge->rank_rows[rank]; merge->row_fingerprint && i < merge->rank_rows[rank + 1]; i++)
         if (merge->row_group[i] == group)
-            return merge->row_print[i];
+            return merge->row_fingerprint[i];
     return 0;
 }
 
 int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_error *error) {
     assert(merge->phase == DR_MERGE_CHECKED || merge->phase == DR_MERGE_ASSIGNED);
-    uint32_t *prints = dr_calloc(merge->groups.count + 1, sizeof *prints);
+    uint32_t *fingerprints = dr_calloc(merge->groups.count + 1, sizeof *fingerprints);
     *out = dr_calloc(merge->groups.count + 1, 1);
-    if (!prints || !*out) {
-        free(prints);
+    if (!fingerprints || !*out) {
+        free(fingerprints);
         free(*out);
         *out = NULL;
         return dr_error_memory(error);
     }
-    for (size_t i = 0; merge->row_print && i < merge->row_count; i++) {
-        uint32_t group = merge->row_group[i], print = merge->row_print[i];
-        if (group == DR_NO_GROUP || !print)
+    for (size_t i = 0; merge->row_fingerprint && i < merge->row_count; i++) {
+        uint32_t group = merge->row_group[i], own = merge->row_fingerprint[i];
+        if (group == DR_NO_GROUP || !own)
             continue;
-        if (!prints[group])
-            prints[group] = print;
-        (*out)[group] |= prints[group] != print;
+        if (!fingerprints[group])
+            fingerprints[group] = own;
+        (*out)[group] |= fingerprints[group] != own;
     }
-    free(prints);
+    free(fingerprints);
     return 0;
 }

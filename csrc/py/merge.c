@@ -217,7 +217,7 @@ static PyObject *answer(PyObject *object, PyObject *rank_object) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_merge_answer(merge, rank, &out, &error);
+    int rc = dr_merge_reply(merge, rank, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
@@ -353,7 +353,7 @@ static PyObject *read_answer(PyObject *module, PyObject *args) {
     struct dr_error error;
     dr_error_clear(&error);
     PyObject *list = count < 0 ? PyErr_Format(PyExc_ValueError, "%zd rows", count) : PyList_New(0);
-    if (list && dr_answer_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
+    if (list && dr_reply_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
         Py_CLEAR(list);
         if (!PyErr_Occurred())
             fail(module_state(module), &error);

@@ -1,5 +1,5 @@
 /*
- * The coordinator's work: plans merged, checked, shared out and answered; and what a rank reads of a checkpoint.
+ * The coordinator's work: plans merged, checked, shared out and sent back; and what a rank reads of a checkpoint.
  *
  * Tilings are made by cutting a box at random places, again and again, and handed to random ranks; an oracle that
  * looks at every element says what they should come to.
@@ -611,12 +611,12 @@ static int count_kept(void *context, size_t row, int64_t start, int64_t rows) {
     return 0;
 }
 
-/* Answers say what dr_merge_items says; sums add up; garbled answers are errors or harmless. */
-static void check_answers(const struct dr_merge *merge, struct rng *rng) {
+/* Replies say what dr_merge_items says; sums add up; garbled replies are errors or harmless. */
+static void check_replies(const struct dr_merge *merge, struct rng *rng) {
     uint64_t items = 0, bytes = 0, all = 0;
     for (uint32_t rank = 0; rank < merge->world; rank++) {
         struct reader r = {.merge = merge, .rank = rank};
-        struct dr_buffer answer;
+        struct dr_buffer reply;
         struct dr_error error;
         uint32_t *own;
         size_t rows = merge->rank_rows[rank + 1] - merge->rank_rows[rank], ignored = 0;
@@ -624,8 +624,8 @@ static void check_answers(const struct dr_merge *merge, struct rng *rng) {
         dr_error_clear(&error);
         CHECK_OK(dr_merge_items(merge, rank, &own, &r.count, &error), &error);
         r.items = own;
-        CHECK_OK(dr_merge_answer(merge, rank, &answer, &error), &error);
-        CHECK_OK(dr_answer_read(answer.data, answer.size, rows, compare_kept, &r, &error), &error);
+        CHECK_OK(dr_merge_reply(merge, rank, &reply, &error), &error);
+        CHECK_OK(dr_reply_read(reply.data, reply.size, rows, compare_kept, &r, &error), &error);
         CHECK_EQ(r.at, r.count);
         CHECK_EQ(merge->sums[rank].items, r.count);
         for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++)
@@ -638,16 +638,16 @@ static void check_answers(const struct dr_merge *merge, struct rng *rng) {
         items += merge->sums[rank].items;
         bytes += merge->sums[rank].bytes;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_answer_read(answer.data, answer.size, rows + 1, count_kept, &ignored, &error), &error, EINVAL);
-        for (size_t cut = 0; cut < answer.size; cut++) {
+        CHECK_FAILS(dr_reply_read(reply.data, reply.size, rows + 1, count_kept, &ignored, &error), &error, EINVAL);
+        for (size_t cut = 0; cut < reply.size; cut++) {
             dr_error_clear(&error);
-            int rc = dr_answer_read(answer.data, cut, rows, count_kept, &ignored, &error);
+            int rc = dr_reply_read(reply.data, cut, rows, count_kept, &ignored, &error);
             CHECK(rc == -error.err && (rc == -EINVAL || cut > rows / 8)); /* whole pieces may be cut off unnoticed */
         }
-        answer.data[rng_below(rng, answer.size)] ^= (uint8_t)(1 + rng_below(rng, 255));
+        reply.data[rng_below(rng, reply.size)] ^= (uint8_t)(1 + rng_below(rng, 255));
         dr_error_clear(&error);
-        CHECK_EQ(dr_answer_read(answer.data, answer.size, rows, count_kept, &ignored, &error), -error.err);
-        dr_buffer_destroy(&answer);
+        CHECK_EQ(dr_reply_read(reply.data, reply.size, rows, count_kept, &ignored, &error), -error.err);
+        dr_buffer_destroy(&reply);
         free(own);
     }
     for (uint32_t g = 0; g < merge->groups.count; g++)
@@ -732,7 +732,7 @@ static void every_strategy(void) {
                 continue;
             }
             check_pieces(&p.merge, &writers);
-            check_answers(&p.merge, &rng);
+            check_replies(&p.merge, &rng);
             check_table(&p.merge);
             if (strategy == DR_LIMITED)
                 CHECK_INT(writers, <=, limit);
@@ -867,7 +867,7 @@ static void shares_against_the_best(void) {
     CHECK(sum / ROUNDS < 1.02 && worst < 1.7);
 }
 
-/* The same plans give the same answers, also when something else was assigned in between. */
+/* The same plans give the same replies, also when something else was assigned in between. */
 static void the_same_again(void) {
     struct rng rng = {16};
     for (int round = 0; round < 200; round++) {
@@ -920,7 +920,7 @@ static void sums_that_overflow(void) {
     end(&p);
 }
 
-static void garbled_answers(void) {
+static void garbled_replies(void) {
     static const struct {
         const char *bytes;
         size_t size, rows;
@@ -940,7 +940,7 @@ static void garbled_answers(void) {
         struct dr_error error;
         size_t kept = 0;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_answer_read(bad[i].bytes, bad[i].size, bad[i].rows, count_kept, &kept, &error), &error, EINVAL);
+        CHECK_FAILS(dr_reply_read(bad[i].bytes, bad[i].size, bad[i].rows, count_kept, &kept, &error), &error, EINVAL);
     }
 }
 
@@ -1113,6 +1113,6 @@ CHECK_MAIN({"groups_and_holders", groups_and_holders},
            {"every_strategy", every_strategy}, {"limits_that_are_too_small", limits_that_are_too_small},
            {"loads_are_even", loads_are_even}, {"shares_against_the_best", shares_against_the_best},
            {"the_same_again", the_same_again}, {"sums_that_overflow", sums_that_overflow},
-           {"garbled_answers", garbled_answers}, {"matches_of_tilings", matches_of_tilings},
+           {"garbled_replies", garbled_replies}, {"matches_of_tilings", matches_of_tilings},
            {"matches_that_fail", matches_that_fail},
            {"matches_of_chunks_that_overlap", matches_of_chunks_that_overlap})

@@ -142,14 +142,14 @@ int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignme
 /*
  * What goes back to a rank: which of its rows it writes, a bitmap, and which of them in pieces. The caller frees out.
  */
-int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error);
+int dr_merge_reply(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error);
 
 /* The same, taken apart: `kept` is called for every item to be written, in order of rows; start 0, rows -1: whole. */
 typedef int dr_kept(void *context, size_t row, int64_t start, int64_t rows);
-int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
                    struct dr_error *error);
 
-/* The pieces that a rank writes, as indices of merge->pieces in the order of dr_answer_read; *count of them. */
+/* The pieces that a rank writes, as indices of merge->pieces in the order of dr_reply_read; *count of them. */
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error);
 
 /* One row of a rank that other ranks hold too. */

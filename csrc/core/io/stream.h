@@ -34,7 +34,7 @@ struct dr_stream {
      * through the page cache, -1 where that cannot be opened. 0: go on with the others. It may take long, and looks
      * whether the workers were stopped. NULL: the first such block ends it all.
      */
-    int (*lost)(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
+    int (*on_read_error)(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error);
     void *context;
 };

@@ -194,24 +194,32 @@ static bool same_dtype(const struct dr_properties *properties, const struct dr_d
            memcmp(properties->encoding + before, dtype->name, size) == 0;
 }
 
+static bool has_lengths(const struct tensor_view *view, const int64_t *lengths, int ndim) {
+    return view->ndim == ndim && (ndim == 0 || memcmp(lengths, view->sizes, (size_t)ndim * sizeof *lengths) == 0);
+}
+
 /* Whether an overlap can be read straight into its target's memory. */
-static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_places *places,
+static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_storage_index *places,
                         const struct tensor_view *view) {
     const struct dr_table *wanted = wanted_of(self), *stored = stored_of(self);
-    const struct dr_row *row = &wanted->rows[o->wanted];
-    if (!dr_row_is_tensor(row) || !dr_row_is_tensor(&stored->rows[o->stored]) || places->places[o->stored].kind != DR_PLACE_TENSOR || view->kind != TENSOR_PLAIN ||
-        view->ndim != row->ndim ||
-        !same_dtype(&stored->properties[stored->rows[o->stored].properties], view->dtype))
-        return false;
-    const int64_t *lengths = dr_row_lengths(wanted, row);
-    return (row->ndim == 0 || memcmp(lengths, view->sizes, (size_t)row->ndim * sizeof *lengths) == 0) &&
-           is_dense(view);
+    const struct dr_row *want = &wanted->rows[o->wanted], *have = &stored->rows[o->stored];
+    if (!dr_row_is_tensor(want) || !dr_row_is_tensor(have))
+        return false; /* it is an object */
+    if (places->entries[o->stored].kind != DR_STORAGE_TENSOR)
+        return false; /* where its payload lies is not known */
+    if (view->kind != TENSOR_PLAIN)
+        return false; /* the target's memory is elsewhere */
+    if (!same_dtype(&stored->properties[have->properties], view->dtype))
+        return false; /* it has to be cast */
+    if (!has_lengths(view, dr_row_lengths(wanted, want), want->ndim))
+        return false; /* the target is not what the plan said */
+    return is_dense(view); /* what elements that share memory hold would depend on the order of writing */
 }
 
 /* {file: bytes of tensors read from it}: every file that has something wanted. */
 static PyObject *file_bytes(PyObject *object, PyObject *argument) {
     const struct match *self = (struct match *)object;
-    const struct dr_places *places = places_of(state_of(object), argument);
+    const struct dr_storage_index *places = places_of(state_of(object), argument);
     if (!places)
         return NULL;
     if (places->count != stored_of(self)->count)
@@ -221,8 +229,8 @@ static PyObject *file_bytes(PyObject *object, PyObject *argument) {
     uint8_t *used = PyMem_Calloc(count + 1, 1);
     PyObject *dict = bytes && used ? PyDict_New() : PyErr_NoMemory();
     for (size_t i = 0; dict && i < self->core.count; i++) {
-        const struct dr_place *place = &places->places[self->core.overlaps[i].stored];
-        if (place->kind == DR_PLACE_NONE)
+        const struct dr_storage_entry *place = &places->entries[self->core.overlaps[i].stored];
+        if (place->kind == DR_STORAGE_NONE)
             continue;
         used[place->file] = 1;
         bytes[place->file] += overlap_bytes(self, &self->core.overlaps[i]);
@@ -245,7 +253,7 @@ static PyObject *file_bytes(PyObject *object, PyObject *argument) {
 
 struct planned {
     struct match *match;
-    const struct dr_places *places;
+    const struct dr_storage_index *places;
     const struct tensors *targets;
 };
 
@@ -282,7 +290,7 @@ static PyObject *straight(PyObject *module, PyObject *args) {
 static void describe_read(const struct planned *p, const struct dr_overlap *o, struct dr_read *read) {
     const struct dr_table *stored = stored_of(p->match);
     const struct dr_row *row = &stored->rows[o->stored];
-    const struct dr_place *place = &p->places->places[o->stored];
+    const struct dr_storage_entry *place = &p->places->entries[o->stored];
     const struct tensor_view *view = &p->targets->views[o->wanted];
     const int64_t *dims = p->match->core.dims + o->dims;
     int64_t skip = 0;

@@ -59,14 +59,14 @@ static void merge_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *prints, struct dr_error *error) {
-    uint32_t *aligned = PyMem_Malloc((size_t)prints->len + 4);
+static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *fingerprints, struct dr_error *error) {
+    uint32_t *aligned = PyMem_Malloc((size_t)fingerprints->len + 4);
     if (!aligned)
         return dr_error_memory(error);
-    memcpy(aligned, prints->buf, (size_t)prints->len);
+    memcpy(aligned, fingerprints->buf, (size_t)fingerprints->len);
     struct gil gil;
     begin(self, &gil, (size_t)plan->len);
-    int rc = dr_merge_add(&self->core, plan->buf, (size_t)plan->len, aligned, (size_t)prints->len / 4, &gil.control,
+    int rc = dr_merge_add(&self->core, plan->buf, (size_t)plan->len, aligned, (size_t)fingerprints->len / 4, &gil.control,
                           error);
     end(self, &gil);
     PyMem_Free(aligned);
@@ -75,17 +75,17 @@ static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *
 
 static PyObject *add(PyObject *object, PyObject *args) {
     struct merge *self = (struct merge *)object;
-    Py_buffer plan, prints;
-    if (!PyArg_ParseTuple(args, "y*y*", &plan, &prints))
+    Py_buffer plan, fingerprints;
+    if (!PyArg_ParseTuple(args, "y*y*", &plan, &fingerprints))
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
     PyObject *result = NULL;
     if (may_begin(self, self->core.phase <= DR_MERGE_BROKEN && self->core.added < self->core.world,
                   "more plans than ranks"))
-        result = none_or(object, add_plan(self, &plan, &prints, &error), &error);
+        result = none_or(object, add_plan(self, &plan, &fingerprints, &error), &error);
     PyBuffer_Release(&plan);
-    PyBuffer_Release(&prints);
+    PyBuffer_Release(&fingerprints);
     return result;
 }
 
@@ -125,12 +125,12 @@ static bool is_checked(const struct merge *self) {
                      "the merge is not checked yet");
 }
 
-static PyObject *prints_of(const struct dr_merge *merge, uint32_t group) {
+static PyObject *fingerprints_of(const struct dr_merge *merge, uint32_t group) {
     const struct dr_row *row = &merge->groups.rows[group];
     PyObject *list = PyList_New(0);
     for (uint64_t h = merge->holder_start[group]; list && h < merge->holder_start[group + 1]; h++) {
         uint32_t rank = merge->holders[h];
-        PyObject *pair = Py_BuildValue("(Ik)", rank, (unsigned long)dr_merge_print(merge, group, rank));
+        PyObject *pair = Py_BuildValue("(Ik)", rank, (unsigned long)dr_merge_fingerprint(merge, group, rank));
         if (!pair || PyList_Append(list, pair) < 0)
             Py_CLEAR(list);
         Py_XDECREF(pair);
@@ -154,7 +154,7 @@ static PyObject *differing(PyObject *object, PyObject *most_object) {
     for (uint32_t g = 0; list && g < merge->groups.count; g++) {
         if (!different[g] || count++ >= most)
             continue;
-        PyObject *entry = prints_of(merge, g);
+        PyObject *entry = fingerprints_of(merge, g);
         if (!entry || PyList_Append(list, entry) < 0)
             Py_CLEAR(list);
         Py_XDECREF(entry);
@@ -217,7 +217,7 @@ static PyObject *answer(PyObject *object, PyObject *rank_object) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_merge_answer(merge, rank, &out, &error);
+    int rc = dr_merge_reply(merge, rank, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
@@ -353,7 +353,7 @@ static PyObject *read_answer(PyObject *module, PyObject *args) {
     struct dr_error error;
     dr_error_clear(&error);
     PyObject *list = count < 0 ? PyErr_Format(PyExc_ValueError, "%zd rows", count) : PyList_New(0);
-    if (list && dr_answer_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
+    if (list && dr_reply_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
         Py_CLEAR(list);
         if (!PyErr_Occurred())
             fail(module_state(module), &error);

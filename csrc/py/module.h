@@ -17,7 +17,7 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "io/crew.h"
+#include "io/workers.h"
 #include "io/options.h"
 #include "torch_shim.h"
 

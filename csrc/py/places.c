@@ -1,4 +1,4 @@
-/* dcpring._C.Places: where items are stored (core/plan/places.h). */
+/* dcpring._C.Places: where items are stored (core/plan/storage_index.h). */
 #include "tables.h"
 
 #include "base/crc.h"
@@ -17,7 +17,7 @@ const struct dr_table *table_of(struct module_state *state, PyObject *object) {
     return self ? &self->core : NULL;
 }
 
-const struct dr_places *places_of(struct module_state *state, PyObject *object) {
+const struct dr_storage_index *places_of(struct module_state *state, PyObject *object) {
     struct places *self = wrapped(object, state->places_type, "Places");
     return self ? &self->core : NULL;
 }
@@ -29,7 +29,7 @@ static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct places *self = (struct places *)PyType_GenericAlloc(type, 0);
     struct dr_error error;
     dr_error_clear(&error);
-    if (self && dr_places_init(&self->core, count > 0 ? (size_t)count : 0, &error) < 0) {
+    if (self && dr_storage_index_init(&self->core, count > 0 ? (size_t)count : 0, &error) < 0) {
         fail(state_of((PyObject *)self), &error);
         Py_CLEAR(self);
     }
@@ -38,7 +38,7 @@ static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void places_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    dr_places_destroy(&((struct places *)object)->core);
+    dr_storage_index_destroy(&((struct places *)object)->core);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
@@ -47,7 +47,7 @@ static void places_dealloc(PyObject *object) {
 static Py_ssize_t places_length(PyObject *object) { return (Py_ssize_t)((struct places *)object)->core.count; }
 
 /* (file, kind, offset, length, payload_offset, payload_size, crcs or None) */
-static int set_entry(struct dr_places *places, Py_ssize_t index, PyObject *entry, struct dr_error *error) {
+static int set_entry(struct dr_storage_index *places, Py_ssize_t index, PyObject *entry, struct dr_error *error) {
     const char *file;
     Py_ssize_t file_size, crcs_size = 0;
     unsigned char kind;
@@ -58,25 +58,25 @@ static int set_entry(struct dr_places *places, Py_ssize_t index, PyObject *entry
         return -1;
     bool sums = crcs && crcs_size;
     if (offset > INT64_MAX || length > INT64_MAX - offset ||
-        (kind != DR_PLACE_OTHER && (payload_offset < offset || payload_size > length ||
+        (kind != DR_STORAGE_OTHER && (payload_offset < offset || payload_size > length ||
                                     payload_offset - offset > length - payload_size)))
         return PyErr_Format(PyExc_ValueError, "a place that is out of range"), -1;
-    if (kind > DR_PLACE_OTHER || file_size > INT32_MAX ||
+    if (kind > DR_STORAGE_OTHER || file_size > INT32_MAX ||
         (sums && (size_t)crcs_size != 4 * dr_crc_count(payload_offset, payload_size))) {
         PyErr_SetString(PyExc_ValueError, "a bad place");
         return -1;
     }
-    struct dr_place place = {.offset = offset,
+    struct dr_storage_entry place = {.offset = offset,
                              .length = length,
                              .payload_offset = payload_offset,
                              .payload_size = payload_size,
                              .kind = kind};
-    int rc = dr_places_file(places, file, (uint32_t)file_size, &place.file, error);
-    return rc ? rc : dr_places_set(places, (size_t)index, &place, sums ? crcs : NULL, error);
+    int rc = dr_storage_index_file(places, file, (uint32_t)file_size, &place.file, error);
+    return rc ? rc : dr_storage_index_set(places, (size_t)index, &place, sums ? crcs : NULL, error);
 }
 
 static PyObject *put(PyObject *object, PyObject *list) {
-    struct dr_places *places = &((struct places *)object)->core;
+    struct dr_storage_index *places = &((struct places *)object)->core;
     if (!PyList_Check(list) || (size_t)PyList_Size(list) != places->count)
         return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as there are places");
     struct dr_error error;
@@ -92,13 +92,13 @@ static PyObject *merge(PyObject *object, PyObject *args) {
     Py_buffer indices;
     if (!PyArg_ParseTuple(args, "Oy*", &other, &indices))
         return NULL;
-    const struct dr_places *from = places_of(state_of(object), other);
+    const struct dr_storage_index *from = places_of(state_of(object), other);
     struct dr_error error;
     dr_error_clear(&error);
     uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
     if (aligned) {
         memcpy(aligned, indices.buf, (size_t)indices.len);
-        if (dr_places_merge(&((struct places *)object)->core, from, aligned, (size_t)indices.len / 4, &error) < 0)
+        if (dr_storage_index_merge(&((struct places *)object)->core, from, aligned, (size_t)indices.len / 4, &error) < 0)
             fail(state_of(object), &error);
     } else if (from) {
         PyErr_NoMemory();
@@ -113,21 +113,21 @@ static PyObject *encode(PyObject *object, PyObject *unused) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_places_encode(&((struct places *)object)->core, &out, &error);
+    int rc = dr_storage_index_encode(&((struct places *)object)->core, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
-static PyObject *file_object(const struct dr_places *places, uint32_t file) {
+static PyObject *file_object(const struct dr_storage_index *places, uint32_t file) {
     return PyUnicode_DecodeUTF8(dr_table_text(&places->files, file), (Py_ssize_t)places->files.names[file].size, NULL);
 }
 
 static PyObject *get(PyObject *object, PyObject *argument) {
-    const struct dr_places *places = &((struct places *)object)->core;
+    const struct dr_storage_index *places = &((struct places *)object)->core;
     Py_ssize_t i = PyLong_AsSsize_t(argument);
     if (i < 0 || (size_t)i >= places->count)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "place %zd", i);
-    const struct dr_place *p = &places->places[i];
-    if (p->kind == DR_PLACE_NONE)
+    const struct dr_storage_entry *p = &places->entries[i];
+    if (p->kind == DR_STORAGE_NONE)
         Py_RETURN_NONE;
     const char *crcs = p->has_crcs ? (const char *)places->crcs.data + p->crcs : NULL;
     Py_ssize_t size = p->has_crcs ? (Py_ssize_t)(4 * dr_crc_count(p->payload_offset, p->payload_size)) : 0;
@@ -139,13 +139,13 @@ static PyObject *get(PyObject *object, PyObject *argument) {
 /* Where each file must reach to at least. */
 static PyObject *file_sizes(PyObject *object, PyObject *unused) {
     (void)unused;
-    const struct dr_places *places = &((struct places *)object)->core;
+    const struct dr_storage_index *places = &((struct places *)object)->core;
     size_t count = places->files.name_count;
     uint64_t *ends = PyMem_Calloc(count + 1, sizeof *ends);
     PyObject *dict = ends ? PyDict_New() : PyErr_NoMemory();
     for (size_t i = 0; dict && i < places->count; i++) {
-        const struct dr_place *p = &places->places[i];
-        if (p->kind != DR_PLACE_NONE && p->offset + p->length > ends[p->file])
+        const struct dr_storage_entry *p = &places->entries[i];
+        if (p->kind != DR_STORAGE_NONE && p->offset + p->length > ends[p->file])
             ends[p->file] = p->offset + p->length;
     }
     for (uint32_t f = 0; dict && f < count; f++) {
@@ -197,7 +197,7 @@ static PyObject *decode_places(PyObject *module, PyObject *args) {
     if (self) {
         struct gil gil;
         gil_release_for(&gil, (size_t)data.len);
-        int rc = dr_places_decode(&self->core, data.buf, (size_t)data.len, &gil.control, &error);
+        int rc = dr_storage_index_decode(&self->core, data.buf, (size_t)data.len, &gil.control, &error);
         gil_take(&gil);
         if (rc < 0) {
             Py_CLEAR(self);

@@ -357,7 +357,7 @@ static int fragments_of(PyObject *list, struct dr_fragment *out, size_t count) {
     return 0;
 }
 
-static PyObject *write_pickle(struct module_state *state, const struct dr_table *table, const struct dr_places *places,
+static PyObject *write_pickle(struct module_state *state, const struct dr_table *table, const struct dr_storage_index *places,
                               const struct dr_metadata_parts *parts) {
     struct dr_error error;
     dr_error_clear(&error);
@@ -379,7 +379,7 @@ static PyObject *pickle(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOy#y#p", &places, &list, &parts.storage_meta.data, &storage_meta_size,
                           &parts.version.data, &version_size, &mappings))
         return NULL;
-    const struct dr_places *stored = places == Py_None ? NULL : places_of(state, places);
+    const struct dr_storage_index *stored = places == Py_None ? NULL : places_of(state, places);
     if (places != Py_None && !stored)
         return NULL;
     if (stored && stored->count != table->count)

@@ -6,7 +6,7 @@
 
 #include "plan/match.h"
 #include "plan/merge.h"
-#include "plan/places.h"
+#include "plan/storage_index.h"
 
 struct table {
     PyObject_HEAD
@@ -15,14 +15,14 @@ struct table {
 
 struct places {
     PyObject_HEAD
-    struct dr_places core;
+    struct dr_storage_index core;
 };
 
 PyObject *table_new(struct module_state *state);
 
 /* What an object wraps, NULL with an exception when it is another kind of object. */
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
-const struct dr_places *places_of(struct module_state *state, PyObject *object);
+const struct dr_storage_index *places_of(struct module_state *state, PyObject *object);
 
 /* Sets the exception of a core failure; returns NULL. */
 PyObject *fail(struct module_state *state, const struct dr_error *error);

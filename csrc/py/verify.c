@@ -106,7 +106,7 @@ static PyObject *result_of(const struct verify_job *job, const struct dr_finding
         return NULL;
     }
     for (Py_ssize_t i = 0; i < job->count; i++)
-        PyBytes_AsString(left)[i] = (char)job->checks[i].left;
+        PyBytes_AsString(left)[i] = (char)job->checks[i].unverified;
     return Py_BuildValue("(NNKK(KKsO))", problems, left, (unsigned long long)findings->unkept,
                          (unsigned long long)findings->repeated, (unsigned long long)stats->bytes,
                          (unsigned long long)stats->cached_bytes, stats->engine ? stats->engine : "",

@@ -5,7 +5,7 @@
 #include "plan.h"
 #include "plan/match.h"
 #include "plan/merge.h"
-#include "plan/places.h"
+#include "plan/storage_index.h"
 
 /* CPU time, so that a busy machine makes no difference. What is in proportion takes a fiftieth of it. */
 enum { MOST_SECONDS = 3 };
@@ -72,7 +72,7 @@ static void names_that_collide(void) {
     struct dr_buffer table = table_of_names(60000);
     CHECK_EQ(take_in(&table, NULL), 0);
     struct dr_buffer files = {0};
-    struct dr_places places;
+    struct dr_storage_index places;
     struct dr_error error;
     dr_error_clear(&error);
     dr_buffer_begin(&files, "DRP\1");
@@ -86,9 +86,9 @@ static void names_that_collide(void) {
     dr_buffer_varint(&files, 0);
     CHECK_OK(dr_buffer_seal(&files, &error), &error);
     double start = cpu_seconds();
-    CHECK_OK(dr_places_decode(&places, files.data, files.size, NULL, &error), &error);
+    CHECK_OK(dr_storage_index_decode(&places, files.data, files.size, NULL, &error), &error);
     CHECK(cpu_seconds() - start < MOST_SECONDS);
-    dr_places_destroy(&places);
+    dr_storage_index_destroy(&places);
     dr_buffer_destroy(&files);
 }
 

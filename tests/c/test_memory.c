@@ -247,7 +247,7 @@ static int count_item(void *context, size_t row, int64_t start, int64_t rows) {
     return 0;
 }
 
-static int answer_all(const struct dr_merge *merge, struct dr_error *error) {
+static int reply_to_all(const struct dr_merge *merge, struct dr_error *error) {
     int rc = 0;
     size_t all = 0, read = 0;
     for (uint32_t rank = 0; rank < RANKS && rc == 0; rank++) {
@@ -256,9 +256,9 @@ static int answer_all(const struct dr_merge *merge, struct dr_error *error) {
         size_t count = 0;
         rc = dr_merge_items(merge, rank, &items, &count, error);
         if (rc == 0)
-            rc = dr_merge_answer(merge, rank, &out, error);
+            rc = dr_merge_reply(merge, rank, &out, error);
         if (rc == 0)
-            CHECK_OK(dr_answer_read(out.data, out.size, ROWS, count_item, &read, error), error);
+            CHECK_OK(dr_reply_read(out.data, out.size, ROWS, count_item, &read, error), error);
         all += count;
         free(items);
         dr_buffer_destroy(&out);
@@ -271,20 +271,20 @@ static int pickle(const struct dr_table *table, struct dr_error *error) {
     static const struct dr_fragment none = {"N", 1};
     static const struct dr_fragment properties[P_COUNT] = {{"N", 1}, {"N", 1}, {"N", 1}};
     const struct dr_metadata_parts parts = {properties, none, none, false};
-    struct dr_places places;
+    struct dr_storage_index places;
     struct dr_buffer out = {0};
-    int rc = dr_places_init(&places, table->count, error);
+    int rc = dr_storage_index_init(&places, table->count, error);
     for (size_t i = 0; i < table->count && rc == 0; i++) {
-        struct dr_place place = {.kind = DR_PLACE_TENSOR, .length = 100, .payload_size = 100};
-        rc = dr_places_file(&places, "file", 4, &place.file, error);
+        struct dr_storage_entry place = {.kind = DR_STORAGE_TENSOR, .length = 100, .payload_size = 100};
+        rc = dr_storage_index_file(&places, "file", 4, &place.file, error);
         if (rc == 0)
-            rc = dr_places_set(&places, i, &place, "crcs", error);
+            rc = dr_storage_index_set(&places, i, &place, "crcs", error);
     }
     if (rc == 0)
         rc = dr_metadata_pickle(table, &places, &parts, &out, error);
     CHECK(rc != 0 || (out.data[0] == 0x80 && out.data[out.size - 1] == '.'));
     dr_buffer_destroy(&out);
-    dr_places_destroy(&places);
+    dr_storage_index_destroy(&places);
     return rc;
 }
 
@@ -311,7 +311,7 @@ static int plan_all(struct dr_error *error) {
         rc = dr_merge_assign(&merge, &assignment, &never, error);
         CHECK_EQ(merge.phase, rc == 0 ? DR_MERGE_ASSIGNED : DR_MERGE_CHECKED);
         if (rc == 0)
-            rc = answer_all(&merge, error);
+            rc = reply_to_all(&merge, error);
     }
     if (rc == 0) {
         uint64_t *before = dr_merge_shared_bytes(&merge);
@@ -329,35 +329,35 @@ static int plan_all(struct dr_error *error) {
 }
 
 static int code_places(struct dr_error *error) {
-    struct dr_places places, again, all;
+    struct dr_storage_index places, again, all;
     struct dr_buffer out = {0};
     memset(&again, 0, sizeof again);
     memset(&all, 0, sizeof all);
     uint32_t indices[ROWS];
-    int rc = dr_places_init(&places, ROWS, error);
+    int rc = dr_storage_index_init(&places, ROWS, error);
     for (uint32_t i = 0; i < ROWS && rc == 0; i++) {
         char file[16];
-        struct dr_place place = {.kind = DR_PLACE_BYTES, .offset = 100 * i, .length = 100, .payload_offset = 100 * i};
+        struct dr_storage_entry place = {.kind = DR_STORAGE_BYTES, .offset = 100 * i, .length = 100, .payload_offset = 100 * i};
         place.payload_size = 100;
         indices[i] = ROWS - 1 - i;
         snprintf(file, sizeof file, "file %u", i);
-        rc = dr_places_file(&places, file, (uint32_t)strlen(file), &place.file, error);
+        rc = dr_storage_index_file(&places, file, (uint32_t)strlen(file), &place.file, error);
         if (rc == 0)
-            rc = dr_places_set(&places, i, &place, "crcs", error);
+            rc = dr_storage_index_set(&places, i, &place, "crcs", error);
     }
     if (rc == 0)
-        rc = dr_places_encode(&places, &out, error);
+        rc = dr_storage_index_encode(&places, &out, error);
     if (rc == 0)
-        rc = dr_places_decode(&again, out.data, out.size, &never, error);
+        rc = dr_storage_index_decode(&again, out.data, out.size, &never, error);
     if (rc == 0)
-        rc = dr_places_init(&all, ROWS, error);
+        rc = dr_storage_index_init(&all, ROWS, error);
     if (rc == 0)
-        rc = dr_places_merge(&all, &again, indices, ROWS, error);
-    CHECK(rc != 0 || all.places[0].offset == 100 * (ROWS - 1));
+        rc = dr_storage_index_merge(&all, &again, indices, ROWS, error);
+    CHECK(rc != 0 || all.entries[0].offset == 100 * (ROWS - 1));
     dr_buffer_destroy(&out);
-    dr_places_destroy(&places);
-    dr_places_destroy(&again);
-    dr_places_destroy(&all);
+    dr_storage_index_destroy(&places);
+    dr_storage_index_destroy(&again);
+    dr_storage_index_destroy(&all);
     return rc;
 }
 

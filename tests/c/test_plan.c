@@ -1,5 +1,5 @@
 /*
- * The coordinator's work: plans merged, checked, shared out and answered; and what a rank reads of a checkpoint.
+ * The coordinator's work: plans merged, checked, shared out and sent back; and what a rank reads of a checkpoint.
  *
  * Tilings are made by cutting a box at random places, again and again, and handed to random ranks; an oracle that
  * looks at every element says what they should come to.
@@ -329,13 +329,13 @@ static void names_without_end(void) {
 
 /* ---- fingerprints ---- */
 
-static int add_printed(struct plans *p, const uint32_t *prints, size_t each) {
+static int add_fingerprinted(struct plans *p, const uint32_t *fingerprints, size_t each) {
     int rc = 0;
     dr_error_clear(&p->error);
     CHECK_OK(dr_merge_init(&p->merge, p->world, &p->error), &p->error);
     for (uint32_t rank = 0; rank < p->world && rc == 0; rank++) {
         struct dr_buffer bytes = plan_encode(&p->of[rank]);
-        rc = dr_merge_add(&p->merge, bytes.data, bytes.size, prints + rank * each, each, NULL, &p->error);
+        rc = dr_merge_add(&p->merge, bytes.data, bytes.size, fingerprints + rank * each, each, NULL, &p->error);
         dr_buffer_destroy(&bytes);
     }
     return rc;
@@ -346,7 +346,7 @@ static void hashed(struct dr_table *table, const char *name, unsigned flags) {
 }
 
 static void fingerprints(void) {
-    const uint32_t prints[] = {10, 20, 10, 21, 10, 20};
+    const uint32_t fingerprints[] = {10, 20, 10, 21, 10, 20};
     struct plans p;
     begin(&p, 3);
     for (uint32_t rank = 0; rank < 3; rank++) {
@@ -354,21 +354,21 @@ static void fingerprints(void) {
         hashed(&p.of[rank], "unknown", 0);
         hashed(&p.of[rank], "differs", DR_ROW_HASHED);
     }
-    CHECK_OK(add_printed(&p, prints, 2), &p.error);
+    CHECK_OK(add_fingerprinted(&p, fingerprints, 2), &p.error);
     CHECK_OK(dr_merge_check(&p.merge, true, NULL, &p.error), &p.error);
     uint8_t *different;
     CHECK_OK(dr_merge_differing(&p.merge, &different, &p.error), &p.error);
     CHECK_BYTES(different, "\0\0\1", 3);
     free(different);
     for (uint32_t rank = 0; rank < 3; rank++) {
-        CHECK_EQ(dr_merge_print(&p.merge, 0, rank), 10);
-        CHECK_EQ(dr_merge_print(&p.merge, 1, rank), 0);
-        CHECK_EQ(dr_merge_print(&p.merge, 2, rank), prints[2 * rank + 1]);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 0, rank), 10);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 1, rank), 0);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, 2, rank), fingerprints[2 * rank + 1]);
     }
     for (size_t each = 1; each <= 3; each += 2) {
         const uint32_t many[9] = {0};
         dr_merge_destroy(&p.merge);
-        CHECK_FAILS(add_printed(&p, many, each), &p.error, EINVAL);
+        CHECK_FAILS(add_fingerprinted(&p, many, each), &p.error, EINVAL);
     }
     end(&p);
 }
@@ -382,12 +382,12 @@ static void some_fingerprints(void) {
             hashed(&p.of[rank], (char[]){'a', (char)('0' + i), 0}, DR_ROW_HASHED);
     dr_error_clear(&p.error);
     CHECK_OK(dr_merge_init(&p.merge, p.world, &p.error), &p.error);
-    uint32_t prints[40];
+    uint32_t fingerprints[40];
     for (uint32_t i = 0; i < 40; i++)
-        prints[i] = i * 7; /* the first is 0, which is as good as any */
+        fingerprints[i] = i * 7; /* the first is 0, which is as good as any */
     for (uint32_t rank = 0; rank < 4; rank++) {
         struct dr_buffer bytes = plan_encode(&p.of[rank]);
-        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, prints, rank % 2 ? 40 : 0, NULL, &p.error), &p.error);
+        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, fingerprints, rank % 2 ? 40 : 0, NULL, &p.error), &p.error);
         dr_buffer_destroy(&bytes);
     }
     CHECK_OK(dr_merge_check(&p.merge, true, NULL, &p.error), &p.error);
@@ -395,8 +395,8 @@ static void some_fingerprints(void) {
     CHECK_OK(dr_merge_differing(&p.merge, &different, &p.error), &p.error);
     for (int i = 0; i < 40; i++) {
         CHECK_EQ(different[i], 0);
-        CHECK_EQ(dr_merge_print(&p.merge, (uint32_t)i, 2), 0);
-        CHECK_EQ(dr_merge_print(&p.merge, (uint32_t)i, 3), i ? prints[i] : 1);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, (uint32_t)i, 2), 0);
+        CHECK_EQ(dr_merge_fingerprint(&p.merge, (uint32_t)i, 3), i ? fingerprints[i] : 1);
     }
     free(different);
     end(&p);
@@ -611,12 +611,12 @@ static int count_kept(void *context, size_t row, int64_t start, int64_t rows) {
     return 0;
 }
 
-/* Answers say what dr_merge_items says; sums add up; garbled answers are errors or harmless. */
-static void check_answers(const struct dr_merge *merge, struct rng *rng) {
+/* Replies say what dr_merge_items says; sums add up; garbled replies are errors or harmless. */
+static void check_replies(const struct dr_merge *merge, struct rng *rng) {
     uint64_t items = 0, bytes = 0, all = 0;
     for (uint32_t rank = 0; rank < merge->world; rank++) {
         struct reader r = {.merge = merge, .rank = rank};
-        struct dr_buffer answer;
+        struct dr_buffer reply;
         struct dr_error error;
         uint32_t *own;
         size_t rows = merge->rank_rows[rank + 1] - merge->rank_rows[rank], ignored = 0;
@@ -624,8 +624,8 @@ static void check_answers(const struct dr_merge *merge, struct rng *rng) {
         dr_error_clear(&error);
         CHECK_OK(dr_merge_items(merge, rank, &own, &r.count, &error), &error);
         r.items = own;
-        CHECK_OK(dr_merge_answer(merge, rank, &answer, &error), &error);
-        CHECK_OK(dr_answer_read(answer.data, answer.size, rows, compare_kept, &r, &error), &error);
+        CHECK_OK(dr_merge_reply(merge, rank, &reply, &error), &error);
+        CHECK_OK(dr_reply_read(reply.data, reply.size, rows, compare_kept, &r, &error), &error);
         CHECK_EQ(r.at, r.count);
         CHECK_EQ(merge->sums[rank].items, r.count);
         for (uint64_t i = merge->rank_rows[rank]; i < merge->rank_rows[rank + 1]; i++)
@@ -638,16 +638,16 @@ static void check_answers(const struct dr_merge *merge, struct rng *rng) {
         items += merge->sums[rank].items;
         bytes += merge->sums[rank].bytes;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_answer_read(answer.data, answer.size, rows + 1, count_kept, &ignored, &error), &error, EINVAL);
-        for (size_t cut = 0; cut < answer.size; cut++) {
+        CHECK_FAILS(dr_reply_read(reply.data, reply.size, rows + 1, count_kept, &ignored, &error), &error, EINVAL);
+        for (size_t cut = 0; cut < reply.size; cut++) {
             dr_error_clear(&error);
-            int rc = dr_answer_read(answer.data, cut, rows, count_kept, &ignored, &error);
+            int rc = dr_reply_read(reply.data, cut, rows, count_kept, &ignored, &error);
             CHECK(rc == -error.err && (rc == -EINVAL || cut > rows / 8)); /* whole pieces may be cut off unnoticed */
         }
-        answer.data[rng_below(rng, answer.size)] ^= (uint8_t)(1 + rng_below(rng, 255));
+        reply.data[rng_below(rng, reply.size)] ^= (uint8_t)(1 + rng_below(rng, 255));
         dr_error_clear(&error);
-        CHECK_EQ(dr_answer_read(answer.data, answer.size, rows, count_kept, &ignored, &error), -error.err);
-        dr_buffer_destroy(&answer);
+        CHECK_EQ(dr_reply_read(reply.data, reply.size, rows, count_kept, &ignored, &error), -error.err);
+        dr_buffer_destroy(&reply);
         free(own);
     }
     for (uint32_t g = 0; g < merge->groups.count; g++)
@@ -732,7 +732,7 @@ static void every_strategy(void) {
                 continue;
             }
             check_pieces(&p.merge, &writers);
-            check_answers(&p.merge, &rng);
+            check_replies(&p.merge, &rng);
             check_table(&p.merge);
             if (strategy == DR_LIMITED)
                 CHECK_INT(writers, <=, limit);
@@ -867,7 +867,7 @@ static void shares_against_the_best(void) {
     CHECK(sum / ROUNDS < 1.02 && worst < 1.7);
 }
 
-/* The same plans give the same answers, also when something else was assigned in between. */
+/* The same plans give the same replies, also when something else was assigned in between. */
 static void the_same_again(void) {
     struct rng rng = {16};
     for (int round = 0; round < 200; round++) {
@@ -920,7 +920,7 @@ static void sums_that_overflow(void) {
     end(&p);
 }
 
-static void garbled_answers(void) {
+static void garbled_replies(void) {
     static const struct {
         const char *bytes;
         size_t size, rows;
@@ -940,7 +940,7 @@ static void garbled_answers(void) {
         struct dr_error error;
         size_t kept = 0;
         dr_error_clear(&error);
-        CHECK_FAILS(dr_answer_read(bad[i].bytes, bad[i].size, bad[i].rows, count_kept, &kept, &error), &error, EINVAL);
+        CHECK_FAILS(dr_reply_read(bad[i].bytes, bad[i].size, bad[i].rows, count_kept, &kept, &error), &error, EINVAL);
     }
 }
 
@@ -1113,6 +1113,6 @@ CHECK_MAIN({"groups_and_holders", groups_and_holders},
            {"every_strategy", every_strategy}, {"limits_that_are_too_small", limits_that_are_too_small},
            {"loads_are_even", loads_are_even}, {"shares_against_the_best", shares_against_the_best},
            {"the_same_again", the_same_again}, {"sums_that_overflow", sums_that_overflow},
-           {"garbled_answers", garbled_answers}, {"matches_of_tilings", matches_of_tilings},
+           {"garbled_replies", garbled_replies}, {"matches_of_tilings", matches_of_tilings},
            {"matches_that_fail", matches_that_fail},
            {"matches_of_chunks_that_overlap", matches_of_chunks_that_overlap})

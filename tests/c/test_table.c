@@ -1,6 +1,6 @@
 /* Tables and places: the names' hash, and what encoding and decoding give back, of good bytes and of bad ones. */
 #include "plan.h"
-#include "plan/places.h"
+#include "plan/storage_index.h"
 
 enum { MAX_ROWS = 60, MAX_NAME = 400 };
 
@@ -341,33 +341,33 @@ static void equal_properties_are_kept_once(void) {
 
 /* ---- places ---- */
 
-static void random_places(struct rng *rng, struct dr_places *places, size_t count) {
+static void random_places(struct rng *rng, struct dr_storage_index *places, size_t count) {
     struct dr_error error;
     dr_error_clear(&error);
-    CHECK_OK(dr_places_init(places, count, &error), &error);
+    CHECK_OK(dr_storage_index_init(places, count, &error), &error);
     for (size_t i = 0; i < count; i++) {
         uint8_t crcs[4 * 8];
         char file[32];
-        struct dr_place place = {.kind = (uint8_t)rng_below(rng, 4)};
-        if (place.kind == DR_PLACE_NONE)
+        struct dr_storage_entry place = {.kind = (uint8_t)rng_below(rng, 4)};
+        if (place.kind == DR_STORAGE_NONE)
             continue;
         place.offset = rng_below(rng, (uint64_t)1 << (rng_below(rng, 60) + 1));
-        place.payload_offset = place.offset + (place.kind == DR_PLACE_OTHER ? 0 : rng_below(rng, 500));
-        place.payload_size = place.kind == DR_PLACE_OTHER ? 0 : rng_below(rng, 6 * DR_CRC_BLOCK);
+        place.payload_offset = place.offset + (place.kind == DR_STORAGE_OTHER ? 0 : rng_below(rng, 500));
+        place.payload_size = place.kind == DR_STORAGE_OTHER ? 0 : rng_below(rng, 6 * DR_CRC_BLOCK);
         place.length = place.payload_offset - place.offset + place.payload_size + rng_below(rng, 300);
-        place.payload_offset = place.kind == DR_PLACE_OTHER ? 0 : place.payload_offset;
+        place.payload_offset = place.kind == DR_STORAGE_OTHER ? 0 : place.payload_offset;
         rng_fill(rng, crcs, sizeof crcs);
-        bool summed = place.kind != DR_PLACE_OTHER && place.payload_size && rng_below(rng, 2);
+        bool summed = place.kind != DR_STORAGE_OTHER && place.payload_size && rng_below(rng, 2);
         uint32_t size = (uint32_t)snprintf(file, sizeof file, "__%d_0.distcp", (int)rng_below(rng, 3));
-        CHECK_OK(dr_places_file(places, file, size, &place.file, &error), &error);
-        CHECK_OK(dr_places_set(places, i, &place, summed ? crcs : NULL, &error), &error);
+        CHECK_OK(dr_storage_index_file(places, file, size, &place.file, &error), &error);
+        CHECK_OK(dr_storage_index_set(places, i, &place, summed ? crcs : NULL, &error), &error);
     }
 }
 
-static void same_place(const struct dr_places *a, size_t i, const struct dr_places *b, size_t j) {
-    const struct dr_place *x = &a->places[i], *y = &b->places[j];
+static void same_place(const struct dr_storage_index *a, size_t i, const struct dr_storage_index *b, size_t j) {
+    const struct dr_storage_entry *x = &a->entries[i], *y = &b->entries[j];
     CHECK_EQ(x->kind, y->kind);
-    if (x->kind == DR_PLACE_NONE)
+    if (x->kind == DR_STORAGE_NONE)
         return;
     CHECK(x->offset == y->offset && x->length == y->length && x->has_crcs == y->has_crcs);
     CHECK(x->payload_offset == y->payload_offset && x->payload_size == y->payload_size);
@@ -378,20 +378,20 @@ static void same_place(const struct dr_places *a, size_t i, const struct dr_plac
                     4 * dr_crc_count(x->payload_offset, x->payload_size));
 }
 
-static struct dr_buffer encode_places(const struct dr_places *places) {
+static struct dr_buffer encode_places(const struct dr_storage_index *places) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    CHECK_OK(dr_places_encode(places, &out, &error), &error);
+    CHECK_OK(dr_storage_index_encode(places, &out, &error), &error);
     return out;
 }
 
-static int decode_places(const uint8_t *data, size_t size, struct dr_places *places, struct dr_error *error) {
+static int decode_places(const uint8_t *data, size_t size, struct dr_storage_index *places, struct dr_error *error) {
     uint8_t *exact = malloc(size ? size : 1);
     CHECK(exact);
     memcpy(exact, data, size);
     dr_error_clear(error);
-    int rc = dr_places_decode(places, exact, size, NULL, error);
+    int rc = dr_storage_index_decode(places, exact, size, NULL, error);
     free(exact);
     CHECK_EQ(rc, -error->err);
     return rc;
@@ -400,7 +400,7 @@ static int decode_places(const uint8_t *data, size_t size, struct dr_places *pla
 static void places_round_trip(void) {
     struct rng rng = {5};
     for (int round = 0; round < 800; round++) {
-        struct dr_places places, again;
+        struct dr_storage_index places, again;
         struct dr_error error;
         size_t count = rng_below(&rng, 40);
         random_places(&rng, &places, count);
@@ -410,20 +410,20 @@ static void places_round_trip(void) {
         for (size_t i = 0; i < count; i++)
             same_place(&places, i, &again, i);
         dr_buffer_destroy(&bytes);
-        dr_places_destroy(&again);
-        dr_places_destroy(&places);
+        dr_storage_index_destroy(&again);
+        dr_storage_index_destroy(&places);
     }
 }
 
 /* Whatever is decoded can be used: it overflows nowhere, its files exist, and its CRCs are there. */
-static void check_places(const struct dr_places *places) {
+static void check_places(const struct dr_storage_index *places) {
     for (size_t i = 0; i < places->count; i++) {
-        const struct dr_place *p = &places->places[i];
-        if (p->kind == DR_PLACE_NONE)
+        const struct dr_storage_entry *p = &places->entries[i];
+        if (p->kind == DR_STORAGE_NONE)
             continue;
         CHECK_INT(p->file, <, places->files.name_count);
         CHECK(p->offset <= INT64_MAX && p->length <= INT64_MAX - p->offset);
-        if (p->kind != DR_PLACE_OTHER)
+        if (p->kind != DR_STORAGE_OTHER)
             CHECK(p->payload_offset >= p->offset &&
                   p->payload_offset - p->offset <= p->length - p->payload_size && p->payload_size <= p->length);
         if (p->has_crcs)
@@ -434,18 +434,18 @@ static void check_places(const struct dr_places *places) {
 static void garbled_places(void) {
     struct rng rng = {6};
     for (int round = 0; round < 12; round++) {
-        struct dr_places places, again;
+        struct dr_storage_index places, again;
         struct dr_error error;
         random_places(&rng, &places, 1 + rng_below(&rng, 12));
         struct dr_buffer bytes = encode_places(&places);
         for (size_t size = 0; size < bytes.size; size++) {
             CHECK_FAILS(decode_places(bytes.data, size, &again, &error), &error, EINVAL);
-            dr_places_destroy(&again);
+            dr_storage_index_destroy(&again);
             uint8_t *cut = check_alloc(size);
             memcpy(cut, bytes.data, size);
             plan_fix_crc(cut, size);
             CHECK_FAILS(decode_places(cut, size, &again, &error), &error, EINVAL);
-            dr_places_destroy(&again);
+            dr_storage_index_destroy(&again);
             free(cut);
         }
         for (size_t i = 0; i < bytes.size; i++) {
@@ -453,15 +453,15 @@ static void garbled_places(void) {
             memcpy(changed, bytes.data, bytes.size);
             changed[i] ^= (uint8_t)(1 + rng_below(&rng, 255));
             CHECK_FAILS(decode_places(changed, bytes.size, &again, &error), &error, EINVAL);
-            dr_places_destroy(&again);
+            dr_storage_index_destroy(&again);
             plan_fix_crc(changed, bytes.size);
             if (decode_places(changed, bytes.size, &again, &error) == 0)
                 check_places(&again);
-            dr_places_destroy(&again);
+            dr_storage_index_destroy(&again);
             free(changed);
         }
         dr_buffer_destroy(&bytes);
-        dr_places_destroy(&places);
+        dr_storage_index_destroy(&places);
     }
 }
 
@@ -469,11 +469,11 @@ static void garbled_places(void) {
 static void places_are_merged(void) {
     enum { RANKS = 5, EACH = 9 };
     struct rng rng = {7};
-    struct dr_places all, of[RANKS];
+    struct dr_storage_index all, of[RANKS];
     struct dr_error error;
     uint32_t order[RANKS * EACH];
     dr_error_clear(&error);
-    CHECK_OK(dr_places_init(&all, RANKS * EACH, &error), &error);
+    CHECK_OK(dr_storage_index_init(&all, RANKS * EACH, &error), &error);
     for (uint32_t i = 0; i < RANKS * EACH; i++) {
         uint32_t j = (uint32_t)rng_below(&rng, i + 1);
         order[i] = order[j];
@@ -482,49 +482,49 @@ static void places_are_merged(void) {
     for (int rank = 0; rank < RANKS; rank++) {
         random_places(&rng, &of[rank], EACH);
         for (size_t i = 0; i < EACH; i++)
-            if (of[rank].places[i].kind == DR_PLACE_NONE) {
+            if (of[rank].entries[i].kind == DR_STORAGE_NONE) {
                 uint32_t file;
-                CHECK_OK(dr_places_file(&of[rank], "f", 1, &file, &error), &error);
-                CHECK_OK(dr_places_set(&of[rank], i, &(struct dr_place){.kind = DR_PLACE_OTHER, .file = file}, NULL,
+                CHECK_OK(dr_storage_index_file(&of[rank], "f", 1, &file, &error), &error);
+                CHECK_OK(dr_storage_index_set(&of[rank], i, &(struct dr_storage_entry){.kind = DR_STORAGE_OTHER, .file = file}, NULL,
                                        &error),
                          &error);
             }
-        CHECK_OK(dr_places_merge(&all, &of[rank], order + rank * EACH, EACH, &error), &error);
+        CHECK_OK(dr_storage_index_merge(&all, &of[rank], order + rank * EACH, EACH, &error), &error);
     }
     for (int rank = 0; rank < RANKS; rank++)
         for (size_t i = 0; i < EACH; i++)
             same_place(&of[rank], i, &all, order[rank * EACH + i]);
-    CHECK_FAILS(dr_places_merge(&all, &of[0], order, EACH, &error), &error, EINVAL); /* they are there already */
+    CHECK_FAILS(dr_storage_index_merge(&all, &of[0], order, EACH, &error), &error, EINVAL); /* they are there already */
     dr_error_clear(&error);
-    CHECK_FAILS(dr_places_merge(&all, &of[0], order, EACH - 1, &error), &error, EINVAL);
+    CHECK_FAILS(dr_storage_index_merge(&all, &of[0], order, EACH - 1, &error), &error, EINVAL);
     dr_error_clear(&error);
     order[0] = RANKS * EACH;
-    CHECK_FAILS(dr_places_merge(&all, &of[0], order, EACH, &error), &error, EINVAL);
+    CHECK_FAILS(dr_storage_index_merge(&all, &of[0], order, EACH, &error), &error, EINVAL);
     for (int rank = 0; rank < RANKS; rank++)
-        dr_places_destroy(&of[rank]);
-    dr_places_destroy(&all);
+        dr_storage_index_destroy(&of[rank]);
+    dr_storage_index_destroy(&all);
 }
 
 /* A payload of no bytes has no CRCs, and a list of none is still one. */
 static void places_of_empty_payloads(void) {
-    struct dr_places places, again, all;
+    struct dr_storage_index places, again, all;
     struct dr_error error;
     dr_error_clear(&error);
-    CHECK_OK(dr_places_init(&places, 1, &error), &error);
-    struct dr_place place = {.kind = DR_PLACE_TENSOR, .offset = 7, .length = 100, .payload_offset = 64};
-    CHECK_OK(dr_places_file(&places, "f", 1, &place.file, &error), &error);
-    CHECK_OK(dr_places_set(&places, 0, &place, "", &error), &error);
+    CHECK_OK(dr_storage_index_init(&places, 1, &error), &error);
+    struct dr_storage_entry place = {.kind = DR_STORAGE_TENSOR, .offset = 7, .length = 100, .payload_offset = 64};
+    CHECK_OK(dr_storage_index_file(&places, "f", 1, &place.file, &error), &error);
+    CHECK_OK(dr_storage_index_set(&places, 0, &place, "", &error), &error);
     struct dr_buffer bytes = encode_places(&places);
     CHECK_OK(decode_places(bytes.data, bytes.size, &again, &error), &error);
     same_place(&places, 0, &again, 0);
-    CHECK(again.places[0].has_crcs);
-    CHECK_OK(dr_places_init(&all, 1, &error), &error);
-    CHECK_OK(dr_places_merge(&all, &again, (const uint32_t[]){0}, 1, &error), &error);
+    CHECK(again.entries[0].has_crcs);
+    CHECK_OK(dr_storage_index_init(&all, 1, &error), &error);
+    CHECK_OK(dr_storage_index_merge(&all, &again, (const uint32_t[]){0}, 1, &error), &error);
     same_place(&again, 0, &all, 0);
     dr_buffer_destroy(&bytes);
-    dr_places_destroy(&places);
-    dr_places_destroy(&again);
-    dr_places_destroy(&all);
+    dr_storage_index_destroy(&places);
+    dr_storage_index_destroy(&again);
+    dr_storage_index_destroy(&all);
 }
 
 CHECK_MAIN({"tables_round_trip", tables_round_trip}, {"cursor_reads_the_same", cursor_reads_the_same},

@@ -1,23 +1,23 @@
 /*
  * Places as the input has them: what is decoded overflows nowhere, lies in
  * files that are named, can be encoded again, merged, and pickled. And the
- * coordinator's answer, which has no CRC of its own.
+ * coordinator's reply, which has no CRC of its own.
  */
 #include "fuzz.h"
 #include "plan.h"
 #include "plan/merge.h"
 #include "plan/metadata_pickle.h"
 
-enum { ANSWER_ROWS = 21 };
+enum { REPLY_ROWS = 21 };
 
-static void check_places(const struct dr_places *places) {
+static void check_places(const struct dr_storage_index *places) {
     for (size_t i = 0; i < places->count; i++) {
-        const struct dr_place *p = &places->places[i];
-        if (p->kind == DR_PLACE_NONE)
+        const struct dr_storage_entry *p = &places->entries[i];
+        if (p->kind == DR_STORAGE_NONE)
             continue;
-        FUZZ_CHECK(p->kind < DR_PLACE_NONE && p->file < places->files.name_count);
+        FUZZ_CHECK(p->kind < DR_STORAGE_NONE && p->file < places->files.name_count);
         FUZZ_CHECK(p->offset <= INT64_MAX && p->length <= INT64_MAX - p->offset);
-        if (p->kind == DR_PLACE_OTHER)
+        if (p->kind == DR_STORAGE_OTHER)
             continue;
         FUZZ_CHECK(p->payload_offset >= p->offset && p->payload_offset <= p->offset + p->length);
         FUZZ_CHECK(p->payload_size <= p->offset + p->length - p->payload_offset);
@@ -26,10 +26,10 @@ static void check_places(const struct dr_places *places) {
     }
 }
 
-static bool same_places(const struct dr_places *a, const struct dr_places *b) {
+static bool same_places(const struct dr_storage_index *a, const struct dr_storage_index *b) {
     bool same = a->count == b->count;
     for (size_t i = 0; same && i < a->count; i++) {
-        const struct dr_place *x = &a->places[i], *y = &b->places[i];
+        const struct dr_storage_entry *x = &a->entries[i], *y = &b->entries[i];
         same = x->kind == y->kind && x->offset == y->offset && x->length == y->length &&
                x->payload_offset == y->payload_offset && x->payload_size == y->payload_size &&
                x->has_crcs == y->has_crcs;
@@ -37,40 +37,40 @@ static bool same_places(const struct dr_places *a, const struct dr_places *b) {
     return same;
 }
 
-static void encode_again(const struct dr_places *places) {
+static void encode_again(const struct dr_storage_index *places) {
     struct dr_buffer out;
-    struct dr_places again;
+    struct dr_storage_index again;
     struct dr_error error;
     dr_error_clear(&error);
-    FUZZ_CHECK(dr_places_encode(places, &out, &error) == 0);
-    FUZZ_CHECK(dr_places_decode(&again, out.data, out.size, NULL, &error) == 0);
+    FUZZ_CHECK(dr_storage_index_encode(places, &out, &error) == 0);
+    FUZZ_CHECK(dr_storage_index_decode(&again, out.data, out.size, NULL, &error) == 0);
     FUZZ_CHECK(same_places(places, &again));
     dr_buffer_destroy(&out);
-    dr_places_destroy(&again);
+    dr_storage_index_destroy(&again);
 }
 
 /* To the same indices of other places: all arrive, unless one is not there. */
-static void merge(const struct dr_places *places) {
-    struct dr_places all;
+static void merge(const struct dr_storage_index *places) {
+    struct dr_storage_index all;
     struct dr_error error;
     bool whole = true;
     uint32_t *indices = calloc(places->count + 1, sizeof *indices);
     dr_error_clear(&error);
-    FUZZ_CHECK(indices && dr_places_init(&all, places->count, &error) == 0);
+    FUZZ_CHECK(indices && dr_storage_index_init(&all, places->count, &error) == 0);
     for (size_t i = 0; i < places->count; i++) {
         indices[i] = (uint32_t)i;
-        whole &= places->places[i].kind != DR_PLACE_NONE;
+        whole &= places->entries[i].kind != DR_STORAGE_NONE;
     }
-    int rc = dr_places_merge(&all, places, indices, places->count, &error);
+    int rc = dr_storage_index_merge(&all, places, indices, places->count, &error);
     FUZZ_CHECK(rc == -error.err && (rc == 0) == whole);
     if (whole)
         FUZZ_CHECK(same_places(&all, places));
-    dr_places_destroy(&all);
+    dr_storage_index_destroy(&all);
     free(indices);
 }
 
 /* As the places of a tensor of so many chunks. */
-static void pickle(const struct dr_places *places) {
+static void pickle(const struct dr_storage_index *places) {
     static const struct dr_fragment none = {"N", 1};
     static const struct dr_fragment properties[P_COUNT] = {{"N", 1}, {"N", 1}, {"N", 1}};
     const struct dr_metadata_parts parts = {properties, none, none, false};
@@ -87,7 +87,7 @@ static void pickle(const struct dr_places *places) {
 }
 
 static void decode(const uint8_t *data, size_t size) {
-    struct dr_places places;
+    struct dr_storage_index places;
     struct dr_error error;
     uint8_t *encoded = malloc(size + PLAN_HEADER);
     FUZZ_CHECK(encoded);
@@ -95,7 +95,7 @@ static void decode(const uint8_t *data, size_t size) {
     memcpy(encoded + PLAN_HEADER, data, size);
     plan_fix_crc(encoded, size + PLAN_HEADER);
     dr_error_clear(&error);
-    int rc = dr_places_decode(&places, encoded, size + PLAN_HEADER, NULL, &error);
+    int rc = dr_storage_index_decode(&places, encoded, size + PLAN_HEADER, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     free(encoded);
     if (rc == 0) {
@@ -104,68 +104,68 @@ static void decode(const uint8_t *data, size_t size) {
         merge(&places);
         pickle(&places);
     }
-    dr_places_destroy(&places);
+    dr_storage_index_destroy(&places);
 }
 
-struct answered {
+struct kept_rows {
     size_t row;
     bool any;
 };
 
 static int kept(void *context, size_t row, int64_t start, int64_t rows) {
-    struct answered *answered = context;
-    FUZZ_CHECK(row < ANSWER_ROWS && start >= 0 && rows >= -1);
-    FUZZ_CHECK(!answered->any || row >= answered->row);
-    *answered = (struct answered){row, true};
+    struct kept_rows *before = context;
+    FUZZ_CHECK(row < REPLY_ROWS && start >= 0 && rows >= -1);
+    FUZZ_CHECK(!before->any || row >= before->row);
+    *before = (struct kept_rows){row, true};
     return 0;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    struct answered answered = {0};
+    struct kept_rows before = {0};
     struct dr_error error;
     decode(data, size);
     dr_error_clear(&error);
-    FUZZ_CHECK(dr_answer_read(data, size, ANSWER_ROWS, kept, &answered, &error) == -error.err);
+    FUZZ_CHECK(dr_reply_read(data, size, REPLY_ROWS, kept, &before, &error) == -error.err);
     return 0;
 }
 
-static void seed_places(struct dr_places *places, unsigned seed) {
+static void seed_places(struct dr_storage_index *places, unsigned seed) {
     struct dr_error error;
     dr_error_clear(&error);
-    FUZZ_CHECK(dr_places_init(places, seed * 3, &error) == 0);
+    FUZZ_CHECK(dr_storage_index_init(places, seed * 3, &error) == 0);
     for (unsigned i = 0; i < seed * 3; i++) {
         char file[32];
         uint32_t size = (uint32_t)snprintf(file, sizeof file, "__%u_0.0123456789abcdef.distcp", i % seed);
-        struct dr_place place = {.kind = (uint8_t)(i % (seed % 2 ? 3 : 4)), .offset = 4096 * (uint64_t)i, .length = 3000};
-        if (place.kind == DR_PLACE_NONE)
+        struct dr_storage_entry place = {.kind = (uint8_t)(i % (seed % 2 ? 3 : 4)), .offset = 4096 * (uint64_t)i, .length = 3000};
+        if (place.kind == DR_STORAGE_NONE)
             continue;
-        if (place.kind != DR_PLACE_OTHER) {
+        if (place.kind != DR_STORAGE_OTHER) {
             place.payload_offset = place.offset + 256;
             place.payload_size = i % 5 ? 2000 : 0;
         }
-        FUZZ_CHECK(dr_places_file(places, file, size, &place.file, &error) == 0);
-        FUZZ_CHECK(dr_places_set(places, i, &place, place.kind == DR_PLACE_TENSOR ? "crc!" : NULL, &error) == 0);
+        FUZZ_CHECK(dr_storage_index_file(places, file, size, &place.file, &error) == 0);
+        FUZZ_CHECK(dr_storage_index_set(places, i, &place, place.kind == DR_STORAGE_TENSOR ? "crc!" : NULL, &error) == 0);
     }
 }
 
 size_t fuzz_seed(unsigned index, uint8_t out[FUZZ_SEED_MAX]) {
-    static const uint8_t answers[][8] = {{ANSWER_ROWS, 0xff, 0x0f, 0x10, 12, 0, 5}, {ANSWER_ROWS, 1, 0, 0, 3, 5, 5}};
-    enum { SEEDS = 6, ANSWERS = sizeof answers / sizeof *answers };
+    static const uint8_t replies[][8] = {{REPLY_ROWS, 0xff, 0x0f, 0x10, 12, 0, 5}, {REPLY_ROWS, 1, 0, 0, 3, 5, 5}};
+    enum { SEEDS = 6, REPLIES = sizeof replies / sizeof *replies };
     if (index >= SEEDS)
         return 0;
-    if (index < ANSWERS) {
-        memcpy(out, answers[index], sizeof *answers);
-        return sizeof *answers - 1;
+    if (index < REPLIES) {
+        memcpy(out, replies[index], sizeof *replies);
+        return sizeof *replies - 1;
     }
-    struct dr_places places;
+    struct dr_storage_index places;
     struct dr_buffer bytes;
     struct dr_error error;
     dr_error_clear(&error);
-    seed_places(&places, index - ANSWERS + 1);
-    FUZZ_CHECK(dr_places_encode(&places, &bytes, &error) == 0 && bytes.size <= FUZZ_SEED_MAX);
+    seed_places(&places, index - REPLIES + 1);
+    FUZZ_CHECK(dr_storage_index_encode(&places, &bytes, &error) == 0 && bytes.size <= FUZZ_SEED_MAX);
     size_t size = bytes.size - PLAN_HEADER;
     memcpy(out, bytes.data + PLAN_HEADER, size);
     dr_buffer_destroy(&bytes);
-    dr_places_destroy(&places);
+    dr_storage_index_destroy(&places);
     return size;
 }

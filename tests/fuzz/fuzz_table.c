@@ -1,6 +1,6 @@
 /*
  * Plans of two ranks, as the input has them: decoded, merged, checked, shared
- * out, answered, matched and pickled, as far as they let themselves.
+ * out, sent back, matched and pickled, as far as they let themselves.
  *
  * Their headers and CRCs are made right, for a CRC keeps everything else out.
  * The first bytes of the input choose limits, fingerprints, and how much is the
@@ -13,7 +13,7 @@
 #include "plan/merge.h"
 #include "plan/metadata_pickle.h"
 
-enum { RANKS = 2, MAX_PRINTS = 8, CHOICES = 5 };
+enum { RANKS = 2, MAX_FINGERPRINTS = 8, CHOICES = 5 };
 
 struct plan {
     uint8_t *data;
@@ -58,15 +58,15 @@ static void encode_again(const struct dr_table *table) {
 static void pickle(const struct dr_table *table) {
     static const struct dr_fragment none = {"N", 1};
     struct dr_fragment *properties = calloc(table->property_count + 1, sizeof *properties);
-    struct dr_places places;
+    struct dr_storage_index places;
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    FUZZ_CHECK(properties && dr_places_init(&places, table->count, &error) == 0);
+    FUZZ_CHECK(properties && dr_storage_index_init(&places, table->count, &error) == 0);
     for (size_t i = 0; i < table->count; i++) {
-        struct dr_place place = {.kind = (uint8_t)(i % 4), .length = 100, .payload_size = i % 2 ? 100 : 0};
-        FUZZ_CHECK(dr_places_file(&places, "file", 4, &place.file, &error) == 0);
-        FUZZ_CHECK(dr_places_set(&places, i, &place, i % 3 ? "crcs" : NULL, &error) == 0);
+        struct dr_storage_entry place = {.kind = (uint8_t)(i % 4), .length = 100, .payload_size = i % 2 ? 100 : 0};
+        FUZZ_CHECK(dr_storage_index_file(&places, "file", 4, &place.file, &error) == 0);
+        FUZZ_CHECK(dr_storage_index_set(&places, i, &place, i % 3 ? "crcs" : NULL, &error) == 0);
     }
     for (size_t i = 0; i < table->property_count; i++)
         properties[i] = none;
@@ -78,7 +78,7 @@ static void pickle(const struct dr_table *table) {
         FUZZ_CHECK(rc < 0 || (out.data[0] == 0x80 && out.data[out.size - 1] == '.'));
         dr_buffer_destroy(&out);
     }
-    dr_places_destroy(&places);
+    dr_storage_index_destroy(&places);
     free(properties);
 }
 
@@ -169,22 +169,22 @@ static int is_next(void *context, size_t row, int64_t start, int64_t rows) {
     return 0;
 }
 
-static void read_answers(const struct dr_merge *merge) {
+static void read_replies(const struct dr_merge *merge) {
     size_t all = 0;
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         struct items items = {.merge = merge, .rank = rank};
-        struct dr_buffer answer;
+        struct dr_buffer reply;
         struct dr_error error;
         uint32_t *pieces;
         dr_error_clear(&error);
-        FUZZ_CHECK(dr_merge_answer(merge, rank, &answer, &error) == 0);
+        FUZZ_CHECK(dr_merge_reply(merge, rank, &reply, &error) == 0);
         FUZZ_CHECK(dr_merge_items(merge, rank, &pieces, &items.count, &error) == 0);
         items.pieces = pieces;
         size_t rows = merge->rank_rows[rank + 1] - merge->rank_rows[rank];
-        FUZZ_CHECK(dr_answer_read(answer.data, answer.size, rows, is_next, &items, &error) == 0);
+        FUZZ_CHECK(dr_reply_read(reply.data, reply.size, rows, is_next, &items, &error) == 0);
         FUZZ_CHECK(items.at == items.count && items.count == merge->sums[rank].items);
         all += items.count;
-        dr_buffer_destroy(&answer);
+        dr_buffer_destroy(&reply);
         free(pieces);
     }
     FUZZ_CHECK(all == merge->piece_count && all >= merge->groups.count);
@@ -216,7 +216,7 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
         FUZZ_CHECK(rc == -error.err && (rc == 0 || strategy >= DR_LIMITED));
         if (rc)
             continue;
-        read_answers(merge);
+        read_replies(merge);
         look_at_shared(merge);
         dr_table_init(&table);
         FUZZ_CHECK(dr_merge_table(merge, &table, &error) == 0 && table.count == merge->piece_count);
@@ -226,7 +226,7 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
 }
 
 static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHOICES]) {
-    static const uint32_t prints[MAX_PRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
+    static const uint32_t fingerprints[MAX_FINGERPRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
     struct dr_merge merge;
     struct dr_error error;
     dr_error_clear(&error);
@@ -234,7 +234,7 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
     int rc = 0;
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {
         size_t count = choices[2] >> 4 * rank & 15;
-        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, prints, count % (MAX_PRINTS + 1), NULL, &error);
+        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, fingerprints, count % (MAX_FINGERPRINTS + 1), NULL, &error);
         FUZZ_CHECK(rc == -error.err);
     }
     if (!rc)
@@ -244,7 +244,7 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
         uint8_t *different;
         FUZZ_CHECK(dr_merge_differing(&merge, &different, &error) == 0);
         for (uint32_t g = 0; g < merge.groups.count; g++)
-            FUZZ_CHECK(!different[g] || dr_merge_print(&merge, g, 0) != dr_merge_print(&merge, g, 1));
+            FUZZ_CHECK(!different[g] || dr_merge_fingerprint(&merge, g, 0) != dr_merge_fingerprint(&merge, g, 1));
         free(different);
         share_out(&merge, choices);
     }

@@ -4,6 +4,7 @@
 #include "base/align.h"
 #include "base/memory.h"
 #include "data/save_window.h"
+#include "io/engine.h"
 #include "io/file.h"
 #include "io/sys.h"
 
@@ -15,10 +16,33 @@
 
 enum { WAIT_MS = 100 };
 
+struct dr_writer {
+    struct dr_options options;
+    char *name, *path, *dir;
+    int dirfd, fd;
+    pid_t owner; /* a forked child inherits the memory, but neither the rings nor the file are its own */
+    bool direct, finished, failed;
+    uint64_t expected; /* bytes, from the size hint */
+    uint64_t position; /* the stream's length so far */
+    uint8_t *carry;    /* the bytes from the last block boundary to position */
+    struct dr_engine *engines[DR_MAX_WORKERS];
+    unsigned engine_count;
+    uint32_t *crcs; /* of the last call's records, for the caller */
+    struct open_record open;
+};
+
+/* One call of dr_writer_write, for its workers. */
+struct writing {
+    struct dr_writer *writer;
+    struct save_window window;
+    uint8_t *carry_out;        /* the writer's next carry */
+    atomic_uint_fast64_t next; /* block to take */
+};
+
 /* ---- writing blocks ---- */
 
-static int take(struct dr_crew *crew, struct dr_engine *engine, struct dr_request **request, struct dr_error *error) {
-    while (!(*request = dr_engine_take(engine)) && !(crew && dr_crew_stopped(crew))) {
+static int take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request, struct dr_error *error) {
+    while (!(*request = dr_engine_take(engine)) && !(workers && dr_workers_stopped(workers))) {
         struct dr_request *done;
         int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
         if (rc < 0)
@@ -29,8 +53,8 @@ static int take(struct dr_crew *crew, struct dr_engine *engine, struct dr_reques
     return 0;
 }
 
-static int put_out(struct dr_writer *w, struct dr_engine *engine, struct dr_request *request, uint64_t offset,
-                   size_t size, struct dr_error *error) {
+static int submit(struct dr_writer *w, struct dr_engine *engine, struct dr_request *request, uint64_t offset,
+                  size_t size, struct dr_error *error) {
     request->op = DR_WRITE;
     request->fd = w->fd;
     request->direct = w->direct;
@@ -40,8 +64,8 @@ static int put_out(struct dr_writer *w, struct dr_engine *engine, struct dr_requ
     return dr_engine_submit(engine, request, error);
 }
 
-static int finish_requests(struct dr_crew *crew, struct dr_engine *engine, struct dr_error *error) {
-    while (engine->in_flight > 0 && !(crew && dr_crew_stopped(crew))) {
+static int finish_requests(struct dr_workers *workers, struct dr_engine *engine, struct dr_error *error) {
+    while (engine->in_flight > 0 && !(workers && dr_workers_stopped(workers))) {
         struct dr_request *done;
         int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
         if (rc < 0)
@@ -52,36 +76,37 @@ static int finish_requests(struct dr_crew *crew, struct dr_engine *engine, struc
     return 0;
 }
 
-static int pour(struct window *window, struct dr_engine *engine, struct dr_error *error) {
-    struct dr_writer *w = window->writer;
-    size_t block_size = w->options.block_size;
-    while (!dr_crew_stopped(&window->crew)) {
-        uint64_t start = atomic_fetch_add(&window->next, 1) * block_size;
+/* Takes blocks, fills and submits them. The last one, which is not full, goes to carry_out. */
+static int write_blocks(struct writing *writing, struct dr_engine *engine, struct dr_error *error) {
+    struct save_window *window = &writing->window;
+    size_t block_size = window->options->block_size;
+    while (!dr_workers_stopped(&window->workers)) {
+        uint64_t start = atomic_fetch_add(&writing->next, 1) * block_size;
         uint64_t end = start + block_size;
         if (start >= window->end)
             break;
         if (end > window->end) {
-            dr_save_window_fill(window, engine->worker, start, window->end, window->carry_out);
+            dr_save_window_fill(window, engine->worker, start, window->end, writing->carry_out);
             break;
         }
         struct dr_request *request;
-        int rc = take(&window->crew, engine, &request, error);
+        int rc = take(&window->workers, engine, &request, error);
         if (rc < 0)
             return rc;
         if (!request || !dr_save_window_fill(window, engine->worker, start, end, request->data))
             return 0;
-        rc = put_out(w, engine, request, start, block_size, error);
+        rc = submit(writing->writer, engine, request, start, block_size, error);
         if (rc < 0)
             return rc;
     }
-    return finish_requests(&window->crew, engine, error);
+    return finish_requests(&window->workers, engine, error);
 }
 
 /* A thread's requests are cancelled when it ends, so none is left in flight by then. */
-static int pour_and_drain(void *context, unsigned index, struct dr_error *error) {
-    struct window *window = context;
-    struct dr_engine *engine = window->writer->engines[index];
-    int rc = pour(window, engine, error);
+static int work(void *context, unsigned index, struct dr_error *error) {
+    struct writing *writing = context;
+    struct dr_engine *engine = writing->writer->engines[index];
+    int rc = write_blocks(writing, engine, error);
     dr_engine_drain(engine);
     return rc;
 }
@@ -112,7 +137,7 @@ static int open_engines(struct dr_writer *w, unsigned count, struct dr_error *er
     return 0;
 }
 
-static void report(const struct window *window, struct dr_placed *placed) {
+static void report(const struct save_window *window, struct dr_placed *placed) {
     for (size_t i = 0; i < window->count; i++) {
         const struct piece *p = &window->pieces[i];
         placed[i] = (struct dr_placed){
@@ -125,26 +150,27 @@ static void report(const struct window *window, struct dr_placed *placed) {
     }
 }
 
-static int run_window(struct window *window, const struct dr_control *control, struct dr_error *error) {
-    struct dr_writer *w = window->writer;
+static int run(struct writing *writing, const struct dr_control *control, struct dr_error *error) {
+    struct dr_writer *w = writing->writer;
+    struct save_window *window = &writing->window;
     unsigned workers = workers_for(w, window->end - window->begin);
     if (window->end > w->expected)
         w->expected = window->end;
     int rc = open_engines(w, workers, error);
     if (rc < 0)
         return rc;
-    atomic_init(&window->next, window->begin / w->options.block_size);
-    rc = dr_crew_run(&window->crew, workers, pour_and_drain, window, control, error);
+    atomic_init(&writing->next, window->begin / w->options.block_size);
+    rc = dr_workers_run(&window->workers, workers, work, writing, control, error);
     if (rc < 0)
         return rc;
     assert(window->begin == w->position && window->end >= window->begin);
     uint8_t *old = w->carry;
-    w->carry = window->carry_out;
-    window->carry_out = old;
+    w->carry = writing->carry_out;
+    writing->carry_out = old;
     w->position = window->end;
     if (window->count == 1) {
         const struct dr_source *s = window->pieces[0].source;
-        w->open_done = s->part_offset + s->size == s->total ? 0 : s->part_offset + s->size;
+        w->open.done = s->part_offset + s->size == s->total ? 0 : s->part_offset + s->size;
     }
     return 0;
 }
@@ -167,19 +193,25 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
     int rc = check_usable(w, error);
     if (rc < 0)
         return rc;
-    struct window window = {.writer = w};
-    rc = dr_save_window_init(&window, sources, count, error);
-    if (rc == 0 && !(window.carry_out = dr_sys.map(w->options.block_size)))
+    struct writing writing = {
+        .writer = w,
+        .window = {.options = &w->options, .path = w->path, .carry = w->carry, .open = &w->open, .begin = w->position},
+    };
+    struct save_window *window = &writing.window;
+    free(w->crcs);
+    rc = dr_save_window_init(window, sources, count, error);
+    w->crcs = window->crcs;
+    if (rc == 0 && !(writing.carry_out = dr_sys.map(w->options.block_size)))
         rc = dr_error_system(error, ENOMEM, DR_CALL_MMAP, w->path);
     if (rc == 0)
-        rc = run_window(&window, control, error);
+        rc = run(&writing, control, error);
     if (rc == 0)
-        report(&window, placed);
+        report(window, placed);
     else
         fail(w, error);
-    if (window.carry_out)
-        dr_sys.unmap(window.carry_out, w->options.block_size);
-    free(window.pieces);
+    if (writing.carry_out)
+        dr_sys.unmap(writing.carry_out, w->options.block_size);
+    free(window->pieces);
     return rc;
 }
 
@@ -242,7 +274,7 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     size_t padded = w->direct ? (size_t)dr_align_up(size, DR_ALIGNMENT) : size;
     memcpy(request->data, w->carry, size);
     memset(request->data + size, 0, padded - size);
-    rc = put_out(w, engine, request, start, padded, error);
+    rc = submit(w, engine, request, start, padded, error);
     return rc < 0 ? rc : finish_requests(NULL, engine, error);
 }
 
@@ -263,7 +295,7 @@ int dr_writer_finish(struct dr_writer *w, const struct dr_control *control, stru
     if (rc < 0)
         return rc;
     w->failed = true;
-    if (w->open_done)
+    if (w->open.done)
         return dr_error_invalid(error, DR_NO_ITEM, "the last part of a tensor in %s is missing", w->path);
     rc = write_rest(w, error);
     if (rc == 0)
@@ -308,7 +340,7 @@ void dr_writer_close(struct dr_writer *w) {
     if (w->carry)
         dr_sys.unmap(w->carry, w->options.block_size);
     free(w->crcs);
-    free(w->open_crcs);
+    free(w->open.crcs);
     free(w->name);
     free(w->path);
     free(w->dir);

@@ -14,7 +14,7 @@
 #ifndef DCPRING_SAVE_H
 #define DCPRING_SAVE_H
 
-#include "io/crew.h"
+#include "io/workers.h"
 #include "io/options.h"
 #include "record/record.h"
 

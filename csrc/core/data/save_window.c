@@ -21,7 +21,7 @@ static bool is_last(const struct dr_source *s) { return s->part_offset + s->size
 
 static size_t crcs_of_piece(const struct piece *p) { return dr_crc_count(p->payload, p->source->total); }
 
-static int check_source(const struct dr_writer *w, const struct dr_source *s, size_t index, size_t count,
+static int check_source(const struct open_record *open, const struct dr_source *s, size_t index, size_t count,
                         struct dr_error *error) {
     uint64_t bytes = s->total;
     if (s->shape.dtype && (s->shape.ndim > DR_MAX_DIMS || !dr_shape_bytes(&s->shape, &bytes)))
@@ -29,14 +29,14 @@ static int check_source(const struct dr_writer *w, const struct dr_source *s, si
     if (bytes != s->total || s->size > s->total || s->part_offset > s->total - s->size ||
         (s->size == 0 && s->total != 0))
         return dr_error_invalid(error, (int64_t)index, "the size of a tensor is not what its shape says");
-    if (s->part_offset != w->open_done || (s->size != s->total && count != 1))
+    if (s->part_offset != open->done || (s->size != s->total && count != 1))
         return dr_error_invalid(error, (int64_t)index, "the parts of a tensor must come in order, one a call");
     if (s->strides && s->size != s->total)
         return dr_error_invalid(error, (int64_t)index, "a part of a tensor must be contiguous");
     return 0;
 }
 
-static uint64_t place(struct dr_writer *w, struct piece *p, const struct dr_source *s, uint64_t at) {
+static uint64_t place(struct open_record *open, struct piece *p, const struct dr_source *s, uint64_t at) {
     uint8_t head[DR_RECORD_HEAD_MAX];
     p->source = s;
     p->begin = at;
@@ -44,11 +44,11 @@ static uint64_t place(struct dr_writer *w, struct piece *p, const struct dr_sour
         p->record = at;
         p->head_size = s->shape.dtype ? dr_record_head(&s->shape, at, head) : 0;
         p->data = at + p->head_size;
-        w->open_offset = p->record;
-        w->open_head = p->head_size;
+        open->offset = p->record;
+        open->head_size = p->head_size;
     } else {
-        p->record = w->open_offset;
-        p->head_size = w->open_head;
+        p->record = open->offset;
+        p->head_size = open->head_size;
         p->data = at;
     }
     p->payload = p->record + p->head_size;
@@ -59,17 +59,17 @@ static uint64_t place(struct dr_writer *w, struct piece *p, const struct dr_sour
     return p->end;
 }
 
-/* Gives each piece room for its CRCs. Those of an unfinished record live on in the writer. */
-static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_error *error) {
+/* Gives each piece room for its CRCs. Those of an unfinished record outlive the window. */
+static int allocate_crcs(struct save_window *window, struct dr_error *error) {
+    struct open_record *open = window->open;
     size_t total = 0;
     for (size_t i = 0; i < window->count; i++)
         if (is_first(window->pieces[i].source) && is_last(window->pieces[i].source))
             total += crcs_of_piece(&window->pieces[i]);
-    free(w->crcs);
-    w->crcs = dr_calloc(total ? total : 1, sizeof *w->crcs);
-    if (!w->crcs)
-        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
-    uint32_t *next = w->crcs;
+    window->crcs = dr_calloc(total ? total : 1, sizeof *window->crcs);
+    if (!window->crcs)
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, window->path);
+    uint32_t *next = window->crcs;
     for (size_t i = 0; i < window->count; i++) {
         struct piece *p = &window->pieces[i];
         if (is_first(p->source) && is_last(p->source)) {
@@ -78,38 +78,37 @@ static int allocate_crcs(struct dr_writer *w, struct window *window, struct dr_e
             continue;
         }
         if (is_first(p->source)) {
-            free(w->open_crcs);
-            w->open_crcs = dr_calloc(crcs_of_piece(p), sizeof *w->open_crcs);
-            if (!w->open_crcs)
-                return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
+            free(open->crcs);
+            open->crcs = dr_calloc(crcs_of_piece(p), sizeof *open->crcs);
+            if (!open->crcs)
+                return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, window->path);
         }
-        p->crcs = w->open_crcs;
+        p->crcs = open->crcs;
         if (!p->crcs)
             return dr_error_invalid(error, (int64_t)i, "the first part of a tensor is missing");
     }
     return 0;
 }
 
-int dr_save_window_init(struct window *window, const struct dr_source *sources, size_t count, struct dr_error *error) {
-    struct dr_writer *w = window->writer;
+int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count, struct dr_error *error) {
     window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
     if (!window->pieces)
-        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, w->path);
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, window->path);
     window->count = count;
-    window->begin = window->end = w->position;
+    window->end = window->begin;
     for (size_t i = 0; i < count; i++) {
-        int rc = check_source(w, &sources[i], i, count, error);
+        int rc = check_source(window->open, &sources[i], i, count, error);
         if (rc < 0)
             return rc;
-        window->end = place(w, &window->pieces[i], &sources[i], window->end);
+        window->end = place(window->open, &window->pieces[i], &sources[i], window->end);
     }
-    return allocate_crcs(w, window, error);
+    return allocate_crcs(window, error);
 }
 
 /* ---- filling blocks ---- */
 
 /* The part of [begin, begin + size) that lies in [lo, hi). */
-static bool overlap(uint64_t begin, uint64_t size, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
+static bool clip(uint64_t begin, uint64_t size, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
     *from = begin > lo ? begin : lo;
     *to = begin + size < hi ? begin + size : hi;
     return *from < *to;
@@ -117,7 +116,7 @@ static bool overlap(uint64_t begin, uint64_t size, uint64_t lo, uint64_t hi, uin
 
 static void fill_head(const struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
     uint64_t from, to;
-    if (!overlap(p->begin, p->data - p->begin, lo, hi, &from, &to))
+    if (!clip(p->begin, p->data - p->begin, lo, hi, &from, &to))
         return;
     uint8_t head[DR_RECORD_HEAD_MAX];
     dr_record_head(&p->source->shape, p->record, head);
@@ -131,11 +130,11 @@ static void gather(const struct piece *p, const struct dr_region *region, uint64
         memcpy(out, (const uint8_t *)p->source->data + (from - p->data), to - from);
 }
 
-static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
+static void fill_data(struct save_window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
                       uint64_t *crc_ns) {
     uint64_t from, to;
     const struct dr_source *s = p->source;
-    if (!overlap(p->data, s->size, lo, hi, &from, &to))
+    if (!clip(p->data, s->size, lo, hi, &from, &to))
         return;
     struct dr_region region;
     if (s->strides)
@@ -144,7 +143,7 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
     bool at_once = s->strides && region.ndim > 1;
     if (at_once)
         gather(p, &region, from, to, block + (from - lo));
-    const struct dr_options *options = &window->writer->options;
+    const struct dr_options *options = window->options;
     uint64_t first_block = p->payload / DR_CRC_BLOCK;
     for (uint64_t at = from, next; at < to; at = next) {
         next = dr_align_down(at, STEP) + STEP;
@@ -159,7 +158,7 @@ static void fill_data(struct window *window, struct piece *p, uint64_t lo, uint6
         }
     }
     if (atomic_fetch_sub(&p->unsummed, to - from) == to - from)
-        dr_crew_notify(&window->crew);
+        dr_workers_notify(&window->workers);
 }
 
 static bool is_summed(const void *context) {
@@ -167,12 +166,12 @@ static bool is_summed(const void *context) {
     return atomic_load(&p->unsummed) == 0;
 }
 
-static bool fill_tail(struct window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
+static bool fill_tail(struct save_window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
     assert(p->record <= p->payload && p->payload <= p->data && p->data + p->source->size <= p->end);
     uint64_t tail = p->data + p->source->size, from, to;
-    if (!overlap(tail, p->end - tail, lo, hi, &from, &to))
+    if (!clip(tail, p->end - tail, lo, hi, &from, &to))
         return true;
-    if (!is_summed(p) && !dr_crew_wait(&window->crew, is_summed, p))
+    if (!is_summed(p) && !dr_workers_wait(&window->workers, is_summed, p))
         return false;
     uint8_t bytes[DR_RECORD_TAIL_MAX];
     uint32_t crc = dr_crc_whole(p->payload, p->source->total, p->crcs);
@@ -182,7 +181,7 @@ static bool fill_tail(struct window *window, struct piece *p, uint64_t lo, uint6
 }
 
 /* The first piece that ends behind a stream position. */
-static size_t find_piece(const struct window *window, uint64_t position) {
+static size_t find_piece(const struct save_window *window, uint64_t position) {
     size_t lo = 0, hi = window->count;
     while (lo < hi) {
         size_t middle = lo + (hi - lo) / 2;
@@ -194,12 +193,11 @@ static size_t find_piece(const struct window *window, uint64_t position) {
     return lo;
 }
 
-static bool fill(struct window *window, uint64_t start, uint64_t end, uint8_t *block, uint64_t *crc_ns) {
-    const struct dr_writer *w = window->writer;
+static bool fill(struct save_window *window, uint64_t start, uint64_t end, uint8_t *block, uint64_t *crc_ns) {
     uint64_t lo = start;
     if (start < window->begin) {
         lo = window->begin;
-        memcpy(block, w->carry, lo - start);
+        memcpy(block, window->carry, lo - start);
         block += lo - start;
     }
     size_t first = find_piece(window, lo);
@@ -213,10 +211,10 @@ static bool fill(struct window *window, uint64_t start, uint64_t end, uint8_t *b
     return true;
 }
 
-bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block) {
-    assert(start % window->writer->options.block_size == 0 && start < end && end <= window->end);
-    assert(end - start <= window->writer->options.block_size);
-    struct dr_watch *watch = window->writer->options.watch;
+bool dr_save_window_fill(struct save_window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block) {
+    assert(start % window->options->block_size == 0 && start < end && end <= window->end);
+    assert(end - start <= window->options->block_size);
+    struct dr_watch *watch = window->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL,
                            .worker = worker};
     bool filled = fill(window, start, end, block, &span.crc);

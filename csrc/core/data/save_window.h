@@ -1,28 +1,18 @@
-/* One call's worth of a data file: laid out, then filled block by block. Made and used by save.c; see save.h. */
+/*
+ * One call's worth of a data file: laid out, then filled block by block. save.c makes it, and its workers fill it;
+ * see save.h. It sees of the writer only what is in it.
+ */
 #ifndef DCPRING_SAVE_WINDOW_H
 #define DCPRING_SAVE_WINDOW_H
 
 #include "data/save.h"
-#include "io/engine.h"
 
-#include <sys/types.h>
-
-struct dr_writer {
-    struct dr_options options;
-    char *name, *path, *dir;
-    int dirfd, fd;
-    pid_t owner; /* a forked child inherits the memory, but neither the rings nor the file are its own */
-    bool direct, finished, failed;
-    uint64_t expected; /* bytes, from the size hint */
-    uint64_t position; /* the stream's length so far */
-    uint8_t *carry;    /* the bytes from the last block boundary to position */
-    struct dr_engine *engines[DR_MAX_WORKERS];
-    unsigned engine_count;
-    uint32_t *crcs;      /* of the last window's records, for the caller */
-    uint32_t *open_crcs; /* of a record whose parts have not all come */
-    uint64_t open_offset;
-    size_t open_head;
-    uint64_t open_done; /* payload bytes of it that are written; 0 when no record is open */
+/* A tensor in parts, of which the last one has not come. */
+struct open_record {
+    uint64_t offset; /* of the record in the file */
+    size_t head_size;
+    uint32_t *crcs; /* of the payload's CRC blocks, as far as they are summed */
+    uint64_t done;  /* payload bytes that are written; 0: no record is open */
 };
 
 /* One source laid out in the file. */
@@ -38,23 +28,31 @@ struct piece {
     atomic_uint_fast64_t unsummed; /* bytes of this piece whose CRC is not in crcs yet */
 };
 
-struct window {
-    struct dr_writer *writer;
-    struct dr_crew crew;
+struct save_window {
+    /* the writer's */
+    const struct dr_options *options;
+    const char *path;          /* for errors */
+    const uint8_t *carry;      /* the bytes from the last block boundary to `begin` */
+    struct open_record *open;  /* what a first part opens; `done` is the writer's to change */
+    /* its own */
+    struct dr_workers workers;
     struct piece *pieces;
     size_t count;
     uint64_t begin, end; /* stream positions */
-    uint8_t *carry_out;
-    atomic_uint_fast64_t next; /* block to take */
+    uint32_t *crcs;      /* of the records that are whole in it */
 };
 
-/* Gives each source its place behind the writer's position. What it has allocated by a failure is freed with the rest. */
-int dr_save_window_init(struct window *window, const struct dr_source *sources, size_t count, struct dr_error *error);
+/*
+ * Gives each source its place, from window->begin on, which the caller has set with what is the writer's. Pieces and
+ * crcs are allocated; they are the caller's to free, after a failure too.
+ */
+int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count,
+                        struct dr_error *error);
 
 /*
- * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the crew was stopped. `worker`
+ * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the workers were stopped. `worker`
  * is who does it, for the watch.
  */
-bool dr_save_window_fill(struct window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block);
+bool dr_save_window_fill(struct save_window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block);
 
 #endif

@@ -23,12 +23,12 @@ enum {
     HEADER_READERS = 16,       /* threads that wait for small reads */
     QUICK_SMALL = 64 * 1024,   /* without checking data, larger records are not read as a whole */
     GROUP_GAP = 16 * 1024,     /* between records of a group */
-    MOST_HOLES = 64,           /* of a block */
+    MOST_BAD_RANGES = 64,           /* of a block */
     REREAD_PARTS = 16,         /* a stretch that cannot be read is tried again in so many parts */
     MOST_FAILED_REREADS = 4096 /* a device that is wholly dead is not asked for each of its sectors */
 };
 
-struct run {
+struct verify_run {
     struct dr_verify verify;
     size_t *order; /* of records that are read, by file and offset */
     size_t order_count;
@@ -42,7 +42,7 @@ struct run {
     atomic_uint_fast64_t repeated;
 };
 
-static void note(struct run *run, size_t check, uint64_t offset, uint64_t length, const char *what, int err) {
+static void note_problem(struct verify_run *run, size_t check, uint64_t offset, uint64_t length, const char *what, int err) {
     dr_verify_note(&run->verify, &(struct dr_problem){
                                      .check = check, .offset = offset, .length = length, .what = what, .err = err});
 }
@@ -73,7 +73,7 @@ static bool is_our_lack(const struct dr_error *why) {
 }
 
 /* 1: the file is there; 0: every record of it has that problem. */
-static int look_at_file(struct run *run, const size_t *records, size_t count, struct dr_error *error) {
+static int look_at_file(struct verify_run *run, const size_t *records, size_t count, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     size_t file = v->checks[records[0]].file;
     struct dr_error why;
@@ -92,7 +92,7 @@ static int look_at_file(struct run *run, const size_t *records, size_t count, st
 }
 
 /* Leaves out of a file's records those that cannot be read, or share bytes with one before. */
-static void choose(struct run *run, const size_t *records, size_t count) {
+static void choose(struct verify_run *run, const size_t *records, size_t count) {
     struct dr_verify *v = &run->verify;
     uint64_t size = v->input->files[v->checks[records[0]].file].size, end = 0;
     for (size_t i = 0; i < count; i++) {
@@ -102,13 +102,13 @@ static void choose(struct run *run, const size_t *records, size_t count) {
                                   .check = records[i], .what = "its file ends before it", .of_file = true});
         } else if (c->offset > size || c->length > size - c->offset) {
             uint64_t from = c->offset > size ? c->offset : size;
-            note(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
+            note_problem(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
         } else if (c->length == 0) {
             struct dr_window nothing = {.fd = -1, .fixed = true};
             uint64_t crc_ns = 0;
             dr_verify_record(v, records[i], &nothing, &nothing, &crc_ns);
         } else if (c->offset < end) {
-            note(run, records[i], c->offset, c->length, "it shares bytes with another record", 0);
+            note_problem(run, records[i], c->offset, c->length, "it shares bytes with another record", 0);
         } else {
             run->order[run->order_count++] = records[i];
             end = c->offset + c->length;
@@ -116,7 +116,7 @@ static void choose(struct run *run, const size_t *records, size_t count) {
     }
 }
 
-static int plan_records(struct run *run, const struct dr_control *control, struct dr_error *error) {
+static int plan_records(struct verify_run *run, const struct dr_control *control, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     size_t *sorted = dr_malloc((v->count + 1) * sizeof *sorted);
     run->order = dr_malloc((v->count + 1) * sizeof *run->order);
@@ -157,13 +157,13 @@ struct reader {
     int fd; /* -1: none */
 };
 
-static void leave_file(struct run *run, struct reader *reader) {
+static void leave_file(struct verify_run *run, struct reader *reader) {
     if (reader->fd >= 0)
         dr_input_release(run->verify.input, reader->file);
     reader->fd = -1;
 }
 
-static int turn_to_file(struct run *run, struct reader *reader, size_t file, struct dr_error *error) {
+static int turn_to_file(struct verify_run *run, struct reader *reader, size_t file, struct dr_error *error) {
     struct dr_input *input = run->verify.input;
     if (reader->fd >= 0 && reader->file == file)
         return 0;
@@ -176,9 +176,9 @@ static int turn_to_file(struct run *run, struct reader *reader, size_t file, str
     return rc;
 }
 
-static int read_headers(struct run *run, struct reader *reader, struct dr_error *error) {
+static int read_headers(struct verify_run *run, struct reader *reader, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
-    while (!dr_crew_stopped(&run->verify.crew)) {
+    while (!dr_workers_stopped(&run->verify.workers)) {
         size_t index = atomic_fetch_add(&run->next, 1);
         if (index >= run->large_count)
             return 0;
@@ -193,7 +193,7 @@ static int read_headers(struct run *run, struct reader *reader, struct dr_error 
             *error = why;
             return rc;
         } else {
-            note(run, run->large[index], c->offset, c->length, "its file cannot be opened", why.err);
+            note_problem(run, run->large[index], c->offset, c->length, "its file cannot be opened", why.err);
         }
     }
     return 0;
@@ -215,7 +215,7 @@ static int read_some_headers(void *context, unsigned worker, struct dr_error *er
 
 /* ---- 3: blocks ---- */
 
-static int add_block(struct run *run, struct dr_block block, struct dr_error *error) {
+static int add_block(struct verify_run *run, struct dr_block block, struct dr_error *error) {
     int rc = DR_ARRAY_RESERVE(run->blocks, run->block_count, run->block_room, 1, error);
     if (rc)
         return rc;
@@ -223,10 +223,10 @@ static int add_block(struct run *run, struct dr_block block, struct dr_error *er
     return 0;
 }
 
-static bool is_small(const struct run *run, size_t at) { return run->verify.checks[run->order[at]].length <= run->small; }
+static bool is_small(const struct verify_run *run, size_t at) { return run->verify.checks[run->order[at]].length <= run->small; }
 
 /* A block of as many small records as fit in it, from order[first] on; *end is behind the last one. */
-static int add_group(struct run *run, size_t first, size_t *end, struct dr_error *error) {
+static int add_group(struct verify_run *run, size_t first, size_t *end, struct dr_error *error) {
     const struct dr_check *checks = run->verify.checks, *c = &checks[run->order[first]];
     struct dr_block block = {.file = c->file,
                              .lo = dr_align_down(c->offset, DR_ALIGNMENT),
@@ -245,7 +245,7 @@ static int add_group(struct run *run, size_t first, size_t *end, struct dr_error
     return add_block(run, block, error);
 }
 
-static int add_groups(struct run *run, struct dr_error *error) {
+static int add_groups(struct verify_run *run, struct dr_error *error) {
     int rc = 0;
     for (size_t i = 0; i < run->order_count && rc == 0;) {
         if (is_small(run, i))
@@ -257,7 +257,7 @@ static int add_groups(struct run *run, struct dr_error *error) {
 }
 
 /* A part, cut at the grid of blocks. */
-static int add_part(struct run *run, size_t index, struct dr_error *error) {
+static int add_part(struct verify_run *run, size_t index, struct dr_error *error) {
     const struct dr_verify_part *part = &run->verify.parts[index];
     uint64_t block_size = run->verify.options->block_size, end = part->offset + part->size;
     int rc = 0;
@@ -276,7 +276,7 @@ static int block_by_place(const void *a, const void *b) {
     return x->lo != y->lo ? (x->lo < y->lo ? -1 : 1) : 0;
 }
 
-static int plan_blocks(struct run *run, struct dr_error *error) {
+static int plan_blocks(struct verify_run *run, struct dr_error *error) {
     int rc = run->verify.no_memory ? dr_error_memory(error) : add_groups(run, error);
     for (size_t i = 0; i < run->verify.part_count && rc == 0; i++)
         rc = add_part(run, i, error);
@@ -286,35 +286,36 @@ static int plan_blocks(struct run *run, struct dr_error *error) {
 }
 
 /* Stretches of a block that could not be read, in order. */
-struct holes {
+struct bad_ranges {
     size_t count;
-    struct hole {
+    struct bad_range {
         uint64_t lo, hi;
         int err; /* 0: the file ends */
-    } at[MOST_HOLES];
+    } at[MOST_BAD_RANGES];
 };
 
-static const struct hole *hole_in(const struct holes *holes, uint64_t lo, uint64_t hi) {
-    for (size_t i = 0; holes && i < holes->count; i++)
-        if (holes->at[i].lo < hi && holes->at[i].hi > lo)
-            return &holes->at[i];
+static const struct bad_range *bad_range_in(const struct bad_ranges *bad, uint64_t lo, uint64_t hi) {
+    for (size_t i = 0; bad && i < bad->count; i++)
+        if (bad->at[i].lo < hi && bad->at[i].hi > lo)
+            return &bad->at[i];
     return NULL;
 }
 
-/* Notes what of [lo, hi) is in holes; false when nothing is. */
-static bool note_holes(struct run *run, const struct holes *holes, size_t check, uint64_t lo, uint64_t hi) {
-    if (!hole_in(holes, lo, hi))
+/* Notes what of [lo, hi) is in bad ranges; false when nothing is. */
+static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad, size_t check, uint64_t lo, uint64_t hi) {
+    if (!bad_range_in(bad, lo, hi))
         return false;
-    for (size_t i = 0; i < holes->count; i++) {
-        const struct hole *h = &holes->at[i];
-        uint64_t from = h->lo > lo ? h->lo : lo, to = h->hi < hi ? h->hi : hi;
+    for (size_t i = 0; i < bad->count; i++) {
+        const struct bad_range *range = &bad->at[i];
+        uint64_t from = range->lo > lo ? range->lo : lo, to = range->hi < hi ? range->hi : hi;
         if (from < to)
-            note(run, check, from, to - from, h->err ? "cannot be read" : "the file ends before it", h->err);
+            note_problem(run, check, from, to - from, range->err ? "cannot be read" : "the file ends before it",
+                         range->err);
     }
     return true;
 }
 
-static void use_group(struct run *run, const struct dr_block *block, const uint8_t *data, const struct holes *holes,
+static void use_group(struct verify_run *run, const struct dr_block *block, const uint8_t *data, const struct bad_ranges *bad,
                       uint64_t *crc_ns) {
     struct dr_verify *v = &run->verify;
     struct dr_window window = {.fd = -1,
@@ -327,12 +328,12 @@ static void use_group(struct run *run, const struct dr_block *block, const uint8
         const struct dr_check *c = &v->checks[run->order[i]];
         if (c->file != block->file || c->offset + c->length > block->hi)
             break;
-        if (!note_holes(run, holes, run->order[i], c->offset, c->offset + c->length))
+        if (!note_bad_ranges(run, bad, run->order[i], c->offset, c->offset + c->length))
             dr_verify_record(v, run->order[i], &window, &window, crc_ns);
     }
 }
 
-static void use_part(struct run *run, const struct dr_block *piece, const uint8_t *data, const struct holes *holes,
+static void use_part(struct verify_run *run, const struct dr_block *piece, const uint8_t *data, const struct bad_ranges *bad,
                      uint64_t *crc_ns) {
     struct dr_verify_part *part = &run->verify.parts[piece->first];
     uint64_t end = part->offset + part->size;
@@ -340,36 +341,36 @@ static void use_part(struct run *run, const struct dr_block *piece, const uint8_
     for (uint64_t at = lo, next; at < hi; at = next) {
         next = dr_align_down(at, DR_CRC_BLOCK) + DR_CRC_BLOCK;
         next = next < hi ? next : hi;
-        if (note_holes(run, holes, part->check, at, next))
+        if (note_bad_ranges(run, bad, part->check, at, next))
             atomic_store(&part->incomplete, true);
         else
             dr_verify_blocks(&run->verify, part, data + (at - piece->lo), at, next, crc_ns);
     }
 }
 
-static void use_with_holes(struct run *run, const struct dr_block *piece, const uint8_t *data,
-                           const struct holes *holes, uint64_t *crc_ns) {
+static void use_without(struct verify_run *run, const struct dr_block *piece, const uint8_t *data,
+                           const struct bad_ranges *bad, uint64_t *crc_ns) {
     if (piece->in_one)
-        use_group(run, piece, data, holes, crc_ns);
+        use_group(run, piece, data, bad, crc_ns);
     else
-        use_part(run, piece, data, holes, crc_ns);
+        use_part(run, piece, data, bad, crc_ns);
 }
 
 static int use(void *context, const struct dr_block *piece, const uint8_t *data, uint64_t *crc_ns,
                struct dr_error *error) {
-    struct run *run = context;
-    use_with_holes(run, piece, data, NULL, crc_ns);
+    struct verify_run *run = context;
+    use_without(run, piece, data, NULL, crc_ns);
     return run->verify.no_memory ? dr_error_memory(error) : 0;
 }
 
 /* ---- blocks that cannot be read ---- */
 
-static void add_hole(struct holes *holes, uint64_t lo, uint64_t hi, int err) {
-    struct hole *last = holes->count > 0 ? &holes->at[holes->count - 1] : NULL;
-    if (last && ((last->hi == lo && last->err == err) || holes->count == MOST_HOLES))
+static void add_bad_range(struct bad_ranges *bad, uint64_t lo, uint64_t hi, int err) {
+    struct bad_range *last = bad->count > 0 ? &bad->at[bad->count - 1] : NULL;
+    if (last && ((last->hi == lo && last->err == err) || bad->count == MOST_BAD_RANGES))
         last->hi = hi;
     else
-        holes->at[holes->count++] = (struct hole){lo, hi, err};
+        bad->at[bad->count++] = (struct bad_range){lo, hi, err};
 }
 
 /* 0, or why [lo, hi) cannot be read: an errno, or -1 where the file ends. */
@@ -386,22 +387,22 @@ static int read_stretch(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
 
 /* Reading a block again. */
 struct reread {
-    struct run *run;
-    struct dr_crew *crew;
+    struct verify_run *run;
+    struct dr_workers *workers;
     int fd;
-    struct holes holes;
+    struct bad_ranges bad;
 };
 
 /* Reads [lo, hi) again, in ever smaller parts around what cannot be read. data is where lo goes. */
 static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
-    if (dr_crew_stopped(r->crew))
+    if (dr_workers_stopped(r->workers))
         return;
     int why = read_stretch(r->fd, data, lo, hi);
     if (why == 0)
         return;
     bool tired = atomic_fetch_add(&r->run->failed_rereads, 1) >= MOST_FAILED_REREADS;
     if (hi - lo <= DR_ALIGNMENT || tired) {
-        add_hole(&r->holes, lo, hi, why > 0 ? why : 0);
+        add_bad_range(&r->bad, lo, hi, why > 0 ? why : 0);
         return;
     }
     uint64_t step = dr_align_up((hi - lo) / REREAD_PARTS, DR_ALIGNMENT);
@@ -411,10 +412,11 @@ static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
     }
 }
 
-static int lost(void *context, struct dr_crew *crew, const struct dr_block *block, int fd, uint8_t *buffer,
+/* At a read error: the block is read again, and used without what still cannot be read. */
+static int use_what_can_be_read(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error) {
-    struct run *run = context;
-    struct reread again = {.run = run, .crew = crew, .fd = fd};
+    struct verify_run *run = context;
+    struct reread again = {.run = run, .workers = workers, .fd = fd};
     uint64_t crc_ns = 0;
     if (is_our_lack(why)) {
         *error = *why;
@@ -423,19 +425,19 @@ static int lost(void *context, struct dr_crew *crew, const struct dr_block *bloc
     if (fd >= 0)
         reread(&again, buffer, block->lo, block->hi);
     else
-        add_hole(&again.holes, block->lo, block->hi, why->err);
-    if (dr_crew_stopped(crew))
+        add_bad_range(&again.bad, block->lo, block->hi, why->err);
+    if (dr_workers_stopped(workers))
         return 0;
-    if (again.holes.count == 0)
+    if (again.bad.count == 0)
         atomic_fetch_add(&run->repeated, 1);
     dr_watch_count(run->verify.options->watch, block->hi - block->lo);
-    use_with_holes(run, block, buffer, &again.holes, &crc_ns);
+    use_without(run, block, buffer, &again.bad, &crc_ns);
     return run->verify.no_memory ? dr_error_memory(error) : 0;
 }
 
 /* ---- 4: whole CRCs ---- */
 
-static void check_sums(struct run *run) {
+static void check_sums(struct verify_run *run) {
     for (size_t i = 0; i < run->verify.part_count; i++) {
         const struct dr_verify_part *part = &run->verify.parts[i];
         uint32_t crc = part->sums && !part->incomplete ? dr_crc_whole(part->offset, part->size, part->sums)
@@ -447,16 +449,16 @@ static void check_sums(struct run *run) {
 
 /* ---- all of it ---- */
 
-static int check_all(struct run *run, const struct dr_control *control, struct dr_stream_stats *stats,
+static int check_all(struct verify_run *run, const struct dr_control *control, struct dr_stream_stats *stats,
                      struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     int rc = plan_records(run, control, error);
     unsigned readers = run->large_count < HEADER_READERS ? (unsigned)run->large_count : HEADER_READERS;
     if (rc == 0 && readers > 0)
-        rc = dr_crew_run(&run->verify.crew, readers, read_some_headers, run, control, error);
+        rc = dr_workers_run(&run->verify.workers, readers, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
-    const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, lost, run};
+    const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, use_what_can_be_read, run};
     if (rc == 0)
         rc = dr_stream_run(&stream, control, stats, error);
     if (rc == 0)
@@ -464,7 +466,7 @@ static int check_all(struct run *run, const struct dr_control *control, struct d
     return rc == 0 && v->no_memory ? dr_error_memory(error) : rc;
 }
 
-static void free_run(struct run *run) {
+static void free_run(struct verify_run *run) {
     for (size_t i = 0; i < run->verify.part_count; i++)
         free(run->verify.parts[i].sums);
     free(run->verify.parts);
@@ -478,7 +480,7 @@ static void free_run(struct run *run) {
 int dr_verify(struct dr_input *input, struct dr_check *checks, size_t count, bool quick,
               const struct dr_options *options, const struct dr_control *control, struct dr_findings *findings,
               struct dr_stream_stats *stats, struct dr_error *error) {
-    struct run run = {.verify = {.input = input, .checks = checks, .count = count, .quick = quick, .options = options,
+    struct verify_run run = {.verify = {.input = input, .checks = checks, .count = count, .quick = quick, .options = options,
                                  .findings = findings},
                       .small = quick ? QUICK_SMALL : options->block_size - DR_ALIGNMENT};
     *findings = (struct dr_findings){0};

@@ -24,9 +24,9 @@ enum dr_check_kind {
     DR_CHECK_OTHER,  /* what torch.save made, or anything */
 };
 
-enum dr_check_left {
-    DR_LEFT_BARE = 1,   /* bytes that nothing covers */
-    DR_LEFT_PACKED = 2, /* a zip entry that is compressed or encrypted */
+enum dr_unverified {
+    DR_UNVERIFIED_BARE = 1,   /* bytes that nothing covers */
+    DR_UNVERIFIED_PACKED = 2, /* a zip entry that is compressed or encrypted */
 };
 
 /* A record. Two that share bytes are a fault; whoever has two names for one record asks for it once. */
@@ -38,7 +38,7 @@ struct dr_check {
     const uint8_t *crcs;                   /* dr_crc_count() little-endian CRCs of the payload, or NULL */
     struct dr_shape shape;                 /* what the metadata says; dtype NULL where it says nothing */
     bool transformed;                      /* by an extension: it may be anything */
-    unsigned left;                         /* out: what of it could not be checked (enum dr_check_left) */
+    unsigned unverified;                         /* out: what of it could not be checked (enum dr_unverified) */
 };
 
 struct dr_problem {

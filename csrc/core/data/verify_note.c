@@ -22,7 +22,7 @@ static void join(struct dr_problem *into, const struct dr_problem *other) {
 }
 
 /* Holds the lock. */
-static void keep(struct dr_verify *v, const struct dr_problem *problem) {
+static void keep_problem(struct dr_verify *v, const struct dr_problem *problem) {
     struct dr_findings *f = v->findings;
     assert(problem->check < v->count && problem->what);
     struct dr_verify_noted *noted = &v->noted[problem->check];
@@ -47,7 +47,7 @@ static void keep(struct dr_verify *v, const struct dr_problem *problem) {
 
 void dr_verify_note(struct dr_verify *v, const struct dr_problem *problem) {
     pthread_mutex_lock(&v->lock);
-    keep(v, problem);
+    keep_problem(v, problem);
     pthread_mutex_unlock(&v->lock);
 }
 

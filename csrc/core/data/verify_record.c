@@ -26,7 +26,7 @@ struct record {
 
 /* ---- saying what is wrong ---- */
 
-static void note(const struct record *r, uint64_t offset, uint64_t length, const char *what) {
+static void note_problem(const struct record *r, uint64_t offset, uint64_t length, const char *what) {
     dr_verify_note(r->verify,
                    &(struct dr_problem){.check = r->index, .offset = offset, .length = length, .what = what});
 }
@@ -45,7 +45,7 @@ void dr_verify_note_crc(struct dr_verify *v, size_t check, uint64_t offset, uint
 /* What a look at [offset, offset + length) did not give: because of an error, or because it is not there. */
 static void note_missing(struct record *r, uint64_t offset, uint64_t length, const char *what) {
     if (r->error.kind == DR_ERROR_NONE) {
-        note(r, offset, length, what);
+        note_problem(r, offset, length, what);
         return;
     }
     bool system = r->error.kind == DR_ERROR_SYSTEM;
@@ -57,7 +57,7 @@ static void note_missing(struct record *r, uint64_t offset, uint64_t length, con
     dr_error_clear(&r->error);
 }
 
-static void leave(const struct record *r, enum dr_check_left what) { r->check->left |= what; }
+static void mark_unverified(const struct record *r, enum dr_unverified what) { r->check->unverified |= what; }
 
 /* ---- data ---- */
 
@@ -131,7 +131,7 @@ static void check_bytes(struct record *r, struct dr_window *window, uint64_t off
     while (end > first && data[end - 1] == expected[end - 1])
         end--;
     if (first < size)
-        note(r, offset + first, end - first, what);
+        note_problem(r, offset + first, end - first, what);
 }
 
 static uint32_t whole_crc(const struct dr_check *c) {
@@ -151,20 +151,20 @@ static void check_tensor(struct record *r) {
     uint64_t bytes;
     if (!c->shape.dtype || c->shape.ndim > DR_MAX_DIMS || !dr_shape_bytes(&c->shape, &bytes) ||
         bytes != c->payload_size) {
-        note(r, c->payload_offset, c->payload_size, "its size does not fit its shape and dtype");
+        note_problem(r, c->payload_offset, c->payload_size, "its size does not fit its shape and dtype");
         return;
     }
     size_t head_size = dr_record_head(&c->shape, c->offset, head);
     size_t tail_size = dr_record_tail(&c->shape, c->offset, head_size, whole_crc(c), tail);
     if (c->payload_offset != c->offset + head_size || c->length != head_size + c->payload_size + tail_size) {
-        note(r, c->offset, c->length, "its place in the metadata is not that of a tensor of its shape and dtype");
+        note_problem(r, c->offset, c->length, "its place in the metadata is not that of a tensor of its shape and dtype");
         return;
     }
     check_bytes(r, r->ahead, c->offset, head, head_size, "the head of its record is damaged");
     check_bytes(r, r->window, c->payload_offset + c->payload_size, tail, tail_size,
                 "the tail of its record (the zip directory) is damaged");
     if (!c->crcs && c->payload_size > 0)
-        leave(r, DR_LEFT_BARE);
+        mark_unverified(r, DR_UNVERIFIED_BARE);
     else if (!r->verify->quick)
         check_data(r, c->payload_offset, c->payload_size, c->crcs, 0);
 }
@@ -215,9 +215,9 @@ static bool is_storage(const struct dr_entry *e) {
 static void check_entry_data(const struct archive *a, const struct dr_entry *e, uint64_t start) {
     struct record *r = a->record;
     if (e->method != 0 || e->flags & DR_ZIP_ENCRYPTED || e->size != e->packed_size)
-        leave(r, DR_LEFT_PACKED);
+        mark_unverified(r, DR_UNVERIFIED_PACKED);
     else if (e->crc == 0 && e->size > 0)
-        leave(r, DR_LEFT_BARE); /* written without a CRC */
+        mark_unverified(r, DR_UNVERIFIED_BARE); /* written without a CRC */
     else if (!r->verify->quick || !is_storage(e))
         check_data(r, a->entries.offset + start, e->size, NULL, e->crc);
 }
@@ -271,7 +271,7 @@ static bool is_end_right(const struct dr_archive *a, const struct dr_directory *
 }
 
 /* A directory that is read from a file may have millions of entries. */
-static bool is_stopped(const struct record *r) { return !r->window->fixed && dr_crew_stopped(&r->verify->crew); }
+static bool is_stopped(const struct record *r) { return !r->window->fixed && dr_workers_stopped(&r->verify->workers); }
 
 static void check_entries(const struct archive *a, struct dr_directory *dir) {
     uint64_t length = a->directory.length, from = 0;
@@ -325,7 +325,7 @@ static void check_described(struct record *r) {
     }
     if (located.plain && (located.dtype != c->shape.dtype || located.ndim != c->shape.ndim ||
                           memcmp(located.sizes, c->shape.sizes, (size_t)located.ndim * sizeof *located.sizes) != 0))
-        note(r, c->offset, c->length, "its shape or dtype is not what the metadata says");
+        note_problem(r, c->offset, c->length, "its shape or dtype is not what the metadata says");
 }
 
 static void check_archive(struct record *r) {
@@ -336,7 +336,7 @@ static void check_archive(struct record *r) {
     struct dr_directory dir;
     int archive = resembles_archive(&a);
     if (archive == 0 && (c->transformed || is_pickle(&a)))
-        leave(r, DR_LEFT_BARE);
+        mark_unverified(r, DR_UNVERIFIED_BARE);
     else if (archive <= 0)
         note_zip(&a, 0, c->length, "it is no archive of torch.save");
     else if (!dr_archive_open(&a.directory, &dir))
@@ -356,7 +356,7 @@ void dr_verify_record(struct dr_verify *verify, size_t index, struct dr_window *
     if (c->kind == DR_CHECK_TENSOR)
         check_tensor(&record);
     else if (c->kind == DR_CHECK_BYTES && (c->payload_offset != c->offset || c->payload_size != c->length))
-        note(&record, c->offset, c->length, "its place in the metadata contradicts itself");
+        note_problem(&record, c->offset, c->length, "its place in the metadata contradicts itself");
     else if (c->kind == DR_CHECK_OTHER || (!c->crcs && c->length > 0))
         check_archive(&record);
     else if (!verify->quick)

@@ -25,7 +25,7 @@ struct dr_verify {
     size_t count;
     bool quick;
     const struct dr_options *options;
-    struct dr_crew crew;  /* whose workers read headers */
+    struct dr_workers workers;  /* whose workers read headers */
     pthread_mutex_t lock; /* of all below */
     struct dr_findings *findings;
     struct dr_verify_noted *noted; /* by check */

@@ -113,7 +113,7 @@ int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struc
 }
 
 /* Tells the watch of a request that is complete. */
-static void note(const struct dr_engine *engine, const struct dr_request *request) {
+static void note_transfer(const struct dr_engine *engine, const struct dr_request *request) {
     dr_watch_count(engine->watch, request->needed);
     dr_watch_note(engine->watch, (struct dr_span){
                                      .begin = request->begin,
@@ -186,7 +186,7 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     *done = request;
     if (rc < 0)
         return rc;
-    note(engine, request);
+    note_transfer(engine, request);
     return 0;
 }
 

@@ -85,7 +85,7 @@ static int open_checked(const struct dr_input *input, struct dr_input_file *file
 }
 
 /* Lets a file that is open stay open, in the place of one that nobody holds if need be; false when there is none. */
-static bool keep(struct dr_input *input, size_t index, bool instead) {
+static bool keep_open(struct dr_input *input, size_t index, bool instead) {
     struct dr_input_file *file = &input->files[index];
     if (input->kept_count < DR_INPUT_KEPT) {
         input->kept[input->kept_count++] = index;
@@ -116,7 +116,7 @@ static int look(struct dr_input *input, size_t index, struct dr_error *error) {
                                 "the metadata names a file outside of the checkpoint directory");
     int rc = open_checked(input, file, &file->buffered_fd, error);
     /* Files are looked at in the order in which they are read: those that were first stay open. */
-    if (rc == 0 && !keep(input, index, false))
+    if (rc == 0 && !keep_open(input, index, false))
         close_file(file);
     return rc;
 }
@@ -141,7 +141,7 @@ int dr_input_hold(struct dr_input *input, size_t index, int *fd, struct dr_error
         rc = open_checked(input, file, &file->buffered_fd, error);
     if (rc == 0) {
         if (!file->kept)
-            keep(input, index, true);
+            keep_open(input, index, true);
         file->holders++;
         *fd = file->buffered_fd;
     }

@@ -11,10 +11,10 @@
 
 enum { WAIT_MS = 100 };
 
-struct run {
+struct stream_run {
     const struct dr_stream *stream;
     const struct dr_options *options;
-    struct dr_crew crew;
+    struct dr_workers workers;
     atomic_size_t next; /* block to take */
     unsigned depth;     /* buffers per worker */
     atomic_uint_fast64_t bytes, cached_bytes;
@@ -27,7 +27,7 @@ static bool is_cached(int fd, const struct dr_block *block) {
     return dr_sys.cached(fd, (off_t)block->lo, size) >= (int64_t)size;
 }
 
-static int use_piece(struct run *run, unsigned worker, const struct dr_block *piece, const uint8_t *data,
+static int use_piece(struct stream_run *run, unsigned worker, const struct dr_block *piece, const uint8_t *data,
                      struct dr_error *error) {
     struct dr_watch *watch = run->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch), .offset = piece->lo, .size = piece->hi - piece->lo,
@@ -38,10 +38,10 @@ static int use_piece(struct run *run, unsigned worker, const struct dr_block *pi
 }
 
 /* A block that could not be read, for the reason in *why: 0 when the user goes on without it. */
-static int lose(struct run *run, const struct dr_block *block, int fd, uint8_t *buffer, const struct dr_error *why,
+static int report_unreadable(struct stream_run *run, const struct dr_block *block, int fd, uint8_t *buffer, const struct dr_error *why,
                 struct dr_error *error) {
-    if (run->stream->lost)
-        return run->stream->lost(run->stream->context, &run->crew, block, fd, buffer, why, error);
+    if (run->stream->on_read_error)
+        return run->stream->on_read_error(run->stream->context, &run->workers, block, fd, buffer, why, error);
     *error = *why;
     return -why->err;
 }
@@ -63,7 +63,7 @@ static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
  * A block that the page cache holds, one CRC block at a time: the buffer then stays in the processor's cache between
  * the three passes over it. 1 when it was used up, 0 when it must be read the other way (which also reports errors).
  */
-static int read_cached(struct run *run, unsigned worker, const struct dr_block *block, int fd, uint8_t *buffer,
+static int read_cached(struct stream_run *run, unsigned worker, const struct dr_block *block, int fd, uint8_t *buffer,
                        struct dr_error *error) {
     if (!is_cached(fd, block))
         return 0;
@@ -89,7 +89,7 @@ static int read_cached(struct run *run, unsigned worker, const struct dr_block *
     return 1;
 }
 
-static int submit_block(struct run *run, struct dr_engine *engine, struct dr_request *request,
+static int submit_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
                         const struct dr_block *block, int fd, bool direct, struct dr_error *error) {
     uint64_t size = block->hi - block->lo;
     assert(block->lo % DR_ALIGNMENT == 0 && block->lo < block->hi && size <= run->options->block_size);
@@ -115,7 +115,7 @@ static void take_block(struct dr_request *request, const struct dr_block *block)
     request->user = (void *)(uintptr_t)block;
 }
 
-static void release_block(struct run *run, struct dr_request *request) {
+static void release_block(struct stream_run *run, struct dr_request *request) {
     const struct dr_block *block = request->user;
     request->user = NULL;
     if (block)
@@ -123,7 +123,7 @@ static void release_block(struct run *run, struct dr_request *request) {
 }
 
 /* Reads a block at once through the page cache: 1 when it was used up; or puts it in flight, and gives 0. */
-static int start_held(struct run *run, struct dr_engine *engine, struct dr_request *request,
+static int start_held(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
                       const struct dr_block *block, int fd, struct dr_error *error) {
     struct dr_input *input = run->stream->input;
     enum dr_direct wanted = run->options->direct;
@@ -139,7 +139,7 @@ static int start_held(struct run *run, struct dr_engine *engine, struct dr_reque
     return submit_block(run, engine, request, block, direct >= 0 ? direct : fd, direct >= 0, error);
 }
 
-static int start_block(struct run *run, struct dr_engine *engine, struct dr_request *request,
+static int start_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
                        const struct dr_block *block, struct dr_error *error) {
     struct dr_error why;
     dr_error_clear(&why);
@@ -150,15 +150,15 @@ static int start_block(struct run *run, struct dr_engine *engine, struct dr_requ
         if (rc == 0)
             return 0;
     } else {
-        rc = lose(run, block, -1, request->data, &why, error);
+        rc = report_unreadable(run, block, -1, request->data, &why, error);
     }
     release_block(run, request);
     dr_engine_release(engine, request);
     return rc < 0 ? rc : 0;
 }
 
-static int fill_queue(struct run *run, struct dr_engine *engine, struct dr_error *error) {
-    while (!dr_crew_stopped(&run->crew) && atomic_load(&run->next) < run->stream->count) {
+static int fill_queue(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
+    while (!dr_workers_stopped(&run->workers) && atomic_load(&run->next) < run->stream->count) {
         struct dr_request *request = dr_engine_take(engine);
         if (!request)
             return 0;
@@ -175,21 +175,21 @@ static int fill_queue(struct run *run, struct dr_engine *engine, struct dr_error
 }
 
 /* The same for a block that was in flight. */
-static int lose_read(struct run *run, const struct dr_request *request, const struct dr_error *why,
+static int report_failed_read(struct stream_run *run, const struct dr_request *request, const struct dr_error *why,
                      struct dr_error *error) {
     const struct dr_block *block = request->user;
     struct dr_error ignored;
     dr_error_clear(&ignored);
     int fd;
     if (dr_input_hold(run->stream->input, block->file, &fd, &ignored) < 0)
-        return lose(run, block, -1, request->data, why, error);
-    int rc = lose(run, block, fd, request->data, why, error);
+        return report_unreadable(run, block, -1, request->data, why, error);
+    int rc = report_unreadable(run, block, fd, request->data, why, error);
     dr_input_release(run->stream->input, block->file);
     return rc;
 }
 
-/* What is in flight, or nothing within a while; what failed is the user's to lose. */
-static int finish_block(struct run *run, struct dr_engine *engine, struct dr_error *error) {
+/* What is in flight, or nothing within a while; what failed is the user's to go on without, or not. */
+static int finish_block(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
     struct dr_request *done;
     struct dr_error why;
     dr_error_clear(&why);
@@ -199,14 +199,14 @@ static int finish_block(struct run *run, struct dr_engine *engine, struct dr_err
             *error = why;
         return rc;
     }
-    rc = rc < 0 ? lose_read(run, done, &why, error) : use_piece(run, engine->worker, done->user, done->data, error);
+    rc = rc < 0 ? report_failed_read(run, done, &why, error) : use_piece(run, engine->worker, done->user, done->data, error);
     release_block(run, done);
     dr_engine_release(engine, done);
     return rc;
 }
 
-static int read_blocks(struct run *run, struct dr_engine *engine, struct dr_error *error) {
-    while (!dr_crew_stopped(&run->crew)) {
+static int read_blocks(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
+    while (!dr_workers_stopped(&run->workers)) {
         int rc = fill_queue(run, engine, error);
         if (rc < 0)
             return rc;
@@ -220,7 +220,7 @@ static int read_blocks(struct run *run, struct dr_engine *engine, struct dr_erro
 }
 
 static int work(void *context, unsigned index, struct dr_error *error) {
-    struct run *run = context;
+    struct stream_run *run = context;
     struct dr_engine *engine = NULL;
     int rc = dr_engine_open(&engine, run->options->engine, run->depth, run->options->block_size, error);
     if (rc < 0)
@@ -236,7 +236,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     return rc;
 }
 
-static int run_crew(struct run *run, const struct dr_control *control, struct dr_error *error) {
+static int run_workers(struct stream_run *run, const struct dr_control *control, struct dr_error *error) {
     const struct dr_options *options = run->options;
     size_t blocks = run->stream->count;
     unsigned workers = blocks < options->workers ? (unsigned)blocks : options->workers;
@@ -246,13 +246,13 @@ static int run_crew(struct run *run, const struct dr_control *control, struct dr
         run->depth = (unsigned)share;
     if (run->depth == 0)
         run->depth = 1;
-    return dr_crew_run(&run->crew, workers, work, run, control, error);
+    return dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 
 int dr_stream_run(const struct dr_stream *stream, const struct dr_control *control, struct dr_stream_stats *stats,
                   struct dr_error *error) {
-    struct run run = {.stream = stream, .options = stream->options};
-    int rc = stream->count > 0 ? run_crew(&run, control, error) : 0;
+    struct stream_run run = {.stream = stream, .options = stream->options};
+    int rc = stream->count > 0 ? run_workers(&run, control, error) : 0;
     *stats = (struct dr_stream_stats){
         .bytes = run.bytes, .cached_bytes = run.cached_bytes, .direct = run.direct, .engine = run.engine};
     return rc;

@@ -2,14 +2,14 @@
  * Reading blocks of files as fast as the disk gives them: the reading half of
  * loading and of checking.
  *
- * A crew of workers takes the blocks in their order, keeps many in flight, and
- * calls `use` for each that is there. Blocks that the page cache holds are read
+ * Workers take the blocks in their order, keep many in flight, and
+ * call `use` for each that is there. Blocks that the page cache holds are read
  * through it, others directly. A file is held while a block of it is in flight.
  */
 #ifndef DCPRING_STREAM_H
 #define DCPRING_STREAM_H
 
-#include "io/crew.h"
+#include "io/workers.h"
 #include "io/input.h"
 #include "io/options.h"
 
@@ -32,9 +32,9 @@ struct dr_stream {
     /*
      * Called by any worker for a block that could not be read, for `why`; `buffer` has room for it. fd reads its file
      * through the page cache, -1 where that cannot be opened. 0: go on with the others. It may take long, and looks
-     * whether the crew was stopped. NULL: the first such block ends it all.
+     * whether the workers were stopped. NULL: the first such block ends it all.
      */
-    int (*lost)(void *context, struct dr_crew *crew, const struct dr_block *block, int fd, uint8_t *buffer,
+    int (*on_read_error)(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
                 const struct dr_error *why, struct dr_error *error);
     void *context;
 };

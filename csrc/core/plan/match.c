@@ -35,7 +35,7 @@ static int sort_by_name(struct by_name *by, const struct dr_table *table, struct
 /* ---- one pair ---- */
 
 /* Writes the overlap of two chunks as three vectors; false when there is none. */
-static bool overlap(const struct dr_table *w, const struct dr_row *a, const struct dr_table *s, const struct dr_row *b,
+static bool intersect(const struct dr_table *w, const struct dr_row *a, const struct dr_table *s, const struct dr_row *b,
                     int64_t *out) {
     const int64_t *from = dr_row_offsets(w, a), *size = dr_row_lengths(w, a);
     const int64_t *other = dr_row_offsets(s, b), *other_size = dr_row_lengths(s, b);
@@ -174,7 +174,7 @@ static int match_tensor(struct context *c, uint32_t row, const uint32_t *stored,
         int64_t *dims = c->match->dims + c->match->dims_count;
         if (candidate->ndim != wanted->ndim || !dr_row_is_tensor(candidate))
             return wrong_size(c, row, candidate, error);
-        if (overlap(c->wanted, wanted, c->stored, candidate, dims))
+        if (intersect(c->wanted, wanted, c->stored, candidate, dims))
             add(c->match, row, stored[i], ints);
     }
     if (is_tiled(c, row, before))

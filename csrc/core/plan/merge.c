@@ -20,7 +20,7 @@ void dr_merge_destroy(struct dr_merge *merge) {
     dr_hash_destroy(&merge->by_chunk);
     free(merge->name_first);
     free(merge->row_group);
-    free(merge->row_print);
+    free(merge->row_fingerprint);
     free(merge->rank_rows);
     free(merge->tied);
     free(merge->holders);
@@ -184,14 +184,14 @@ static int group_of(struct dr_merge *merge, const struct dr_row_view *view, uint
 
 /* ---- one rank ---- */
 
-static int make_room(struct dr_merge *merge, size_t more, bool prints, struct dr_error *error) {
+static int make_room(struct dr_merge *merge, size_t more, bool fingerprints, struct dr_error *error) {
     int rc = DR_ARRAY_RESERVE(merge->row_group, merge->row_count, merge->row_room, more + 1, error);
-    size_t before = merge->print_room, needed = merge->row_count + more + 1;
-    if (rc || (!prints && !merge->row_print) || before >= needed)
+    size_t before = merge->fingerprint_room, needed = merge->row_count + more + 1;
+    if (rc || (!fingerprints && !merge->row_fingerprint) || before >= needed)
         return rc;
-    rc = DR_ARRAY_RESERVE(merge->row_print, before, merge->print_room, needed - before, error);
+    rc = DR_ARRAY_RESERVE(merge->row_fingerprint, before, merge->fingerprint_room, needed - before, error);
     if (!rc)
-        memset(merge->row_print + before, 0, (merge->print_room - before) * sizeof *merge->row_print);
+        memset(merge->row_fingerprint + before, 0, (merge->fingerprint_room - before) * sizeof *merge->row_fingerprint);
     return rc;
 }
 
@@ -206,7 +206,7 @@ static int global_properties(struct dr_merge *merge, const struct dr_cursor *cur
     return rc;
 }
 
-struct prints {
+struct fingerprints {
     const uint32_t *at;
     size_t left;
 };
@@ -216,20 +216,20 @@ struct adding {
     const struct dr_cursor *cursor;
     const uint16_t *properties;
     uint32_t name, group;
-    struct prints prints;
+    struct fingerprints fingerprints;
 };
 
-static int take_print(struct dr_merge *merge, struct adding *adding, unsigned flags, struct dr_error *error) {
-    struct prints *prints = &adding->prints;
-    if (merge->row_print)
-        merge->row_print[merge->row_count] = 0;
-    if (!(flags & DR_ROW_HASHED) || !prints->at)
+static int take_fingerprint(struct dr_merge *merge, struct adding *adding, unsigned flags, struct dr_error *error) {
+    struct fingerprints *fingerprints = &adding->fingerprints;
+    if (merge->row_fingerprint)
+        merge->row_fingerprint[merge->row_count] = 0;
+    if (!(flags & DR_ROW_HASHED) || !fingerprints->at)
         return 0;
-    if (!prints->left)
+    if (!fingerprints->left)
         return dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too few fingerprints");
-    merge->row_print[merge->row_count] = *prints->at ? *prints->at : 1;
-    prints->at++;
-    prints->left--;
+    merge->row_fingerprint[merge->row_count] = *fingerprints->at ? *fingerprints->at : 1;
+    fingerprints->at++;
+    fingerprints->left--;
     return 0;
 }
 
@@ -244,34 +244,34 @@ static int add_row(struct dr_merge *merge, struct adding *adding, struct dr_erro
     view.properties = view.type == DR_ROW_BYTES || !stored ? 0 : adding->properties[view.properties];
     if (stored && (rc = group_of(merge, &view, adding->name, adding->group + 1, &adding->group, error)))
         return rc;
-    rc = take_print(merge, adding, view.flags, error);
+    rc = take_fingerprint(merge, adding, view.flags, error);
     if (rc == 0)
         merge->row_group[merge->row_count++] = stored ? adding->group : DR_NO_GROUP;
     return rc;
 }
 
 static int add_rows(struct dr_merge *merge, struct dr_cursor *cursor, const uint16_t *properties,
-                    const struct prints *prints, const struct dr_control *control, struct dr_error *error) {
-    struct adding adding = {cursor, properties, DR_NO_NAME, DR_NO_GROUP, *prints};
+                    const struct fingerprints *fingerprints, const struct dr_control *control, struct dr_error *error) {
+    struct adding adding = {cursor, properties, DR_NO_NAME, DR_NO_GROUP, *fingerprints};
     struct dr_ticker ticker = {.control = control};
-    int rc = make_room(merge, cursor->rows_left, prints->left > 0, error);
+    int rc = make_room(merge, cursor->rows_left, fingerprints->left > 0, error);
     while (rc == 0 && (rc = dr_cursor_next(cursor, error)) > 0) {
         rc = add_row(merge, &adding, error);
         if (rc == 0)
             rc = dr_ticker_turn(&ticker, merge->row_count, error);
     }
-    if (!rc && adding.prints.left)
+    if (!rc && adding.fingerprints.left)
         rc = dr_error_invalid(error, DR_NO_ITEM, "a compact plan came with too many fingerprints");
     return rc;
 }
 
-int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
+int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints, size_t fingerprint_count,
                  const struct dr_control *control, struct dr_error *error) {
     if (merge->phase == DR_MERGE_BROKEN)
         return dr_error_invalid(error, DR_NO_ITEM, "a plan before was bad");
     assert(merge->phase == DR_MERGE_ADDING && merge->added < merge->world);
     struct dr_cursor cursor;
-    const struct prints all = {print_count ? prints : NULL, print_count};
+    const struct fingerprints all = {fingerprint_count ? fingerprints : NULL, fingerprint_count};
     uint16_t *properties = NULL;
     int rc = dr_cursor_open(&cursor, plan, size, error);
     if (!rc)

@@ -44,8 +44,8 @@ struct dr_merge {
     size_t name_first_room;
 
     uint32_t *row_group;    /* of every row added; DR_NO_GROUP for rows with nothing to store */
-    uint32_t *row_print;    /* fingerprints, 0 for rows without */
-    size_t row_count, row_room, print_room;
+    uint32_t *row_fingerprint;    /* fingerprints, 0 for rows without */
+    size_t row_count, row_room, fingerprint_room;
     uint64_t *rank_rows;    /* world + 1: where each rank's rows start */
     uint32_t added;         /* ranks so far; they come in order */
     uint32_t *tied;         /* the group that a group is the same memory as, DR_NO_GROUP for none; NULL: none is */
@@ -95,10 +95,10 @@ void dr_merge_destroy(struct dr_merge *merge);
 void dr_merge_enter(struct dr_merge *merge, enum dr_merge_phase phase);
 
 /*
- * While adding: the next rank's plan. prints: one for each row that is DR_ROW_HASHED, or print_count 0. A bad plan breaks
+ * While adding: the next rank's plan. fingerprints: one for each row that is DR_ROW_HASHED, or fingerprint_count 0. A bad plan breaks
  * the merge. Here and below, control is NULL where nobody asks to stop.
  */
-int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *prints, size_t print_count,
+int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints, size_t fingerprint_count,
                  const struct dr_control *control, struct dr_error *error);
 
 /*
@@ -116,7 +116,7 @@ int dr_merge_check(struct dr_merge *merge, bool complete, const struct dr_contro
 /* Checked: a byte for each group, 1 where its holders sent different fingerprints. The caller frees it. */
 int dr_merge_differing(const struct dr_merge *merge, uint8_t **out, struct dr_error *error);
 /* The fingerprint that a rank sent for a group; 0 for none. Linear in the rank's rows. */
-uint32_t dr_merge_print(const struct dr_merge *merge, uint32_t group, uint32_t rank);
+uint32_t dr_merge_fingerprint(const struct dr_merge *merge, uint32_t group, uint32_t rank);
 
 enum dr_strategy {
     DR_BALANCED,      /* every holder may write */
@@ -142,14 +142,14 @@ int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignme
 /*
  * What goes back to a rank: which of its rows it writes, a bitmap, and which of them in pieces. The caller frees out.
  */
-int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error);
+int dr_merge_reply(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error);
 
 /* The same, taken apart: `kept` is called for every item to be written, in order of rows; start 0, rows -1: whole. */
 typedef int dr_kept(void *context, size_t row, int64_t start, int64_t rows);
-int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
                    struct dr_error *error);
 
-/* The pieces that a rank writes, as indices of merge->pieces in the order of dr_answer_read; *count of them. */
+/* The pieces that a rank writes, as indices of merge->pieces in the order of dr_reply_read; *count of them. */
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error);
 
 /* One row of a rank that other ranks hold too. */

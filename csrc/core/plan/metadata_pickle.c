@@ -52,7 +52,7 @@ enum { BATCH = 1000, RING_VERSION = 1 };
 struct pickler {
     struct dr_buffer *out;
     const struct dr_table *table;
-    const struct dr_places *places;
+    const struct dr_storage_index *storage;
     const struct dr_metadata_parts *parts;
     uint8_t *seen;       /* names that are in the memo */
     uint8_t *seen_files;
@@ -102,13 +102,13 @@ static void put_bytes(struct pickler *p, const void *data, size_t size) {
 }
 
 static void put_name(struct pickler *p, uint32_t index) {
-    uint64_t entry = CONSTANTS + p->table->property_count + index;
+    uint64_t memo = CONSTANTS + p->table->property_count + index;
     if (p->seen[index]) {
-        put_binget(p, entry);
+        put_binget(p, memo);
         return;
     }
     put_text(p, dr_table_text(p->table, index), p->table->names[index].size);
-    put_binput(p, entry);
+    put_binput(p, memo);
     p->seen[index] = 1;
 }
 
@@ -313,48 +313,48 @@ static void put_metadata_index(struct pickler *p, const struct dr_row *row, size
     end_state(p);
 }
 
-static void put_ring(struct pickler *p, const struct dr_place *place) {
+static void put_ring(struct pickler *p, const struct dr_storage_entry *entry) {
     put_binget(p, K_RING);
     put_op(p, DR_MARK);
     put_int(p, RING_VERSION);
-    put_int(p, place->kind);
-    put_int(p, place->payload_offset);
-    put_int(p, place->payload_size);
-    if (place->has_crcs)
-        put_bytes(p, dr_place_crcs(p->places, place), 4 * dr_crc_count(place->payload_offset, place->payload_size));
+    put_int(p, entry->kind);
+    put_int(p, entry->payload_offset);
+    put_int(p, entry->payload_size);
+    if (entry->has_crcs)
+        put_bytes(p, dr_storage_entry_crcs(p->storage, entry), 4 * dr_crc_count(entry->payload_offset, entry->payload_size));
     else
         put_op(p, DR_NONE);
     put_op(p, DR_TUPLE);
 }
 
 static void put_file_name(struct pickler *p, uint32_t file) {
-    uint64_t entry = CONSTANTS + p->table->property_count + p->table->name_count + file;
+    uint64_t memo = CONSTANTS + p->table->property_count + p->table->name_count + file;
     if (p->seen_files[file]) {
-        put_binget(p, entry);
+        put_binget(p, memo);
         return;
     }
-    put_text(p, dr_table_text(&p->places->files, file), p->places->files.names[file].size);
-    put_binput(p, entry);
+    put_text(p, dr_table_text(&p->storage->files, file), p->storage->files.names[file].size);
+    put_binput(p, memo);
     p->seen_files[file] = 1;
 }
 
-static void put_storage_info(struct pickler *p, const struct dr_place *place) {
+static void put_storage_info(struct pickler *p, const struct dr_storage_entry *entry) {
     put_object(p, STORAGE_INFO);
     begin_state(p);
     put_binget(p, K_RELATIVE_PATH);
-    put_file_name(p, place->file);
+    put_file_name(p, entry->file);
     put_binget(p, K_OFFSET);
-    put_int(p, place->offset);
+    put_int(p, entry->offset);
     put_binget(p, K_LENGTH);
-    put_int(p, place->length);
-    if (place->kind != DR_PLACE_OTHER)
-        put_ring(p, place);
+    put_int(p, entry->length);
+    if (entry->kind != DR_STORAGE_OTHER)
+        put_ring(p, entry);
     end_state(p);
 }
 
 static void put_storage_data(struct pickler *p) {
     size_t filled = 0, number = 0;
-    if (!p->places) {
+    if (!p->storage) {
         put_op(p, DR_NONE);
         return;
     }
@@ -362,11 +362,11 @@ static void put_storage_data(struct pickler *p) {
     for (size_t i = 0; i < p->table->count; i++) {
         const struct dr_row *row = &p->table->rows[i];
         number = i && row->name == row[-1].name ? number + 1 : 0;
-        if (p->places->places[i].kind == DR_PLACE_NONE)
+        if (p->storage->entries[i].kind == DR_STORAGE_NONE)
             continue;
         begin_item(p, &filled, DR_SETITEMS);
         put_metadata_index(p, row, number);
-        put_storage_info(p, &p->places->places[i]);
+        put_storage_info(p, &p->storage->entries[i]);
     }
     end_items(p, filled, DR_SETITEMS);
 }
@@ -418,11 +418,11 @@ static int check_runs(const struct dr_table *table, struct dr_error *error) {
     return rc;
 }
 
-int dr_metadata_pickle(const struct dr_table *table, const struct dr_places *places,
+int dr_metadata_pickle(const struct dr_table *table, const struct dr_storage_index *storage,
                        const struct dr_metadata_parts *parts, struct dr_buffer *out, struct dr_error *error) {
     *out = (struct dr_buffer){0};
-    struct pickler p = {out, table, places, parts, dr_calloc(table->name_count + 1, 1),
-                        dr_calloc((places ? places->files.name_count : 0) + 1, 1)};
+    struct pickler p = {out, table, storage, parts, dr_calloc(table->name_count + 1, 1),
+                        dr_calloc((storage ? storage->files.name_count : 0) + 1, 1)};
     int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_memory(error);
     if (!rc)
         rc = put_metadata(&p, error);

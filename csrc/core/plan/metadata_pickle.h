@@ -8,7 +8,7 @@
 #ifndef DCPRING_METADATA_PICKLE_H
 #define DCPRING_METADATA_PICKLE_H
 
-#include "plan/places.h"
+#include "plan/storage_index.h"
 
 /* A pickle without its PROTO and STOP that leaves one object on the stack and uses no memo. */
 struct dr_fragment {
@@ -23,10 +23,10 @@ struct dr_metadata_parts {
 };
 
 /*
- * Rows of one name must follow each other; names that no row has are left out. places: one for each row, or NULL: storage_data is
+ * Rows of one name must follow each other; names that no row has are left out. storage: one for each row, or NULL: storage_data is
  * None. The caller frees out with dr_buffer_destroy.
  */
-int dr_metadata_pickle(const struct dr_table *table, const struct dr_places *places,
+int dr_metadata_pickle(const struct dr_table *table, const struct dr_storage_index *storage,
                        const struct dr_metadata_parts *parts, struct dr_buffer *out, struct dr_error *error);
 
 #endif

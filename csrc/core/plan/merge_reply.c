@@ -21,7 +21,7 @@ static bool is_whole(const struct dr_merge *merge, struct dr_piece_range range) 
 
 /* ---- to a rank ---- */
 
-static void answer_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group,
+static void put_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group,
                           struct dr_buffer *out) {
     struct dr_piece_range range = dr_merge_pieces(merge, group);
     for (uint64_t p = range.from; p < range.to && !is_whole(merge, range); p++) {
@@ -34,7 +34,7 @@ static void answer_pieces(const struct dr_merge *merge, uint32_t rank, size_t ro
     }
 }
 
-int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error) {
+int dr_merge_reply(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error) {
     assert(is_assigned(merge, rank));
     *out = (struct dr_buffer){0};
     const uint32_t *groups = merge->row_group + merge->rank_rows[rank];
@@ -51,12 +51,12 @@ int dr_merge_answer(const struct dr_merge *merge, uint32_t rank, struct dr_buffe
     }
     for (size_t i = 0; i < count; i++)
         if (groups[i] != DR_NO_GROUP)
-            answer_pieces(merge, rank, i, groups[i], out);
+            put_pieces(merge, rank, i, groups[i], out);
     return out->failed ? dr_error_memory(error) : 0;
 }
 
-static int bad_answer(struct dr_error *error) {
-    return dr_error_invalid(error, DR_NO_ITEM, "the coordinator's answer does not fit this rank's plan");
+static int bad_reply(struct dr_error *error) {
+    return dr_error_invalid(error, DR_NO_ITEM, "the coordinator's reply does not fit this rank's plan");
 }
 
 /* The next piece: false at the end. */
@@ -69,14 +69,14 @@ static bool next_piece(struct dr_bytes *bytes, size_t row_count, uint64_t piece[
     return !bytes->bad;
 }
 
-int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
                    struct dr_error *error) {
     struct dr_bytes bytes = {data, (const uint8_t *)data + size, false};
     if (dr_bytes_varint(&bytes) != row_count || bytes.bad)
-        return bad_answer(error);
+        return bad_reply(error);
     const uint8_t *bits = dr_bytes_take(&bytes, row_count / 8 + (row_count % 8 != 0));
     if (!bits)
-        return bad_answer(error);
+        return bad_reply(error);
     uint64_t piece[3];
     bool more = next_piece(&bytes, row_count, piece);
     int rc = 0;
@@ -88,7 +88,7 @@ int dr_answer_read(const void *data, size_t size, size_t row_count, dr_kept *kep
             more = next_piece(&bytes, row_count, piece);
         }
     }
-    return rc ? rc : more || bytes.bad ? bad_answer(error) : 0;
+    return rc ? rc : more || bytes.bad ? bad_reply(error) : 0;
 }
 
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error) {

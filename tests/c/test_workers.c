@@ -1,9 +1,9 @@
-/* The crew: all of them work, the first failure stops all, a cancel gets through. */
+/* The workers: all of them work, the first failure stops all, a cancel gets through. */
 #include "check.h"
-#include "io/crew.h"
+#include "io/workers.h"
 
 struct job {
-    struct dr_crew crew;
+    struct dr_workers workers;
     atomic_uint ran, stopped;
     unsigned failing; /* the worker that fails, or UINT32_MAX */
     unsigned fail_after_ms;
@@ -24,9 +24,9 @@ static int work(void *context, unsigned index, struct dr_error *error) {
         sleep_ms(job->fail_after_ms);
         return dr_error_io(error, EIO, DR_CALL_READ, "somewhere", index, 1);
     }
-    while (job->forever && !dr_crew_stopped(&job->crew))
+    while (job->forever && !dr_workers_stopped(&job->workers))
         sleep_ms(1);
-    atomic_fetch_add(&job->stopped, dr_crew_stopped(&job->crew));
+    atomic_fetch_add(&job->stopped, dr_workers_stopped(&job->workers));
     return 0;
 }
 
@@ -47,7 +47,7 @@ static int run(struct job *job, unsigned workers, struct dr_error *error) {
     dr_error_clear(error);
     job->caller = pthread_self();
     job->start = check_seconds();
-    return dr_crew_run(&job->crew, workers, work, job, &control, error);
+    return dr_workers_run(&job->workers, workers, work, job, &control, error);
 }
 
 static void all_of_them_work(void) {
@@ -61,7 +61,7 @@ static void all_of_them_work(void) {
     struct job job = {.failing = UINT32_MAX};
     struct dr_error error;
     dr_error_clear(&error);
-    CHECK_OK(dr_crew_run(&job.crew, 3, work, &job, &never, &error), &error);
+    CHECK_OK(dr_workers_run(&job.workers, 3, work, &job, &never, &error), &error);
 }
 
 static void a_failure_stops_all(void) {
@@ -104,7 +104,7 @@ static void polls_often(void) {
     CHECK_INT(polls, >=, 4);
 }
 
-/* ---- dr_crew_wait ---- */
+/* ---- dr_workers_wait ---- */
 
 static bool is_ready(const void *context) {
     const struct job *job = context;
@@ -115,7 +115,7 @@ static bool is_ready(const void *context) {
 static int work_waiting(void *context, unsigned index, struct dr_error *error) {
     struct job *job = context;
     if (index != 0) {
-        bool ready = dr_crew_wait(&job->crew, is_ready, job);
+        bool ready = dr_workers_wait(&job->workers, is_ready, job);
         atomic_fetch_add(ready ? &job->ran : &job->stopped, 1);
         return 0;
     }
@@ -124,7 +124,7 @@ static int work_waiting(void *context, unsigned index, struct dr_error *error) {
         return dr_error_system(error, EIO, DR_CALL_READ, "somewhere");
     if (job->cancel_at == 0) {
         atomic_store(&job->ready, true);
-        dr_crew_notify(&job->crew);
+        dr_workers_notify(&job->workers);
     }
     return 0;
 }
@@ -135,7 +135,7 @@ static void waits_for_another(void) {
         struct job job = {.failing = UINT32_MAX};
         struct dr_error error;
         dr_error_clear(&error);
-        CHECK_OK(dr_crew_run(&job.crew, 4, work_waiting, &job, &never, &error), &error);
+        CHECK_OK(dr_workers_run(&job.workers, 4, work_waiting, &job, &never, &error), &error);
         CHECK_EQ(job.ran, 3);
     }
 }
@@ -145,7 +145,7 @@ static void waiting_ends_with_a_failure(void) {
     struct job job = {.failing = 0};
     struct dr_error error;
     dr_error_clear(&error);
-    CHECK_FAILS(dr_crew_run(&job.crew, 4, work_waiting, &job, &never, &error), &error, EIO);
+    CHECK_FAILS(dr_workers_run(&job.workers, 4, work_waiting, &job, &never, &error), &error, EIO);
     CHECK_EQ(job.stopped, 3);
 }
 
@@ -155,7 +155,7 @@ static void waiting_ends_with_a_cancel(void) {
     struct dr_error error;
     dr_error_clear(&error);
     job.caller = pthread_self();
-    CHECK_FAILS(dr_crew_run(&job.crew, 4, work_waiting, &job, &control, &error), &error, ECANCELED);
+    CHECK_FAILS(dr_workers_run(&job.workers, 4, work_waiting, &job, &control, &error), &error, ECANCELED);
     CHECK_EQ(job.stopped, 3);
 }
 
@@ -165,7 +165,7 @@ static void an_earlier_error_is_kept(void) {
     struct dr_error error;
     dr_error_clear(&error);
     dr_error_system(&error, EPERM, DR_CALL_OPEN, "before");
-    CHECK_EQ(dr_crew_run(&job.crew, 2, work, &job, &never, &error), -EPERM);
+    CHECK_EQ(dr_workers_run(&job.workers, 2, work, &job, &never, &error), -EPERM);
     CHECK(strcmp(error.path, "before") == 0);
 }
 
@@ -178,7 +178,7 @@ static int work_on_the_stack(void *context, unsigned index, struct dr_error *err
     struct job *job = context;
     (void)error;
     atomic_fetch_add(&at_work, 1);
-    while (!dr_crew_stopped(&job->crew)) {
+    while (!dr_workers_stopped(&job->workers)) {
         atomic_fetch_or(&job->ran, 1u << index);
         sleep_ms(1);
     }
@@ -201,7 +201,7 @@ static void *call_and_end(void *unused) {
     const struct dr_control control = {end_the_thread, &job};
     struct dr_error error;
     dr_error_clear(&error);
-    dr_crew_run(&job.crew, 3, work_on_the_stack, &job, &control, &error);
+    dr_workers_run(&job.workers, 3, work_on_the_stack, &job, &control, &error);
     atomic_store(&ended_early, 1); /* never reached */
     return NULL;
 }

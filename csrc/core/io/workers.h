@@ -1,0 +1,38 @@
+/*
+ * Worker threads for the length of one call.
+ *
+ * dr_workers_run starts the workers and, in the calling thread, asks the
+ * caller's poll function every few milliseconds whether to go on; that is how
+ * Ctrl-C gets through while the workers wait for the disk.
+ */
+#ifndef DCPRING_WORKERS_H
+#define DCPRING_WORKERS_H
+
+#include "base/control.h"
+
+#include <stdatomic.h>
+
+enum { DR_MAX_WORKERS = 64 };
+
+struct dr_workers {
+    atomic_bool stop; /* set on the first failure: everyone winds up */
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* something that dr_workers_wait waits for may have happened */
+    unsigned running;
+    struct dr_error error; /* the first failure; guarded by lock */
+};
+
+/* Runs work(context, i) for each i < count; returns 0, or the first failure. */
+int dr_workers_run(struct dr_workers *workers, unsigned count,
+                   int (*work)(void *context, unsigned index, struct dr_error *), void *context,
+                   const struct dr_control *control, struct dr_error *error);
+
+static inline bool dr_workers_stopped(struct dr_workers *workers) {
+    return atomic_load_explicit(&workers->stop, memory_order_relaxed);
+}
+
+/* Waits until ready(context), another worker having called dr_workers_notify; false when they were stopped. */
+bool dr_workers_wait(struct dr_workers *workers, bool (*ready)(const void *context), const void *context);
+void dr_workers_notify(struct dr_workers *workers);
+
+#endif

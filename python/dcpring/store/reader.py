@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
-from dcpring.base.text import numbers
+from dcpring.base.text import ranges
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
 from dcpring.format.metadata import (
@@ -307,7 +307,7 @@ def refuse_stale(directory: Path) -> None:
     newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
     if newer:
         raise CheckpointError(
-            f"{path} is older than the metadata that ranks {numbers(newer)} saved with use_collectives=False; "
+            f"{path} is older than the metadata that ranks {ranges(newer)} saved with use_collectives=False; "
             f"remove {path} to load theirs, or their __*.metadata to load it"
         )
 
@@ -334,7 +334,7 @@ def refuse_mixed(directory: Path, rank: int) -> None:
     missing = [r for r in range(own.world_size) if r not in trailers]
     mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
     if missing or mixed:
-        problem = f"ranks {numbers(missing)} have none" if missing else f"ranks {numbers(sorted(mixed))} differ"
+        problem = f"ranks {ranges(missing)} have none" if missing else f"ranks {ranges(sorted(mixed))} differ"
         raise CheckpointError(
             f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
             "a save with use_collectives=False was interrupted. Load an earlier checkpoint"

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base import groups as base_groups
 from dcpring.move import handon
+from dcpring.plan import sharing
 from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
 from dcpring.plan.sharing import ROUND_BYTES, Needs, plan_sharing, units_table
 from dcpring.torchside.groups import default_store
@@ -281,7 +282,7 @@ def test_a_slow_rank_costs_only_the_sharing(tmp_path: Path) -> None:
 def one_is_killed(path: str, where: str) -> Any:
     save_state(path)
     dist.barrier()
-    with mock.patch.object(handon, "ROUND_BYTES", 1 << 16):
+    with mock.patch.object(sharing, "ROUND_BYTES", 1 << 16):
         if dist.get_rank() == 1:
             kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             target, name = {

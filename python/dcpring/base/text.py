@@ -1,25 +1,34 @@
-"""Numbers of ranks in words."""
+"""Ranks, keys and other lists, in words that are short enough for a message."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 
-def numbers(found: Iterable[int]) -> str:
+def some(words: Sequence[str], most: int) -> str:
+    """The first of them, as "a, b and 3 more"."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def some_keys(keys: Iterable[str], most: int = 4) -> str:
+    """The first of all different keys in order, quoted, as "'a', 'b' and 3 more"."""
+    return some([repr(key) for key in sorted(set(keys))], most)
+
+
+def ranges(found: Iterable[int], comma: str = ", ") -> str:
     """Ascending numbers as "0-3, 7"."""
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(found))
-
-
-def _runs(found: Iterable[int]) -> Iterator[list[int]]:
+    runs: list[list[int]] = []
     for _, run in itertools.groupby(enumerate(found), key=lambda pair: pair[1] - pair[0]):
-        yield [number for _, number in run]
+        runs.append([number for _, number in run])
+    return comma.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def spans(found: Iterable[int]) -> str:
     """Ranks as "rank 2" or "ranks 0-3, 7"."""
     ordered = sorted(set(found))
-    return f"rank{'s' if len(ordered) != 1 else ''} {numbers(ordered)}"
+    return f"rank{'s' if len(ordered) != 1 else ''} {ranges(ordered)}"
 
 
 def ranks(count: int) -> str:

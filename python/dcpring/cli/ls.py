@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcpring.base.text import ranges
 from dcpring.cli._output import Output, Piece
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive
 from dcpring.report import count, format_bytes
@@ -187,9 +188,7 @@ def _dtype(entry: Entry) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    from dcpring.names.diff import spans_of
-
-    return spans_of(list(ranks)) or "-"
+    return ranges(ranks, ",") or "-"
 
 
 # ---- the tree ----

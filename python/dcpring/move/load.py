@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpring import _C
 from dcpring.base.memory import is_lazy_view
+from dcpring.base.text import some_keys
 from dcpring.base.windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.format.lazy import Chunks
@@ -686,7 +687,7 @@ class Loader:
         whose = self._path if self._rank is None else f"rank {self._rank}"
         where = self._name(items[index]) if index is not None and index < len(items) else whose
         changed = [] if self._rank is None else [items[i].dest_index.fqn for i in getattr(error, "changed", [])]
-        note = f"; already overwritten in the state dict: {_some(changed)}" if changed else ""
+        note = f"; already overwritten in the state dict: {some_keys(changed, 5)}" if changed else ""
         if isinstance(error, CorruptCheckpointError):
             return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)
         if isinstance(error, OSError):
@@ -785,9 +786,3 @@ def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]
-
-
-def _some(keys: list[str], most: int = 5) -> str:
-    names = sorted(set(keys))
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcpring.base.text import some
 from dcpring.errors import CheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, Unpickler
 from dcpring.format.zip import ZipStream
@@ -337,12 +338,11 @@ class Judge:
 
 def refused_text(refused: Mapping[str, str]) -> str:
     """Keys and classes that a load refuses, and what to load them with."""
-    shown = [f"{key!r} ({name})" for key, name in list(refused.items())[:_MOST_NAMED]]
-    more = f" and {len(refused) - len(shown)} more" if len(refused) > len(shown) else ""
+    shown = some([f"{key!r} ({name})" for key, name in refused.items()], _MOST_NAMED)
     names = sorted(set(refused.values()))
     allowed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
     return (
-        f"what a load refuses by default, as it is more than plain data: {', '.join(shown)}{more}. Load with "
+        f"what a load refuses by default, as it is more than plain data: {shown}. Load with "
         f"RingReader(..., safe_globals=[{allowed}]), or with trusted=True"
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpring import _C
+from dcpring.base.text import ranges
 from dcpring.torchside.dcp import flatten_state_dict
 from dcpring.torchside.tensors import global_size
 
@@ -341,21 +342,10 @@ def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
     varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if len(members) == 1 or len(varying) != 1:
         return [repr(shown(key)) for key, _ in members]
-    spans = spans_of(sorted(set(columns[varying[0]])))
+    spans = ranges(sorted(set(columns[varying[0]])), ",")
     counter = iter(range(len(columns)))
     text = _NUMBER.sub(lambda match: spans if next(counter) == varying[0] else match[0], members[0][0])
     return [repr(text)]
-
-
-def spans_of(numbers: list[int]) -> str:
-    """Rising numbers as "0-3,7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:

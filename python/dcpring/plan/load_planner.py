@@ -238,7 +238,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         except KeyMismatchError as mismatch:
             raise mismatch from error
 
-    @_trace.hook
+    @_trace.step()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         self._rename()
@@ -264,9 +264,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._add_needs(self._own_plan)
         return self._own_plan
 
-    @_trace.hook
+    @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        self._phases.begin(_trace.GLOBAL_PLAN)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
         self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
@@ -280,9 +279,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._report.share = needs[0].share if sharing[0].rounds else "off"
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
-    @_trace.hook
+    @_trace.step(_trace.READ)
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        self._phases.begin(_trace.READ)
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
         self._own_plan.storage_data = new_plan.storage_data

@@ -176,12 +176,11 @@ class RingSavePlanner(DefaultSavePlanner):
             self.key_table = self.key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
-        self.is_coordinator = is_coordinator
+        self.is_coordinator = self._phases.is_coordinator = is_coordinator
         self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
 
-    @_trace.hook
+    @_trace.step(_trace.LOCAL_PLAN, then=_trace.THE_PLANS)
     def create_local_plan(self) -> SavePlan:
-        self._phases.begin(_trace.LOCAL_PLAN)
         compared = world_size() > 1 and self.check_replicas != "off"
         flat = self._save.flat
         if self.state_dict is not flat.values:  # a subclass has put another in its place
@@ -194,7 +193,6 @@ class RingSavePlanner(DefaultSavePlanner):
         self.plan = RingPlan(items, seal=self._seal, values=flat.values, described=items)  # type: ignore[arg-type]
         layout_of = functools.partial(RingSavePlanner._layout_of, weakref.proxy(self))  # no cycle keeps tensors alive
         self._save.gathering = Gathering(layout_of) if self.is_coordinator else None
-        self._phases.begin(_trace.GATHER_PLANS if self.is_coordinator else _trace.SCATTER_PLANS)
         return self.plan
 
     def _seal(self, plan: RingPlan) -> LocalMessage:
@@ -213,9 +211,8 @@ class RingSavePlanner(DefaultSavePlanner):
             rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
         )
 
-    @_trace.hook
+    @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self._phases.begin(_trace.GLOBAL_PLAN)
         messages = _messages(all_plans, self._end_gathering())
         if messages is None or _are_changed(all_plans, messages):
             plans, metadata = self._plan_by_items(all_plans, messages or [])
@@ -226,7 +223,7 @@ class RingSavePlanner(DefaultSavePlanner):
             self._phases.begin(_trace.SCATTER_PLANS)
         return plans, metadata
 
-    @_trace.hook
+    @_trace.step()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._end_gathering()
         message = getattr(new_plan, "message", None)

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from dcpring.base import random_states
 from dcpring.base.joint import Failure, described, failure_of
-from dcpring.base.text import ranks, spans
+from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend, trees
 from dcpring.resume.background import Background
-from dcpring.resume.components import Component, ModelState, Place, Plan, some, some_are
+from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of
@@ -423,7 +423,7 @@ class Checkpointer:
         known = self.components.keys() | stored.keys.keys()
         unknown = sorted((wanted | left_out) - known)
         if unknown:
-            raise CheckpointError(f"there is no component {some(unknown)}; there are {', '.join(sorted(known))}")
+            raise CheckpointError(f"there is no component {some_keys(unknown)}; there are {', '.join(sorted(known))}")
         foreign = sorted(wanted - self.components.keys())
         if foreign:
             raise CheckpointError(
@@ -590,7 +590,7 @@ def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     unknown = sorted(options.keys() - save.keys() - load.keys())
     if unknown:
         known = ", ".join((*_SAVE_OPTIONS, *_LOAD_OPTIONS))
-        raise ValueError(f"planner_options: {some(unknown)}: a Checkpointer's planners take {known}")
+        raise ValueError(f"planner_options: {some_keys(unknown)}: a Checkpointer's planners take {known}")
     backend.SavePlanner(**save)
     backend.LoadPlanner(**load)
     return save, load

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from dcpring.base import random_states
-from dcpring.base.text import ranks, spans
+from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend, trees
 from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
@@ -33,9 +33,6 @@ __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sh
 
 AS_SAVED, HANDED_OVER = "as saved", "handed over as saved"
 """How a component comes back on the same ranks: taken over, or nobody knows what the object has made of it."""
-
-_SHOWN = 4
-"""Keys that a message names before it only counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class Component:
     def _differences(self, given: Any) -> list[str]:
         """A remark if the object's ``state_dict()`` does not have what it was given; more it may have."""
         names = _differing(given, self.state())
-        return [f"its state_dict() has something else in {some(names)} afterwards"] if names else []
+        return [f"its state_dict() has something else in {some_keys(names)} afterwards"] if names else []
 
     def _kind_problems(self, name: str, stored: Stored, accepted: Iterable[str] = ()) -> list[str]:
         saved = stored.entry(name).get("kind", self.kind)
@@ -338,15 +335,9 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, ShardedTensor) or trees.digest(a) == trees.digest(b)
 
 
-def some(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
-
-
 def some_are(keys: Iterable[str]) -> str:
     names = set(keys)
-    return f"{some(names)} {'is' if len(names) == 1 else 'are'}"
+    return f"{some_keys(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 class ModelState(Sharded):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dcpring.base.text import some, some_keys
 from dcpring.errors import CheckpointError
 from dcpring.names.first_step import (
     NoFirstStep,
@@ -30,7 +31,7 @@ from dcpring.names.first_step import (
     wrapped,
 )
 from dcpring.resume import backend, trees
-from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes, some
+from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes
 from dcpring.resume.manifest import Stored
 from dcpring.resume.schedules import SCHEDULED
 from dcpring.torchside.dcp import flatten_state_dict, set_element
@@ -170,8 +171,7 @@ def match_groups(own: Sequence[Sequence[Names]], saved: Sequence[Sequence[str]])
     problems = []
     if moved:
         sizes = "" if len(own) == len(saved) else f"{len(saved)} parameter groups in the checkpoint, {len(own)} here; "
-        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-        problems.append(f"{sizes}parameters are in other groups than they were saved in: {', '.join(moved[:4])}{more}")
+        problems.append(f"{sizes}parameters are in other groups than they were saved in: {some(moved, 4)}")
     empty = [index for index, group in enumerate(own) if not group]
     empty_there = [index for index, names in enumerate(saved) if not names]
     if empty and len(empty) != len(empty_there):
@@ -384,7 +384,7 @@ class OptimizerState(Sharded):
         known = {name for names in members for name in names}
         added = [names[0] for group in groups for names in group if not known & set(names)]
         if added and keys and self.strict:
-            problems.append(f"in no parameter group of the checkpoint: {some(added)}")
+            problems.append(f"in no parameter group of the checkpoint: {some_keys(added)}")
         if problems:
             raise CheckpointError("; ".join(problems))
         return [{} if index is None else _options(saved[index]) for index in matched]
@@ -456,9 +456,9 @@ class OptimizerState(Sharded):
                     changed.add(".".join(map(str, (names[0], *path))))
         notes = cast_notes(casts)
         if changed:
-            notes.append(f"{type(self.object).__name__} has made something else of {some(changed)}")
+            notes.append(f"{type(self.object).__name__} has made something else of {some_keys(changed)}")
         if self._kept:
-            notes.append(f"options of groups that are not in the checkpoint stay: {some(self._kept)}")
+            notes.append(f"options of groups that are not in the checkpoint stay: {some_keys(self._kept)}")
         return notes
 
     def forget(self) -> None:

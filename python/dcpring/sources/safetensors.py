@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.files import open_regular, read_regular
+from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.move.load import MOST_DIMENSIONS, Inputs
 from dcpring.names.key_map import without_twice
@@ -136,7 +137,7 @@ class SafetensorsSource:
         )
         wrong = wrong_boxes(shape, [(shard.offsets, shard.lengths) for shard in shards])
         if wrong:
-            files = _some(list(dict.fromkeys(shard.file for shard in shards)))
+            files = some(list(dict.fromkeys(shard.file for shard in shards)), _MOST_NAMED)
             raise CorruptCheckpointError(
                 f"{name!r} cannot be put together: {wrong}. It is in {files}; the files of all ranks that saved are "
                 "needed, and none of another save",
@@ -370,22 +371,17 @@ def _check_items(items: Sequence[Item]) -> None:
     objects = [item.source for item in items if item.shape is None]
     if objects:
         raise CheckpointError(
-            f"safetensors files hold tensors only, and these are objects: {_some(objects)}; choose the tensors with "
-            f"--only PATTERN (for example --only 'model.*')"
+            f"safetensors files hold tensors only, and these are objects: {some(objects, _MOST_NAMED)}; choose the "
+            "tensors with --only PATTERN (for example --only 'model.*')"
         )
     strange = [f"{item.source} ({item.dtype})" for item in items if item.dtype not in _NAMES]
     if strange:
         raise CheckpointError(
-            f"safetensors has no dtype for these: {_some(strange)}; leave them out with --only PATTERN, or cast "
-            "floats with --dtype"
+            f"safetensors has no dtype for these: {some(strange, _MOST_NAMED)}; leave them out with --only "
+            "PATTERN, or cast floats with --dtype"
         )
     if any(item.name == _NOTES for item in items):
         raise CheckpointError(f"safetensors has a use of its own for the name {_NOTES!r}; rename it with --key-map")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
 
 
 def _sharded(items: Sequence[Item], limit: int) -> list[_File]:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
-from dcpring.base.text import numbers
+from dcpring.base.text import ranges
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
 from dcpring.format.metadata import (
@@ -48,13 +48,11 @@ class _Load:
 
     Attributes:
         metadata: of the checkpoint, as DCP has it.
-        is_coordinator: whether this rank plans for all.
         meter: counts the bytes that are read.
         storage_data: where items are stored; None until somebody asks.
     """
 
     metadata: Metadata | None = None
-    is_coordinator: bool = False
     meter: Meter = field(default_factory=Meter)
     storage_data: dict[MetadataIndex, Any] | None = None
 
@@ -145,7 +143,7 @@ class RingReader(FileSystemReader):
     def _phases(self) -> _trace.Phases:
         return self._tracer.phases
 
-    @_trace.hook
+    @_trace.step()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
         # DCP asks with a rank once it has failed to get the metadata of all ranks.
@@ -203,22 +201,18 @@ class RingReader(FileSystemReader):
         **kwargs: Any,
     ) -> None:
         meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._loads.current = _Load(metadata, is_coordinator, meter)
+        self._loads.current = _Load(metadata, meter)
         self.rank = rank
         self.use_collectives = use_collectives
         self._phases.join(is_coordinator, not use_collectives)
 
-    @_trace.hook
+    @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self._phases.begin(_trace.GATHER_PLANS if self._loads.current.is_coordinator else _trace.SCATTER_PLANS)
         return super().prepare_local_plan(plan)
 
-    @_trace.hook
+    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        self._phases.begin(_trace.GLOBAL_PLAN)
-        plans = _trace.send(self._phases, super().prepare_global_plan(plans))
-        self._phases.begin(_trace.SCATTER_PLANS)
-        return plans
+        return _trace.send(self._phases, super().prepare_global_plan(plans))
 
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
@@ -233,10 +227,9 @@ class RingReader(FileSystemReader):
     def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
         self._loads.current.storage_data = value
 
-    @_trace.hook
+    @_trace.step(_trace.READ, then=_trace.NOTHING)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
-        self._phases.begin(_trace.READ)
         _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
@@ -262,7 +255,6 @@ class RingReader(FileSystemReader):
         stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):
             planner.note_read(stats)
-        self._phases.finish()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -307,7 +299,7 @@ def refuse_stale(directory: Path) -> None:
     newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
     if newer:
         raise CheckpointError(
-            f"{path} is older than the metadata that ranks {numbers(newer)} saved with use_collectives=False; "
+            f"{path} is older than the metadata that ranks {ranges(newer)} saved with use_collectives=False; "
             f"remove {path} to load theirs, or their __*.metadata to load it"
         )
 
@@ -334,7 +326,7 @@ def refuse_mixed(directory: Path, rank: int) -> None:
     missing = [r for r in range(own.world_size) if r not in trailers]
     mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
     if missing or mixed:
-        problem = f"ranks {numbers(missing)} have none" if missing else f"ranks {numbers(sorted(mixed))} differ"
+        problem = f"ranks {ranges(missing)} have none" if missing else f"ranks {ranges(sorted(mixed))} differ"
         raise CheckpointError(
             f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
             "a save with use_collectives=False was interrupted. Load an earlier checkpoint"

@@ -78,7 +78,6 @@ class _Save:
     """What a writer knows of the save it is at; each has its own, so that one which failed leaves nothing behind.
 
     Attributes:
-        is_coordinator: whether this rank commits.
         meter: counts the bytes that it writes.
         group_id: with ``use_collectives=False``, what all ranks call the save.
         world_size: how many they are then.
@@ -86,7 +85,6 @@ class _Save:
         planner: dcpring's, where that plans, from ``write_data`` on.
     """
 
-    is_coordinator: bool = False
     meter: Meter = field(default_factory=Meter)
     group_id: str = ""
     world_size: int = 0
@@ -237,7 +235,7 @@ class RingWriter(FileSystemWriter):
         self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
         _trace.offer(self._phases)
 
-    @_trace.hook
+    @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         _C.make_directory(str(self.path), self.sync_files)
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
@@ -246,7 +244,6 @@ class RingWriter(FileSystemWriter):
             )
         if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
             self._refuse_objects(plan.values)
-        self._phases.begin(_trace.GATHER_PLANS if self._save.is_coordinator else _trace.SCATTER_PLANS)
         return plan
 
     def _refuse_objects(self, values: Mapping[str, Any]) -> None:
@@ -255,19 +252,16 @@ class RingWriter(FileSystemWriter):
         if refused:
             raise CheckpointError(f"cannot save {refused_text(refused)}{SAVE_CURE}")
 
-    @_trace.hook
+    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._phases.begin(_trace.GLOBAL_PLAN)
         with self._phases.span(_trace.CLEAN_UP):
             layout.remove_leftovers(self._directory, self._own_rank_only)
         self._save.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
-        self._phases.begin(_trace.SCATTER_PLANS)
         return self._save.plans
 
-    @_trace.hook
+    @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
-        self._phases.begin(_trace.WRITE)
         _trace.receive(self._phases, plan)
         if isinstance(planner, RingSavePlanner) and planner.key_map is not None and self.key_map is not None:
             check_one_map(self.key_map, planner.key_map)
@@ -281,11 +275,6 @@ class RingWriter(FileSystemWriter):
             self._save.planner = weakref.ref(planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
-        if self._save.is_coordinator or not self.use_collectives:
-            self._phases.begin(_trace.GATHER_RESULTS)
-            self._phases.flush()
-        else:
-            self._phases.finish()
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
@@ -344,10 +333,9 @@ class RingWriter(FileSystemWriter):
             return int(match[1])
         return self.rank or 0
 
-    @_trace.hook
+    @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
-        self._phases.begin(_trace.COMMIT)
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
         refused = _refused_in(results)
@@ -371,7 +359,6 @@ class RingWriter(FileSystemWriter):
         self._save.plans = []
         if planner is not None and all(isinstance(part, Results) for part in results):
             planner.note_committed([part.stats for part in results])
-        self._phases.finish()
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
@@ -432,7 +419,6 @@ class RingWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self._phases.is_sure:  # nobody has asked for storage_meta()
             self._begin_save()
-        self._save.is_coordinator = is_coordinator
         self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._phases.join(is_coordinator, not self.use_collectives)
         if not self.use_collectives:

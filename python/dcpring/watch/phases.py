@@ -45,6 +45,10 @@ GATHER_PLANS, GLOBAL_PLAN, SCATTER_PLANS = "gather plans", "global plan", "scatt
 WRITE, GATHER_RESULTS, COMMIT, CLEAN_UP, READ = "write", "gather results", "commit", "clean-up", "read"
 """The phases. Those that begin with "gather" and "scatter" are waits: the coordinator's for all, the others' for it."""
 
+THE_PLANS, THE_RESULTS, NOTHING = "the plans", "the results", "nothing"
+"""What a rank waits for when a step is done, where that is not one phase on all ranks. Without results to wait for it
+is over, as without anything."""
+
 _NOT_HEARD_OF = "its end was not seen: it failed, here or on another rank, or was given up"
 
 
@@ -55,6 +59,8 @@ class Phases:
         name: of the phase that it is in, "" in none.
         room: for spans of the core.
         identity: the same on all ranks; "" where it is not traced.
+        is_coordinator: whether this rank plans for all, and commits.
+        is_alone: whether each rank plans and commits by itself.
         is_sure: whether it is known to be a save or a load: metadata is also read for other reasons.
         is_over: whether its end has been seen.
     """
@@ -64,6 +70,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.name = ""
+        self.is_coordinator = False
+        self.is_alone = False
         self.is_sure = False
         self.is_over = False
         self._since = 0
@@ -97,7 +105,19 @@ class Phases:
 
     def join(self, is_coordinator: bool, is_alone: bool = False) -> None:
         """It is a save or a load, which this rank leads or not; or where each plans and commits by itself."""
-        self.is_sure = True
+        self.is_coordinator, self.is_alone, self.is_sure = is_coordinator, is_alone, True
+
+    def wait(self, what: str) -> None:
+        """A step is done: begins what this rank waits for then, a phase or one of those above."""
+        if what == THE_PLANS:
+            self.begin(GATHER_PLANS if self.is_coordinator else SCATTER_PLANS)
+        elif what == THE_RESULTS and (self.is_coordinator or self.is_alone):
+            self.begin(GATHER_RESULTS)
+            self.flush()
+        elif what in (THE_RESULTS, NOTHING):
+            self.finish()
+        else:
+            self.begin(what)
 
     # ---- what only an Operation does ----
 
@@ -313,20 +333,33 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Plan = TypeVar("Plan", SavePlan, LoadPlan)
 
 
-def hook(method: Method) -> Method:
-    """Of what DCP calls, in a class with ``_phases``: they have failed with what this raises."""
+def step(phase: str = "", then: str = "") -> Callable[[Method], Method]:
+    """Of what DCP calls, in a class with ``_phases``: a step of a save or a load, which fails with what this raises.
 
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._phases.fail(error)
-            if world_size() == 1 or _can_travel(error):
-                raise
-            raise CheckpointError(_text_of(error)) from error
+    Args:
+        phase: that it begins; "" where it belongs to the one before.
+        then: what this rank waits for when it is done, see ``Phases.wait``; "" where more of the phase follows.
+    """
 
-    return cast(Method, call)
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if phase:
+                self._phases.begin(phase)
+            try:
+                result = method(self, *args, **kwargs)
+            except BaseException as error:
+                self._phases.fail(error)
+                if world_size() == 1 or _can_travel(error):
+                    raise
+                raise CheckpointError(_text_of(error)) from error
+            if then:
+                self._phases.wait(then)
+            return result
+
+        return cast(Method, call)
+
+    return decorate
 
 
 def _can_travel(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcpring.names.diff import spans_of
+from dcpring.base.text import ranges
 from dcpring.tools.inspect.inventory import Item
 
 _MOST_PARTS = 64
@@ -144,7 +144,7 @@ def _series_name(members: list[tuple[int, str]]) -> str:
     if len(members) == 1:
         return members[0][1]
     members = sorted(members)
-    spans = spans_of([number for number, _ in members]).split(",")
+    spans = ranges((number for number, _ in members), ",").split(",")
     if len(spans) > _MOST_SPANS:
         spans = [*spans[: _MOST_SPANS - 2], "...", spans[-1]]
     match = _NUMBERED.fullmatch(members[0][1])

@@ -20,7 +20,7 @@ def run(*command: str | Path) -> str:
 
 
 def test_demo(tmp_path: Path) -> None:
-    out = run("examples/demo.py", "--steps", "1", "--dir", tmp_path)
+    out = run("examples/demo.py", "--steps", "1", "--after", "2", "--rounds", "1", "--dir", tmp_path)
     assert "RingWriter" in out
     assert not list(tmp_path.rglob("*.distcp"))
 

@@ -10,6 +10,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _distributed
 import pytest
@@ -256,6 +257,29 @@ def test_a_busy_save_is_skipped_or_waited_for(tmp_path: Path, monkeypatch: pytes
         assert time.monotonic() - started > 0.25
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3, 4, 5, 6]
+
+
+def test_a_handle_tells_what_becomes_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with small(tmp_path, Counter(), busy="skip") as checkpointer:
+        first = checkpointer.save(1, blocking=False)
+        skipped = checkpointer.save(2, blocking=False)
+        assert first and not skipped
+        assert not first.done() and skipped.done()
+        skipped.wait()
+        gate.opened.set()
+        first.wait()
+        assert first.done() and checkpointer.steps() == [1]
+        second = checkpointer.save(3)
+        assert second and second.done()
+        monkeypatch.setattr(RingWriter, "write_data", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        failing = checkpointer.save(4, blocking=False)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                failing.wait()
+        assert failing.done()
+        checkpointer.wait()
+        first.wait()
 
 
 @pytest.mark.parametrize("call", ("save", "load", "wait", "close"))

@@ -187,9 +187,9 @@ def refused_schedule(folder: Path, groups: int, make: Any, **options: Any) -> st
     _, optimizer = sgd(groups)
     schedule = LRSchedule(make(optimizer), **options)
     with Checkpointer(folder, {"schedule": schedule}) as checkpointer:
-        before = dict(schedule.object.state_dict())
+        before = dict(schedule.stateful.state_dict())
         message = error_of(checkpointer.load)
-        assert schedule.object.state_dict() == before
+        assert schedule.stateful.state_dict() == before
     return message
 
 
@@ -645,12 +645,12 @@ def test_states_come_back_exactly(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {**parts, **ranks}) as checkpointer:
         checkpointer.save(1, blocking=False)
         for part in (*parts.values(), *ranks.values()):
-            part.object.tree = None
+            part.stateful.tree = None
         checkpointer.load()
     for index, tree in enumerate(TREES):
         for part in (parts[f"tree{index}"], ranks[f"rank{index}"]):
-            assert digest(part.object.tree) == digest(tree), tree
-            assert type(part.object.tree) is type(tree)
+            assert digest(part.stateful.tree) == digest(tree), tree
+            assert type(part.stateful.tree) is type(tree)
     assert all(digest(decode(encode(tree))) == digest(tree) for tree in TREES)
 
 

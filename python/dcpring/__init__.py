@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+    from dcpring.resume.background import SaveHandle
     from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
@@ -72,6 +73,7 @@ __all__ = [
     "RingReader",
     "RingSavePlanner",
     "RingWriter",
+    "SaveHandle",
     "Sharded",
     "TensorDiff",
     "UntrustedCheckpointError",
@@ -97,6 +99,7 @@ _MODULES = {
     "tools.convert": ("ConvertReport", "convert"),
     "tools.inspect.verify": ("Problem", "VerifyReport", "verify"),
     "watch.progress": ("Progress",),
+    "resume.background": ("SaveHandle",),
     "resume.checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
     "resume.components": ("Elastic", "PerRank", "Replicated", "Sharded"),
     "resume.data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),

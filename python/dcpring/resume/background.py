@@ -22,6 +22,37 @@ from dcpring.resume.ranks import Operation, Ranks
 logger = logging.getLogger("dcpring")
 
 
+class SaveHandle:
+    """What becomes of one ``Checkpointer.save``: true if it was taken, false if it was skipped.
+
+    ``done`` may be asked at any time. ``wait`` is collective: all ranks call it.
+    """
+
+    def __init__(
+        self,
+        taken: bool,
+        written: Future[None] | None = None,
+        settle: Callable[[Future[None]], None] | None = None,
+    ) -> None:
+        self._taken, self._written, self._settle = taken, written, settle
+
+    def __bool__(self) -> bool:
+        return self._taken
+
+    def done(self) -> bool:
+        """Whether this rank is through with it: it is committed, it has failed, or it was skipped."""
+        return self._written is None or self._written.done()
+
+    def wait(self) -> None:
+        """Returns when it is committed and durable, at once if it was skipped.
+
+        Raises:
+            CheckpointError: the save has failed, whether or not another call has raised that before.
+        """
+        if self._written is not None and self._settle is not None:
+            self._settle(self._written)
+
+
 class Background:
     """Saves of one Checkpointer, one at a time.
 
@@ -46,10 +77,15 @@ class Background:
         """No save is being written."""
         return self._pending is None or self._pending.done()
 
-    def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
+    def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> Future[None]:
         """Has ``work`` done as an operation of all ranks, and then ``after``."""
         self._number = next(_numbers)
         self._pending = self._executor.submit(self._run, self._number, work, after)
+        return self._pending
+
+    def awaits(self, written: Future[None]) -> bool:
+        """Nobody has asked yet how this save went."""
+        return self._pending is written
 
     def _run(self, number: int, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend, trees
-from dcpring.resume.background import Background
+from dcpring.resume.background import Background, SaveHandle
 from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
@@ -186,16 +187,17 @@ class Checkpointer:
 
     # ---- save ----
 
-    def save(self, step: int, blocking: bool = True) -> bool:
+    def save(self, step: int, blocking: bool = True) -> SaveHandle:
         """Saves all components as ``step-N``.
 
         Args:
             step: of the training, from 0. A checkpoint of that step that is there is replaced.
             blocking: return when it is committed and durable. If not, return when the state has been copied; what goes
-                wrong then is raised by the next call of any method that is collective.
+                wrong then is raised by the handle's ``wait``, or by the next call of any method that is collective.
 
         Returns:
-            False if it was skipped, as an earlier save is not over yet and ``busy="skip"``.
+            A handle: false if the save was skipped, as an earlier one is not over yet and ``busy="skip"``; ``done()``
+            and ``wait()`` are for a save in the background.
 
         Raises:
             CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
@@ -204,19 +206,21 @@ class Checkpointer:
             self._require_open()
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step={step!r}: must be an int of at least 0")
-            is_saved = self._settle(joint, may_skip=not blocking)
-            if is_saved:
-                self._save(joint, step, blocking)
-        if is_saved and blocking:
-            self._remove_old(step)
-        return is_saved
-
-    def _save(self, joint: Operation, step: int, blocking: bool) -> None:
-        state = self._collect(joint, step, blocking)
-        if blocking:
+            if not self._settle(joint, may_skip=not blocking):
+                return SaveHandle(False)
+            state = self._collect(joint, step, blocking)
+            if not blocking:
+                return SaveHandle(True, self._start(joint, state, step), self._wait_for)
             self._write(joint, state, step)
+        self._remove_old(step)
+        return SaveHandle(True)
+
+    def _wait_for(self, written: Future[None]) -> None:
+        """Waits for one save in the background. That it is the pending one, or not any more, all ranks find alike."""
+        if self._background is not None and self._background.awaits(written):
+            self.wait()
         else:
-            self._start(joint, state, step)
+            written.result()
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises what went wrong with the last one in the background."""
@@ -310,7 +314,7 @@ class Checkpointer:
         if self._base is not None:
             self._base = step
 
-    def _start(self, joint: Operation, state: dict[str, Any], step: int) -> None:
+    def _start(self, joint: Operation, state: dict[str, Any], step: int) -> Future[None]:
         """Copies the state and has it written."""
         with joint.doing(f"cannot save step {step}: copying the state"), Staging.timed() as staging:
             staged = self._staging.stage(state)
@@ -318,10 +322,11 @@ class Checkpointer:
         if self._background is None:
             self._background = Background(self._ranks)
         try:
-            self._background.start(
+            written = self._background.start(
                 lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
             )
             joint.settle("started")
+            return written
         except BaseException as error:  # those that have started wait for those that have not
             self._background.abandon(error)
             raise

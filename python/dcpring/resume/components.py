@@ -82,24 +82,24 @@ class Component:
         kind: as the manifest names it.
         is_whole: whether a rank's state is no part of anything, but plain data that has to come back exactly.
         goes_last: taken over after all others, as they might change it.
-        object: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
+        stateful: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
     """
 
     kind: ClassVar[str]
     is_whole: ClassVar[bool] = True
     goes_last: ClassVar[bool] = False
 
-    def __init__(self, object: Any) -> None:
-        self.object = object
+    def __init__(self, stateful: Any) -> None:
+        self.stateful = stateful
 
     @property
     def type_name(self) -> str:
-        return type(self.object).__name__
+        return type(self.stateful).__name__
 
     # ---- save ----
 
     def state(self) -> Any:
-        return self.object.state_dict()
+        return self.stateful.state_dict()
 
     def note(self, state: Any, place: Place) -> Any:
         raise NotImplementedError
@@ -132,7 +132,7 @@ class Component:
             state: what ``prepare`` gave.
             before: the components that this load has applied already.
         """
-        self.object.load_state_dict(state)
+        self.stateful.load_state_dict(state)
 
     def remarks(self) -> list[str]:
         """What is known not to be as it was saved, once the state has been taken over; for the report."""
@@ -160,7 +160,7 @@ class Sharded(Component):
     """State whose tensors are spread over ranks (DTensor, ShardedTensor), or whole on each: DCP reshards it.
 
     Args:
-        object: has ``state_dict()`` and ``load_state_dict()``; models and optimizers need no wrapping.
+        stateful: has ``state_dict()`` and ``load_state_dict()``; models and optimizers need no wrapping.
         strict: every key must be in the checkpoint and the other way round. If not, what is missing keeps its value,
             and the load's report says so.
     """
@@ -168,8 +168,8 @@ class Sharded(Component):
     kind = "sharded"
     is_whole = False
 
-    def __init__(self, object: Any, strict: bool = True) -> None:
-        super().__init__(object)
+    def __init__(self, stateful: Any, strict: bool = True) -> None:
+        super().__init__(stateful)
         self.strict = strict
         self._nested: dict[str, Any] = {}
         self._given: Any = None
@@ -343,14 +343,14 @@ def some_are(keys: Iterable[str]) -> str:
 class ModelState(Sharded):
     """An ``nn.Module``, whatever wraps it: names are those of the bare model."""
 
-    object: nn.Module
+    stateful: nn.Module
 
     def state(self) -> Any:
-        return backend.get_model_state_dict(self.object)
+        return backend.get_model_state_dict(self.stateful)
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         # It raises itself if anything is not taken over.
-        backend.set_model_state_dict(self.object, state, options=backend.StateDictOptions(strict=self.strict))
+        backend.set_model_state_dict(self.stateful, state, options=backend.StateDictOptions(strict=self.strict))
 
 
 # ---- replicated, and elastic ----
@@ -362,17 +362,17 @@ class Replicated(Component):
     Ranks whose states differ at a save are an error that names them.
 
     Args:
-        object: has ``state_dict()`` and ``load_state_dict()``, or is a mutable mapping.
+        stateful: has ``state_dict()`` and ``load_state_dict()``, or is a mutable mapping.
     """
 
     kind = "replicated"
 
-    def __init__(self, object: Any) -> None:
-        super().__init__(object)
+    def __init__(self, stateful: Any) -> None:
+        super().__init__(stateful)
         self._given: Any = None
 
     def state(self) -> Any:
-        return dict(self.object) if isinstance(self.object, MutableMapping) else self.object.state_dict()
+        return dict(self.stateful) if isinstance(self.stateful, MutableMapping) else self.stateful.state_dict()
 
     def note(self, state: Any, place: Place) -> Any:
         return trees.digest(state)
@@ -396,11 +396,11 @@ class Replicated(Component):
         return stored.rebuilt(target, depth=1)
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
-        if isinstance(self.object, MutableMapping):
-            self.object.clear()
-            self.object.update(state)
+        if isinstance(self.stateful, MutableMapping):
+            self.stateful.clear()
+            self.stateful.update(state)
         else:
-            self.object.load_state_dict(state)
+            self.stateful.load_state_dict(state)
         self._given = state
 
     def remarks(self) -> list[str]:
@@ -414,8 +414,8 @@ class Elastic(Component):
     """Global progress that any number of ranks can go on from, such as that of an ``ElasticLoader``. Saved once.
 
     Args:
-        object: has ``state_dict()`` and ``load_state_dict()``. Where it has ``combine_state_dicts(states)``, that makes
-            one state of all ranks' at a save, or raises; else they must be equal. Where it has
+        stateful: has ``state_dict()`` and ``load_state_dict()``. Where it has ``combine_state_dicts(states)``, that
+            makes one state of all ranks' at a save, or raises; else they must be equal. Where it has
             ``check_state_dict(state)``, that raises if the state does not fit, and changes nothing.
         merge: ``merge(states, old_world)`` makes global progress of the states that ranks had of their own in a
             checkpoint that has such; ``states`` is in the order of ranks.
@@ -423,8 +423,8 @@ class Elastic(Component):
 
     kind = "elastic"
 
-    def __init__(self, object: Any, merge: Callable[[list[Any], int], Any] | None = None) -> None:
-        super().__init__(object)
+    def __init__(self, stateful: Any, merge: Callable[[list[Any], int], Any] | None = None) -> None:
+        super().__init__(stateful)
         self.merge = merge
         self._given: Any = None
 
@@ -439,7 +439,7 @@ class Elastic(Component):
         return []
 
     def _combined(self, states: Sequence[Any]) -> Any:
-        combine = getattr(self.object, "combine_state_dicts", None)
+        combine = getattr(self.stateful, "combine_state_dicts", None)
         if combine is not None:
             return combine(list(states))
         first = trees.digest(states[0])
@@ -468,7 +468,7 @@ class Elastic(Component):
             state = self.merge(_states_of_ranks(stored, by_rank, target), len(by_rank))
         else:
             state = stored.rebuilt(target, depth=1)
-        check = getattr(self.object, "check_state_dict", None)
+        check = getattr(self.stateful, "check_state_dict", None)
         if check is not None:
             check(state)
         return state
@@ -482,7 +482,7 @@ class Elastic(Component):
     @property
     def _is_own(self) -> bool:
         """Whether it can be asked for its state after a load; a loader of another kind begins to load by that."""
-        return hasattr(self.object, "check_state_dict")
+        return hasattr(self.stateful, "check_state_dict")
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         super().apply(state, before)
@@ -502,7 +502,7 @@ class PerRank(Component):
     """State that belongs to a rank, such as a foreign data loader's cursor. Every rank's is saved.
 
     Args:
-        object: has ``state_dict()`` and ``load_state_dict()``, or is a ``torch.Generator``.
+        stateful: has ``state_dict()`` and ``load_state_dict()``, or is a ``torch.Generator``.
         reshard: ``reshard(states, old_world, new_world, rank)`` gives the state of one of the new ranks out of those
             of all old ones, in order. Without it, another number of ranks is an error.
         rank: this process's, where several share one state (data-parallel rank under tensor parallelism); those must
@@ -514,13 +514,13 @@ class PerRank(Component):
 
     def __init__(
         self,
-        object: Any,
+        stateful: Any,
         reshard: Callable[[list[Any], int, int, int], Any] | None = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__(object)
+        super().__init__(stateful)
         self._has_rank_in_its_state = False
         if (rank is None) != (world_size is None):
             raise ValueError("PerRank takes rank and world_size together, or neither")
@@ -534,8 +534,8 @@ class PerRank(Component):
         return self._own_place or place
 
     def state(self) -> Any:
-        is_generator = isinstance(self.object, torch.Generator)
-        return {"state": self.object.get_state()} if is_generator else self.object.state_dict()
+        is_generator = isinstance(self.stateful, torch.Generator)
+        return {"state": self.stateful.get_state()} if is_generator else self.stateful.state_dict()
 
     def note(self, state: Any, place: Place) -> Any:
         own = self.place(place)
@@ -596,7 +596,7 @@ class PerRank(Component):
     @property
     def _is_known(self) -> bool:
         """Whether what is handed over is taken over; a loader cannot be asked, as it begins to load by that."""
-        return isinstance(self.object, torch.Generator)
+        return isinstance(self.stateful, torch.Generator)
 
     def _gives(self, keys: Sequence[str], stored: Stored) -> bool:
         """Whether the object puts its rank into its state dict itself, as torchtitan's loader does ("dp_rank_3").
@@ -604,17 +604,17 @@ class PerRank(Component):
         What it saved is then the whole of what lies below the component.
         """
         names = {str(stored.paths[key][1]) for key in keys}
-        if stored.manifest is not None or not names or isinstance(self.object, torch.Generator):
+        if stored.manifest is not None or not names or isinstance(self.stateful, torch.Generator):
             return False
         with random_states.kept():
-            own = self.object.state_dict()
+            own = self.stateful.state_dict()
         return isinstance(own, Mapping) and names <= own.keys()
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
-        if isinstance(self.object, torch.Generator):
-            self.object.set_state(state["state"])
+        if isinstance(self.stateful, torch.Generator):
+            self.stateful.set_state(state["state"])
         else:
-            self.object.load_state_dict(state)
+            self.stateful.load_state_dict(state)
 
 
 def _keys_of_ranks(name: str, stored: Stored, by_rank: dict[int, list[str]]) -> tuple[list[str], list[str]]:

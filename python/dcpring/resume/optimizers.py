@@ -195,15 +195,15 @@ class OptimizerState(Sharded):
     container) is asked for that, and given it back.
 
     Args:
-        object: the optimizer.
+        stateful: the optimizer.
         model: whose parameters it has.
         strict: see ``Sharded``.
     """
 
-    object: Optimizer
+    stateful: Optimizer
 
-    def __init__(self, object: Optimizer, model: nn.Module, strict: bool = True) -> None:
-        super().__init__(object, strict)
+    def __init__(self, stateful: Optimizer, model: nn.Module, strict: bool = True) -> None:
+        super().__init__(stateful, strict)
         self.model = model
         self._has_own_form = False
         self._saved_fresh = False
@@ -215,28 +215,28 @@ class OptimizerState(Sharded):
 
     @property
     def type_name(self) -> str:
-        return type(wrapped(self.object)).__name__
+        return type(wrapped(self.stateful)).__name__
 
     # ---- save ----
 
     def state(self) -> Any:
         raw = self._ask()
-        return raw if self._has_own_form else {**raw, **backend.named_optimizer_state(self.model, self.object, raw)}
+        return raw if self._has_own_form else {**raw, **backend.named_optimizer_state(self.model, self.stateful, raw)}
 
     def _ask(self) -> dict[str, Any]:
         """The optimizer's own state dict."""
-        raw = own_state_dict(self.object)
-        self._has_own_form = not backend.is_numbered(raw, self.object)
+        raw = own_state_dict(self.stateful)
+        self._has_own_form = not backend.is_numbered(raw, self.stateful)
         if self._has_own_form and backend.has_flat_parameters(self.model):
             raise CheckpointError(
-                f"{type(self.object).__name__} gives a state dict of its own form, which does not know the parts of "
+                f"{type(self.stateful).__name__} gives a state dict of its own form, which does not know the parts of "
                 "FSDP1's parameters; use FSDP2 (fully_shard)"
             )
         return raw
 
     def note(self, state: Any, place: Place) -> Any:
-        groups = len(self.object.param_groups)
-        return {"meshes": super().note(state, place), "param_groups": groups, "fresh": is_fresh(self.object)}
+        groups = len(self.stateful.param_groups)
+        return {"meshes": super().note(state, place), "param_groups": groups, "fresh": is_fresh(self.stateful)}
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
         fresh = all(note["fresh"] for note in notes)
@@ -253,7 +253,7 @@ class OptimizerState(Sharded):
             self._saved = self._saved_options(name, stored)
             self.describe(plan, stored, name, raw)
             return plan
-        slots = [slot for group in backend.named_parameters(self.model, self.object) for slot in group]
+        slots = [slot for group in backend.named_parameters(self.model, self.stateful) for slot in group]
         others = [str(key) for key in raw[_STATE] if not isinstance(key, int)]
         plan = self.plan_for(name, stored, _besides(raw))
         keys = [key for key in stored.keys.get(name, ()) if key not in plan.target.keys() | plan.in_place.keys()]
@@ -262,7 +262,7 @@ class OptimizerState(Sharded):
         plan.unexpected = set(self._saved.foreign)
         if not self._saved_fresh:
             raw, is_known = self._with_first_step(slots, raw)
-            self._current = backend.named_optimizer_state(self.model, self.object, raw)[_STATE]
+            self._current = backend.named_optimizer_state(self.model, self.stateful, raw)[_STATE]
             slots += [(torch.empty(0), [other]) for other in others]
             self._plan_state(name, stored, slots, is_known, plan)
         self.describe(plan, stored, name, self._current)
@@ -270,7 +270,7 @@ class OptimizerState(Sharded):
 
     def _inner_groups(self) -> list[list[Names]]:
         """The groups of the optimizers that one holds, or its own, as the names of their parameters."""
-        inside = [one for _, one in held(self.object)] or [self.object]
+        inside = [one for _, one in held(self.stateful)] or [self.stateful]
         slots = [group for one in inside for group in backend.named_parameters(self.model, one)]
         return [[names for _, names in group] for group in slots]
 
@@ -310,14 +310,14 @@ class OptimizerState(Sharded):
 
     def _with_first_step(self, slots: list[tuple[Tensor, Names]], raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """The state dict with what a first step makes for parameters that have no state, and whether that is known."""
-        wanted = [parameter for parameter, _ in slots if not self.object.state.get(parameter)]
+        wanted = [parameter for parameter, _ in slots if not self.stateful.state.get(parameter)]
         if not wanted:
             return raw, True
         try:
-            made = first_step(self.object, wanted).states
+            made = first_step(self.stateful, wanted).states
         except NoFirstStep:
             return raw, False
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.object))}
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.stateful))}
         added = {numbers[id(parameter)]: one for parameter, one in made.items()}
         return {**raw, _STATE: {**raw[_STATE], **added}}, True
 
@@ -360,18 +360,18 @@ class OptimizerState(Sharded):
         if self._has_own_form:
             self._flat_options(self._inner_groups() if self._saved.options else [], target)
             return super().prepare(name, stored, target, place)
-        slots = backend.named_parameters(self.model, self.object)
+        slots = backend.named_parameters(self.model, self.stateful)
         groups = [[names for _, names in group] for group in slots]
         options = self._flat_options(groups, target) if self._saved.is_flat else self._options(groups, stored, target)
-        own = [_options(group) for group in self.object.param_groups]
+        own = [_options(group) for group in self.stateful.param_groups]
         kept = {name for here, there in zip(own, options, strict=True) if there for name in here.keys() - there.keys()}
-        self._kept = kept - self.object.defaults.keys() - set(SCHEDULED)
+        self._kept = kept - self.stateful.defaults.keys() - set(SCHEDULED)
         return {
             **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, place),
             _STATE: {} if self._saved_fresh else self._read_state(target),
             _GROUPS: [
                 {**here, **there, **_own_names(group), _PARAMS: [names[0] for names in members]}
-                for group, here, there, members in zip(self.object.param_groups, own, options, groups, strict=True)
+                for group, here, there, members in zip(self.stateful.param_groups, own, options, groups, strict=True)
             ],
         }
 
@@ -424,18 +424,18 @@ class OptimizerState(Sharded):
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         if self._has_own_form:
             self._make_state()
-            load_own_state_dict(self.object, state)
+            load_own_state_dict(self.stateful, state)
             self._given = state
         else:
-            backend.load_named_optimizer_state(self.model, self.object, state)
+            backend.load_named_optimizer_state(self.model, self.stateful, state)
             self._given = state[_STATE]
         if self._saved_fresh:
-            for optimizer in (self.object, *(one for _, one in held(self.object))):
+            for optimizer in (self.stateful, *(one for _, one in held(self.stateful))):
                 optimizer.state.clear()
 
     def _make_state(self) -> None:
         """Gives the optimizers that one holds the state that it would make them take a step for."""
-        for _, one in held(self.object):
+        for _, one in held(self.stateful):
             if is_fresh(one):
                 with contextlib.suppress(NoFirstStep):
                     one.state.update(first_step(one).states)
@@ -446,9 +446,9 @@ class OptimizerState(Sharded):
             return super().remarks()
         casts: list[tuple[torch.dtype, torch.dtype]] = []
         changed: set[str] = set()
-        slots = [slot for group in backend.named_parameters(self.model, self.object) for slot in group]
+        slots = [slot for group in backend.named_parameters(self.model, self.stateful) for slot in group]
         for parameter, names in slots if not backend.has_flat_parameters(self.model) else ():
-            taken = dict(_leaves(self.object.state.get(parameter, {})))
+            taken = dict(_leaves(self.stateful.state.get(parameter, {})))
             for path, value in _leaves((self._given or {}).get(names[0], {})):
                 if isinstance(value, Tensor) and isinstance(taken.get(path), Tensor):
                     casts.append((value.dtype, taken[path].dtype))
@@ -456,7 +456,7 @@ class OptimizerState(Sharded):
                     changed.add(".".join(map(str, (names[0], *path))))
         notes = cast_notes(casts)
         if changed:
-            notes.append(f"{type(self.object).__name__} has made something else of {some_keys(changed)}")
+            notes.append(f"{type(self.stateful).__name__} has made something else of {some_keys(changed)}")
         if self._kept:
             notes.append(f"options of groups that are not in the checkpoint stay: {some_keys(self._kept)}")
         return notes

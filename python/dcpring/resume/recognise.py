@@ -32,7 +32,7 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
         TypeError: the kind cannot be told.
     """
     if isinstance(value, Component):
-        inner = value.object
+        inner = value.stateful
         if type(value) is Sharded and isinstance(inner, nn.Module):
             return ModelState(inner, value.strict)
         if type(value) is Sharded and isinstance(inner, Optimizer):
@@ -81,7 +81,7 @@ def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], str
 
 
 def model_of(value: Any) -> nn.Module | None:
-    inner = value.object if type(value) is Sharded else value
+    inner = value.stateful if type(value) is Sharded else value
     return inner if isinstance(inner, nn.Module) else None
 
 

@@ -40,7 +40,7 @@ class LRSchedule(Replicated):
             its batch size. None: the schedule and its position are as saved, in steps.
     """
 
-    object: LRScheduler
+    stateful: LRScheduler
 
     def __init__(self, scheduler: LRScheduler, rescale: float | Literal["world_size"] | None = None) -> None:
         super().__init__(scheduler)
@@ -55,7 +55,7 @@ class LRSchedule(Replicated):
 
     def plan(self, name: str, stored: Stored, place: Place) -> Plan:
         plan = super().plan(name, stored, place)
-        self._options = [_scheduled(group) for group in self.object.optimizer.param_groups]
+        self._options = [_scheduled(group) for group in self.stateful.optimizer.param_groups]
         self._has_position_only = {stored.paths[key][1:] for key in stored.keys.get(name, ())} == {("last_epoch",)}
         if self._has_position_only:
             plan.change = "stepped from its start to the position that was saved"
@@ -71,9 +71,9 @@ class LRSchedule(Replicated):
         return plan
 
     def _check_is_new(self, what: str, plan: Plan) -> None:
-        if any(isinstance(each, ReduceLROnPlateau) for each in _schedulers(self.object)):
+        if any(isinstance(each, ReduceLROnPlateau) for each in _schedulers(self.stateful)):
             plan.problems.append(f"{what} is not enough for ReduceLROnPlateau, which follows a metric")
-        elif _position(self.object.state_dict()) != 0:
+        elif _position(self.stateful.state_dict()) != 0:
             plan.problems.append(f"{what} needs a scheduler that has not been stepped; make a new one")
 
     def _ratio(self, stored: Stored, place: Place) -> Fraction:
@@ -83,14 +83,14 @@ class LRSchedule(Replicated):
 
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
         state = super().prepare(name, stored, target, place)
-        own = self.object.state_dict()
+        own = self.stateful.state_dict()
         self._steps = None
         if self._has_position_only:
             self._steps = round(_position(state) * self._ratio(stored, place))
             return state
         if not isinstance(state, dict) or _settings(state) != _settings(own):
             raise CheckpointError(f"it was not saved from a {self.type_name}: {_difference(state, own)}")
-        groups = len(self.object.optimizer.param_groups)
+        groups = len(self.stateful.optimizer.param_groups)
         saved = next((len(state[key]) for key in _PER_GROUP if isinstance(state.get(key), list)), groups)
         if saved != groups:
             raise CheckpointError(f"saved with {saved} parameter groups, here the optimizer has {groups}")
@@ -103,20 +103,20 @@ class LRSchedule(Replicated):
             self._replay(self._steps)
             return
         super().apply(state, before)
-        if not any(_has_groups_of(component.object, self.object.optimizer) for component in before):
-            rates = self.object.get_last_lr()
-            for group, rate in zip(self.object.optimizer.param_groups, rates, strict=True):
+        if not any(_has_groups_of(component.stateful, self.stateful.optimizer) for component in before):
+            rates = self.stateful.get_last_lr()
+            for group, rate in zip(self.stateful.optimizer.param_groups, rates, strict=True):
                 _assign(group, "lr", rate)
 
     def _replay(self, steps: int) -> None:
         """From the start: what a schedule does to its optimizer depends on all steps before."""
-        for group, options in zip(self.object.optimizer.param_groups, self._options, strict=True):
+        for group, options in zip(self.stateful.optimizer.param_groups, self._options, strict=True):
             for name, value in options.items():
                 _assign(group, name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer does not step along
             for _ in range(steps):
-                self.object.step()
+                self.stateful.step()
 
 
 def _has_groups_of(loaded: Any, optimizer: Optimizer) -> bool:

@@ -206,14 +206,17 @@ class _Onlooker:
 # ---- the bar ----
 
 
-def is_shown() -> bool:
-    """Whether a bar has a place: standard error is a terminal, or this is a notebook."""
-    if "ipykernel" in sys.modules:
-        return True
+def _is_terminal() -> bool:
+    """Whether standard error is one."""
     try:
         return sys.stderr.isatty() and os.isatty(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # closed, or replaced by what has no descriptor
         return False
+
+
+def is_shown() -> bool:
+    """Whether a bar has a place: a terminal or a notebook."""
+    return "ipykernel" in sys.modules or _is_terminal()
 
 
 class _Picture:
@@ -239,14 +242,23 @@ class _Picture:
         if self._bar is None:
             self._bar = _tqdm()(
                 desc=self._label, total=total, leave=self._stays, unit="B", unit_scale=True, unit_divisor=1024,
-                dynamic_ncols=True, mininterval=0, miniters=0,
+                mininterval=0, miniters=0, **_screen(),
             )  # fmt: skip
+        vars(self._bar).update(_screen())
         if total != self._bar.total:
             self._bar.reset(total)  # a rank that begins later makes the whole larger
         self._bar.start_t = time.time() - look.seconds
         self._bar.update(max(0, done - self._bar.n))
         if over:
             self._bar.close()
+
+
+def _screen() -> dict[str, int]:
+    """What a bar may take. tqdm draws nothing on a terminal that does not know its size, as in many a container."""
+    if not _is_terminal():
+        return {}
+    size = os.get_terminal_size(sys.stderr.fileno())
+    return {"ncols": (size.columns or 80) - 1, "nrows": size.lines or 24}
 
 
 def _tqdm() -> Any:

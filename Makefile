@@ -22,10 +22,12 @@ VENV_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
-DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy
+DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
-SOURCES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch]) setup.py pyproject.toml
+CSRC_SOURCES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch])
+SOURCES := $(CSRC_SOURCES) setup.py pyproject.toml
+C_SOURCES := $(CSRC_SOURCES) $(wildcard tests/c/*.[ch] tests/fuzz/*.[ch])
 PYTEST := $(PY) -m pytest -q
 comma := ,
 PACKAGES ?= all
@@ -119,6 +121,7 @@ lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
 
 bench: setup
 	@$(PY) benchmarks/save_load.py

@@ -94,7 +94,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Input(directory, files): data files to read; each is opened when something of it is wanted, and kept open"},
+    {Py_tp_doc,
+     "Input(directory, files): data files to read; each is opened when something of it is wanted, and kept open"},
     {Py_tp_new, input_new},
     {Py_tp_dealloc, input_dealloc},
     {Py_tp_methods, methods},

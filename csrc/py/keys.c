@@ -74,9 +74,8 @@ static PyObject *batch_list(const struct names *names, const struct dr_key_batch
     PyObject *result = PyList_New((Py_ssize_t)batch->count);
     for (size_t i = 0; result && i < batch->count; i++) {
         struct dr_key key = batch->keys[i];
-        PyObject *item = key.text == names->keys[i].text
-                             ? Py_NewRef(PyList_GetItem(given, (Py_ssize_t)i))
-                             : PyUnicode_FromStringAndSize(key.text, (Py_ssize_t)key.size);
+        PyObject *item = key.text == names->keys[i].text ? Py_NewRef(PyList_GetItem(given, (Py_ssize_t)i))
+                                                         : PyUnicode_FromStringAndSize(key.text, (Py_ssize_t)key.size);
         if (!item || PyList_SetItem(result, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(result);
     }

@@ -70,8 +70,7 @@ static PyObject *missing(PyObject *object, PyObject *unused) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < self->core.missing_count; i++) {
         uint32_t name = table->rows[self->core.missing[i]].name;
-        PyObject *text =
-            PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, NULL);
+        PyObject *text = PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, NULL);
         if (!text || PyList_Append(list, text) < 0)
             Py_CLEAR(list);
         Py_XDECREF(text);
@@ -212,7 +211,7 @@ static bool is_straight(const struct match *self, const struct dr_overlap *o, co
     if (!same_dtype(&stored->properties[have->properties], view->dtype))
         return false; /* it has to be cast */
     if (!has_lengths(view, dr_row_lengths(wanted, want), want->ndim))
-        return false; /* the target is not what the plan said */
+        return false;      /* the target is not what the plan said */
     return is_dense(view); /* what elements that share memory hold would depend on the order of writing */
 }
 
@@ -238,8 +237,8 @@ static PyObject *file_bytes(PyObject *object, PyObject *argument) {
     for (uint32_t f = 0; dict && f < count; f++) {
         if (!used[f])
             continue;
-        PyObject *name = PyUnicode_DecodeUTF8(dr_table_text(&places->files, f),
-                                              (Py_ssize_t)places->files.names[f].size, NULL);
+        PyObject *name =
+            PyUnicode_DecodeUTF8(dr_table_text(&places->files, f), (Py_ssize_t)places->files.names[f].size, NULL);
         PyObject *sum = PyLong_FromUnsignedLongLong(bytes[f]);
         if (!name || !sum || PyDict_SetItem(dict, name, sum) < 0)
             Py_CLEAR(dict);
@@ -282,8 +281,8 @@ static PyObject *straight(PyObject *module, PyObject *args) {
     const struct dr_match *core = &p.match->core;
     PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)core->count);
     for (size_t i = 0; mask && i < core->count; i++)
-        PyBytes_AsString(mask)[i] = (char)is_straight(p.match, &core->overlaps[i], p.places,
-                                                      &p.targets->views[core->overlaps[i].wanted]);
+        PyBytes_AsString(mask)[i] =
+            (char)is_straight(p.match, &core->overlaps[i], p.places, &p.targets->views[core->overlaps[i].wanted]);
     return mask;
 }
 
@@ -475,11 +474,13 @@ static PyObject *tiles(PyObject *module, PyObject *args) {
 
 PyMethodDef match_methods[] = {
     {"tiles", tiles, METH_VARARGS,
-     "tiles(lengths, [(offsets, lengths)]) -> whether the boxes make up a box of these lengths, without sharing anything"},
+     "tiles(lengths, [(offsets, lengths)]) -> whether the boxes make up a box of these lengths, without sharing "
+     "anything"},
     {"straight", straight, METH_VARARGS,
      "straight(match, places, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
     {"load_matched", load_matched, METH_VARARGS,
-     "load_matched(input, match, places, targets, mask, options) -> as load; the input's files are those of the places"},
+     "load_matched(input, match, places, targets, mask, options) -> as load; the input's files are those of the "
+     "places"},
     {"take_matched", take_matched, METH_VARARGS,
      "take_matched(match, places, targets, [(overlap, first, end)], memory): copies what overlaps want of the bytes "
      "[first, end) of their records, which are in memory"},

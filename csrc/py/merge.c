@@ -66,8 +66,8 @@ static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *
     memcpy(aligned, fingerprints->buf, (size_t)fingerprints->len);
     struct gil gil;
     begin(self, &gil, (size_t)plan->len);
-    int rc = dr_merge_add(&self->core, plan->buf, (size_t)plan->len, aligned, (size_t)fingerprints->len / 4, &gil.control,
-                          error);
+    int rc = dr_merge_add(&self->core, plan->buf, (size_t)plan->len, aligned, (size_t)fingerprints->len / 4,
+                          &gil.control, error);
     end(self, &gil);
     PyMem_Free(aligned);
     return rc;
@@ -314,7 +314,8 @@ static PyMethodDef methods[] = {
     {"answer", answer, METH_O, "answer(rank) -> bytes for read_answer"},
     {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
     {"shared", shared, METH_NOARGS,
-     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it, bytes)"},
+     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it, "
+     "bytes)"},
     {"table", table, METH_NOARGS, "table() -> Table: the checkpoint's chunks"},
     {"sums", sums, METH_NOARGS, "sums() -> [(items, bytes, replicas removed, their bytes)] by rank"},
     {NULL, NULL, 0, NULL},
@@ -338,8 +339,8 @@ PyType_Spec merge_spec = {
 /* ---- on every rank ---- */
 
 static int keep(void *list, size_t row, int64_t start, int64_t rows) {
-    PyObject *item = rows < 0 ? PyLong_FromSize_t(row)
-                              : Py_BuildValue("(nLL)", (Py_ssize_t)row, (long long)start, (long long)rows);
+    PyObject *item =
+        rows < 0 ? PyLong_FromSize_t(row) : Py_BuildValue("(nLL)", (Py_ssize_t)row, (long long)start, (long long)rows);
     int rc = item ? PyList_Append(list, item) : -1;
     Py_XDECREF(item);
     return rc;

@@ -17,13 +17,13 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "io/workers.h"
 #include "io/options.h"
+#include "io/workers.h"
 #include "torch_shim.h"
 
 struct module_state {
-    PyObject *corrupt_error;   /* dcpring.CorruptCheckpointError */
-    PyObject *alloc_handles;   /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
+    PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */
+    PyObject *alloc_handles; /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
     PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type, *watch_type;
     PyObject *input_type;
     struct torch_shim torch;
@@ -70,8 +70,7 @@ int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **
 
 /* ---- one per exposed part ---- */
 
-extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec, watch_spec,
-    input_spec;
+extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec, watch_spec, input_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];

@@ -58,8 +58,8 @@ static int set_entry(struct dr_storage_index *places, Py_ssize_t index, PyObject
         return -1;
     bool sums = crcs && crcs_size;
     if (offset > INT64_MAX || length > INT64_MAX - offset ||
-        (kind != DR_STORAGE_OTHER && (payload_offset < offset || payload_size > length ||
-                                    payload_offset - offset > length - payload_size)))
+        (kind != DR_STORAGE_OTHER &&
+         (payload_offset < offset || payload_size > length || payload_offset - offset > length - payload_size)))
         return PyErr_Format(PyExc_ValueError, "a place that is out of range"), -1;
     if (kind > DR_STORAGE_OTHER || file_size > INT32_MAX ||
         (sums && (size_t)crcs_size != 4 * dr_crc_count(payload_offset, payload_size))) {
@@ -67,10 +67,10 @@ static int set_entry(struct dr_storage_index *places, Py_ssize_t index, PyObject
         return -1;
     }
     struct dr_storage_entry place = {.offset = offset,
-                             .length = length,
-                             .payload_offset = payload_offset,
-                             .payload_size = payload_size,
-                             .kind = kind};
+                                     .length = length,
+                                     .payload_offset = payload_offset,
+                                     .payload_size = payload_size,
+                                     .kind = kind};
     int rc = dr_storage_index_file(places, file, (uint32_t)file_size, &place.file, error);
     return rc ? rc : dr_storage_index_set(places, (size_t)index, &place, sums ? crcs : NULL, error);
 }
@@ -98,7 +98,8 @@ static PyObject *merge(PyObject *object, PyObject *args) {
     uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
     if (aligned) {
         memcpy(aligned, indices.buf, (size_t)indices.len);
-        if (dr_storage_index_merge(&((struct places *)object)->core, from, aligned, (size_t)indices.len / 4, &error) < 0)
+        struct dr_storage_index *into = &((struct places *)object)->core;
+        if (dr_storage_index_merge(into, from, aligned, (size_t)indices.len / 4, &error) < 0)
             fail(state_of(object), &error);
     } else if (from) {
         PyErr_NoMemory();
@@ -161,7 +162,8 @@ static PyObject *file_sizes(PyObject *object, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"put", put, METH_O,
-     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all places; kinds: 0 a plain "
+     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all places; kinds: 0 a "
+     "plain "
      "tensor, 1 bytes, 2 other"},
     {"merge", merge, METH_VARARGS, "merge(places, indices as uint32): copies places to these indices"},
     {"encode", encode, METH_NOARGS, "encode() -> bytes"},

@@ -55,9 +55,9 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
     Py_DECREF(object);
     if (rc < 0)
         return raise_error(module_state(module), &error);
-    return Py_BuildValue("{sNsNsNsNsNsNsi}", "create", answer_tuple(&a.create), "allocate", answer_tuple(&a.allocate), "direct", answer_tuple(&a.direct), "sync",
-                         answer_tuple(&a.sync), "commit", answer_tuple(&a.commit), "remove", answer_tuple(&a.remove),
-                         "alignment", a.alignment);
+    return Py_BuildValue("{sNsNsNsNsNsNsi}", "create", answer_tuple(&a.create), "allocate", answer_tuple(&a.allocate),
+                         "direct", answer_tuple(&a.direct), "sync", answer_tuple(&a.sync), "commit",
+                         answer_tuple(&a.commit), "remove", answer_tuple(&a.remove), "alignment", a.alignment);
 }
 
 static PyObject *probe_cached(PyObject *module, PyObject *args) {

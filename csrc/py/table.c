@@ -17,8 +17,8 @@ PyObject *fail(struct module_state *state, const struct dr_error *error) {
 }
 
 PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error) {
-    PyObject *bytes = rc < 0 ? fail(state, error)
-                             : PyBytes_FromStringAndSize((const char *)buffer->data, (Py_ssize_t)buffer->size);
+    PyObject *bytes =
+        rc < 0 ? fail(state, error) : PyBytes_FromStringAndSize((const char *)buffer->data, (Py_ssize_t)buffer->size);
     dr_buffer_destroy(buffer);
     return bytes;
 }
@@ -118,8 +118,7 @@ static int append_spec(struct builder *b, uint32_t name, PyObject *spec) {
         return -1;
     }
     struct dr_properties properties = {(char *)encoding, (uint32_t)encoding_size, dtype_size, item_bytes};
-    struct dr_row_view view = {
-        .type = (enum dr_row_type)(type & 3), .flags = flags & 3, .ndim = (int)n, .dims = dims};
+    struct dr_row_view view = {.type = (enum dr_row_type)(type & 3), .flags = flags & 3, .ndim = (int)n, .dims = dims};
     if (no_core_error(b, dr_table_properties(b->table, &properties, &view.properties, &b->error)) < 0)
         return -1;
     return append(b, name, &view);
@@ -127,8 +126,8 @@ static int append_spec(struct builder *b, uint32_t name, PyObject *spec) {
 
 static int append_value(struct builder *b, uint32_t name, PyObject *value, Py_ssize_t *tensor, char flags) {
     if (value == Py_None || value == Py_Ellipsis) {
-        struct dr_row_view view = {
-            .type = value == Py_None ? DR_ROW_BYTES : DR_ROW_NAME, .flags = (unsigned)(flags >> ROW_FLAGS_SHIFT) & 1};
+        struct dr_row_view view = {.type = value == Py_None ? DR_ROW_BYTES : DR_ROW_NAME,
+                                   .flags = (unsigned)(flags >> ROW_FLAGS_SHIFT) & 1};
         return append(b, name, &view);
     }
     if (PyTuple_Check(value))
@@ -357,8 +356,8 @@ static int fragments_of(PyObject *list, struct dr_fragment *out, size_t count) {
     return 0;
 }
 
-static PyObject *write_pickle(struct module_state *state, const struct dr_table *table, const struct dr_storage_index *places,
-                              const struct dr_metadata_parts *parts) {
+static PyObject *write_pickle(struct module_state *state, const struct dr_table *table,
+                              const struct dr_storage_index *places, const struct dr_metadata_parts *parts) {
     struct dr_error error;
     dr_error_clear(&error);
     struct dr_buffer out = {0};

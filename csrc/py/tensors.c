@@ -72,7 +72,8 @@ static PyObject *crcs(PyObject *object, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"kinds", kinds, METH_NOARGS, "kinds() -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},
+    {"kinds", kinds, METH_NOARGS,
+     "kinds() -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},
     {"crcs", crcs, METH_NOARGS,
      "crcs() -> [CRC-32 of the elements; None where they do not lie contiguously in CPU memory]"},
     {NULL, NULL, 0, NULL},

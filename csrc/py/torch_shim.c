@@ -11,9 +11,10 @@ static void *find(void *library, const char *name, const char *version) {
     snprintf(symbol, sizeof symbol, "aoti_torch_%s", name);
     void *address = dlsym(library, symbol);
     if (!address && version)
-        PyErr_Format(PyExc_ImportError,
-                     "dcpring needs the symbol %s of libtorch, which torch %s does not have; install torch 2.9 or newer",
-                     symbol, version);
+        PyErr_Format(
+            PyExc_ImportError,
+            "dcpring needs the symbol %s of libtorch, which torch %s does not have; install torch 2.9 or newer", symbol,
+            version);
     return address;
 }
 
@@ -156,7 +157,10 @@ static int take_handles(struct tensors *tensors, PyObject *capsules, Py_ssize_t 
     return 0;
 }
 
-/* dcpring.torchside.shim calls bind_torch. It waits for the first tensors, as it imports torch, which not all callers need. */
+/*
+ * dcpring.torchside.shim calls bind_torch. It waits for the first tensors, as it imports torch, which not all callers
+ * need.
+ */
 static int bind_once(struct module_state *state) {
     if (state->alloc_handles)
         return 0;

@@ -537,8 +537,8 @@ static int run_reduce(struct machine *m, const struct dr_opcode *op) {
     if (require(m, 2) < 0)
         return -1;
     PyObject *function = m->stack.items[m->stack.count - 2], *args = top(m);
-    bool direct = PyType_CheckExact(function) && PySet_Contains(m->tuples, function) == 1 &&
-                  PyTuple_CheckExact(args) && PyTuple_Size(args) == 1 && PyTuple_CheckExact(PyTuple_GetItem(args, 0));
+    bool direct = PyType_CheckExact(function) && PySet_Contains(m->tuples, function) == 1 && PyTuple_CheckExact(args) &&
+                  PyTuple_Size(args) == 1 && PyTuple_CheckExact(PyTuple_GetItem(args, 0));
     return direct ? replace(m, 2, PyObject_CallObject(function, args)) : run_made(m, m->call, 2);
 }
 
@@ -718,15 +718,9 @@ static int bind(struct machine *m, PyObject *reader) {
         const char *name;
         PyObject **slot;
     } const parts[] = {
-        {"tuples", &m->tuples},
-        {"records", &m->records},
-        {"find_class", &m->find_class},
-        {"call", &m->call},
-        {"make", &m->make},
-        {"build", &m->build},
-        {"extend", &m->extend},
-        {"update", &m->update},
-        {"persistent_load", &m->persistent_load},
+        {"tuples", &m->tuples}, {"records", &m->records}, {"find_class", &m->find_class},
+        {"call", &m->call},     {"make", &m->make},       {"build", &m->build},
+        {"extend", &m->extend}, {"update", &m->update},   {"persistent_load", &m->persistent_load},
         {"refuse", &m->refuse},
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)

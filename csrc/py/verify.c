@@ -84,8 +84,8 @@ static int parse_checks(struct verify_job *job, PyObject *items) {
 }
 
 static PyObject *problem_tuple(const struct dr_problem *p) {
-    PyObject *crcs = p->has_crcs ? Py_BuildValue("(kk)", (unsigned long)p->expected, (unsigned long)p->found)
-                                 : Py_NewRef(Py_None);
+    PyObject *crcs =
+        p->has_crcs ? Py_BuildValue("(kk)", (unsigned long)p->expected, (unsigned long)p->found) : Py_NewRef(Py_None);
     return crcs ? Py_BuildValue("(nLKsiN)", (Py_ssize_t)p->check, p->of_file ? -1LL : (long long)p->offset,
                                 (unsigned long long)p->length, p->what, p->err, crcs)
                 : NULL;
@@ -148,7 +148,8 @@ static PyObject *verify(PyObject *module, PyObject *args) {
 PyMethodDef verify_methods[] = {
     {"verify", verify, METH_VARARGS,
      "verify(input, items, quick, options) -> (problems, left, unkept, repeated, (bytes, cached_bytes, engine, "
-     "direct)); an item is (file, kind, offset, length, payload_offset, payload_size, crcs or None, dtype or None, sizes, "
+     "direct)); an item is (file, kind, offset, length, payload_offset, payload_size, crcs or None, dtype or None, "
+     "sizes, "
      "transformed), a problem (item, offset, length, what, errno, (expected, found) or None)"},
     {NULL, NULL, 0, NULL},
 };

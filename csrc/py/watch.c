@@ -72,9 +72,10 @@ static PyObject *take(PyObject *object, PyObject *unused) {
     PyObject *list = PyList_New((Py_ssize_t)kept);
     for (size_t i = 0; list && i < kept; i++) {
         const struct dr_span *s = &watch->spans[i];
-        PyObject *tuple = Py_BuildValue("(IKKKKKIII)", s->step, (unsigned long long)s->begin, (unsigned long long)s->end,
-                                        (unsigned long long)s->offset, (unsigned long long)s->size,
-                                        (unsigned long long)s->crc, s->file, s->worker, s->slot);
+        PyObject *tuple =
+            Py_BuildValue("(IKKKKKIII)", s->step, (unsigned long long)s->begin, (unsigned long long)s->end,
+                          (unsigned long long)s->offset, (unsigned long long)s->size, (unsigned long long)s->crc,
+                          s->file, s->worker, s->slot);
         if (!tuple || PyList_SetItem(list, (Py_ssize_t)i, tuple) < 0)
             Py_CLEAR(list);
     }
@@ -92,7 +93,8 @@ static PyObject *add(PyObject *object, PyObject *args) {
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(bytes): counts what Python has done"},
     {"take", take, METH_NOARGS,
-     "take() -> ([(step, begin ns, end ns, offset, size, CRC ns, file, worker, slot)], how many found no room); forgets "
+     "take() -> ([(step, begin ns, end ns, offset, size, CRC ns, file, worker, slot)], how many found no room); "
+     "forgets "
      "them. Not while a call that has the watch is under way"},
     {NULL, NULL, 0, NULL},
 };

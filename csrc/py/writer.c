@@ -17,8 +17,8 @@ static struct module_state *state_of(PyObject *self) { return PyType_GetModuleSt
 
 static bool enter(struct writer *self) {
     if (!self->core || self->busy) {
-        PyErr_SetString(PyExc_ValueError, self->busy ? "the file writer is in use by another thread"
-                                                     : "the file writer is closed");
+        PyErr_SetString(PyExc_ValueError,
+                        self->busy ? "the file writer is in use by another thread" : "the file writer is closed");
         return false;
     }
     self->busy = true;
@@ -256,8 +256,7 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
     struct dr_writer_stats s;
     dr_writer_stats(self->core, &s);
     self->busy = false;
-    return Py_BuildValue("(KsO)", (unsigned long long)s.bytes, s.engine ? s.engine : "",
-                         s.direct ? Py_True : Py_False);
+    return Py_BuildValue("(KsO)", (unsigned long long)s.bytes, s.engine ? s.engine : "", s.direct ? Py_True : Py_False);
 }
 
 static PyMethodDef methods[] = {

@@ -64,8 +64,7 @@ enum { CHECK_SKIPPED = 77, CHECK_SECONDS = 300, CHECK_TRIES = 10 };
         int check_rc = (call); \
         if (check_rc < 0 || (error)->kind != DR_ERROR_NONE) \
             CHECK_FAIL("failed: %s: %d, kind %d, %s of '%s' at %" PRId64 ": %s %s", #call, check_rc, (error)->kind, \
-                       dr_error_call(error), (error)->path, (error)->offset, strerror((error)->err), \
-                       (error)->detail); \
+                       dr_error_call(error), (error)->path, (error)->offset, strerror((error)->err), (error)->detail); \
     } while (0)
 
 /* The call failed, and said so in the same way in its result and in the error record. */

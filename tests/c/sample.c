@@ -365,8 +365,8 @@ int sample_load_all(const char *name, const struct sample *samples, size_t count
     for (size_t i = 0; i < count; i++)
         target_init(&targets[i], &reads[i], &samples[i], 0, &rng, SLICE_WHOLE, false);
     dr_error_clear(error);
-    int rc = sample_dr_load(&name, 1, reads, count, options, control ? control : &never, stats ? stats : &ignored,
-                     error);
+    int rc =
+        sample_dr_load(&name, 1, reads, count, options, control ? control : &never, stats ? stats : &ignored, error);
     for (size_t i = 0; i < count && rc == 0; i++)
         target_check(&targets[i]);
     target_free(targets, count);

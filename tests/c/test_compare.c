@@ -69,8 +69,11 @@ static void small_floats(void) {
         const char *name;
         unsigned nans;
         double largest;
-    } formats[] = {{"float8_e5m2", 6, INFINITY}, {"float8_e4m3fn", 2, 448}, {"float8_e5m2fnuz", 1, 57344},
-                   {"float8_e4m3fnuz", 1, 240}, {"float8_e8m0fnu", 1, 0x1p127}};
+    } formats[] = {{"float8_e5m2", 6, INFINITY},
+                   {"float8_e4m3fn", 2, 448},
+                   {"float8_e5m2fnuz", 1, 57344},
+                   {"float8_e4m3fnuz", 1, 240},
+                   {"float8_e8m0fnu", 1, 0x1p127}};
     for (size_t f = 0; f < sizeof formats / sizeof *formats; f++) {
         uint8_t codes[256], zero[256];
         for (int i = 0; i < 256; i++) {

@@ -16,8 +16,8 @@ static void combine_splits(void) {
     for (int i = 0; i < 2000; i++) {
         size_t size = rng_below(&rng, i % 10 ? 300 : SIZE + 1);
         size_t split = rng_below(&rng, size + 1);
-        uint32_t combined = dr_crc32_combine(dr_crc32(0, data, split), dr_crc32(0, data + split, size - split),
-                                             size - split);
+        uint32_t combined =
+            dr_crc32_combine(dr_crc32(0, data, split), dr_crc32(0, data + split, size - split), size - split);
         CHECK_EQ(combined, dr_crc32(0, data, size));
     }
     free(data);

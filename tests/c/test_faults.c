@@ -12,11 +12,10 @@ enum { COUNT = 6, MIB = 1 << 20 };
 
 static struct sample samples[COUNT];
 
-static const char *const calls[] = {"open_dir",  "open_below",       "close",          "fstat",
-                                    "pread",     "pwrite",           "set_direct",     "fallocate",
-                                    "ftruncate", "fdatasync",        "fsync",          "cached",
-                                    "map",       "direct_alignment", "uring_init",     "uring_register",
-                                    "uring_submit", "uring_result",  NULL};
+static const char *const calls[] = {
+    "open_dir",   "open_below",     "close",        "fstat",        "pread",  "pwrite", "set_direct",
+    "fallocate",  "ftruncate",      "fdatasync",    "fsync",        "cached", "map",    "direct_alignment",
+    "uring_init", "uring_register", "uring_submit", "uring_result", NULL};
 
 static struct dr_options make_options(unsigned way) {
     return (struct dr_options){.engine = way % 2 && sample_has_uring() ? "uring" : "threads",
@@ -117,7 +116,10 @@ static bool may_fail_with(int err) {
     return err != EINTR || failed_call == DR_CALL_CLOSE || failed_call == DR_CALL_URING_SETUP;
 }
 
-/* Success, the error that was made, or what a call that failed so stands for: no memory, an io_uring without an operation. */
+/*
+ * Success, the error that was made, or what a call that failed so stands for: no memory, an io_uring without an
+ * operation.
+ */
 static bool is_sound(int rc, int err, const struct dr_options *options) {
     return rc == 0 || (rc == -err && may_fail_with(err)) || rc == -ENOMEM ||
            (rc == -ENOSYS && strcmp(options->engine, "uring") == 0);

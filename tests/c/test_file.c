@@ -362,8 +362,8 @@ static void opens_only_below(void) {
     CHECK_EQ(symlink(check_path("secret"), check_path("base/absolute")), 0);
     CHECK_EQ(symlink("..", check_path("base/up")), 0);
     static const struct escape names[] = {
-        {"sub/file", false}, {"./sub/./file", false},      {"out", true},     {"absolute", true},
-        {"up/secret", true}, {"../secret", true},          {"/etc/hostname", true},
+        {"sub/file", false}, {"./sub/./file", false}, {"out", true},           {"absolute", true},
+        {"up/secret", true}, {"../secret", true},     {"/etc/hostname", true},
     };
     int dirfd = dr_sys.open_dir(check_path("base"));
     CHECK_INT(dirfd, >=, 0);
@@ -379,9 +379,8 @@ static void opens_only_below(void) {
 CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directories", makes_relative_directories},
            {"refuses_what_cannot_be_made", refuses_what_cannot_be_made},
            {"another_made_it_first", another_made_it_first}, {"making_fails_at_each_call", making_fails_at_each_call},
-           {"interrupted_without_end", interrupted_without_end},
-           {"commits", commits}, {"commit_fails_at_each_call", commit_fails_at_each_call},
-           {"replaces_files", replaces_files}, {"replaces_directories", replaces_directories},
-           {"replace_fails_at_each_call", replace_fails_at_each_call},
+           {"interrupted_without_end", interrupted_without_end}, {"commits", commits},
+           {"commit_fails_at_each_call", commit_fails_at_each_call}, {"replaces_files", replaces_files},
+           {"replaces_directories", replaces_directories}, {"replace_fails_at_each_call", replace_fails_at_each_call},
            {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
            {"sync_fails", sync_fails}, {"opens_only_below", opens_only_below})

@@ -188,9 +188,7 @@ static void look_at_all(struct dr_input *input) {
         CHECK_OK(dr_input_look(input, i, &error), &error);
 }
 
-static void put_back(const char *name) {
-    CHECK_EQ(rename(check_path("away"), check_path(name)), 0);
-}
+static void put_back(const char *name) { CHECK_EQ(rename(check_path("away"), check_path(name)), 0); }
 
 static void others_in_its_place(void) {
     make_files();
@@ -213,7 +211,9 @@ static void others_in_its_place(void) {
     dr_input_destroy(&input);
 }
 
-/* One that is kept stays readable when its name is gone, as after an overwriting save; not when O_DIRECT must be had. */
+/*
+ * One that is kept stays readable when its name is gone, as after an overwriting save; not when O_DIRECT must be had.
+ */
 static void removed_meanwhile(void) {
     make_files();
     for (unsigned n = 0; n < 4; n++) {
@@ -242,7 +242,9 @@ static void removed_meanwhile(void) {
 
 /* ---- many reads of the same bytes ---- */
 
-/* Of a read of a whole file and many small ones at its beginning, each block sees those that lie in it, and no others. */
+/*
+ * Of a read of a whole file and many small ones at its beginning, each block sees those that lie in it, and no others.
+ */
 static void many_in_one_block(void) {
     enum { SMALL = 1000, BLOCKS = 64, BLOCK = 1 << 20 };
     static const int64_t whole = BLOCKS * BLOCK, four = 4;

@@ -65,11 +65,8 @@ static void reserved_names(void) {
 /* AveragedModel's counter is its own; what the model under it calls so has no name of its own left. */
 static void own_names(void) {
     const struct dr_key_node nodes[] = {
-        {{0}, 0, DR_KEY_PLAIN},
-        {KEY("n_averaged"), 0, DR_KEY_PLAIN},
-        {KEY("module"), 0, DR_KEY_WRAPPED},
-        {KEY("layer"), 2, DR_KEY_PLAIN},
-        {KEY("_orig_mod"), 3, DR_KEY_WRAPPED},
+        {{0}, 0, DR_KEY_PLAIN},          {KEY("n_averaged"), 0, DR_KEY_PLAIN},  {KEY("module"), 0, DR_KEY_WRAPPED},
+        {KEY("layer"), 2, DR_KEY_PLAIN}, {KEY("_orig_mod"), 3, DR_KEY_WRAPPED},
     };
     const struct pair pairs[] = {
         {"n_averaged", "n_averaged"},
@@ -81,12 +78,9 @@ static void own_names(void) {
 
 static void parametrizations(void) {
     const struct dr_key_node nodes[] = {
-        {{0}, 0, DR_KEY_PLAIN},
-        {KEY("_orig_mod"), 0, DR_KEY_WRAPPED},
-        {KEY("bias"), 1, DR_KEY_PLAIN},
-        {KEY("parametrizations"), 1, DR_KEY_PLAIN},
-        {KEY("weight"), 3, DR_KEY_PLAIN},
-        {KEY("original"), 4, DR_KEY_ORIGINAL},
+        {{0}, 0, DR_KEY_PLAIN},           {KEY("_orig_mod"), 0, DR_KEY_WRAPPED},
+        {KEY("bias"), 1, DR_KEY_PLAIN},   {KEY("parametrizations"), 1, DR_KEY_PLAIN},
+        {KEY("weight"), 3, DR_KEY_PLAIN}, {KEY("original"), 4, DR_KEY_ORIGINAL},
     };
     const struct pair pairs[] = {
         {"_orig_mod.parametrizations.weight.original", "weight"},

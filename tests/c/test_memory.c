@@ -39,8 +39,8 @@ static void allocations(int (*attempt)(struct dr_error *error), bool and_all_aft
 }
 
 /*
- * Attempts it with the first, the second, ... allocation failing, until there are no more; and with all after it too. An
- * attempt checks what it gives when it succeeds, and frees it.
+ * Attempts it with the first, the second, ... allocation failing, until there are no more; and with all after it too.
+ * An attempt checks what it gives when it succeeds, and frees it.
  */
 static void each_allocation(int (*attempt)(struct dr_error *error), uint64_t least) {
     allocations(attempt, false, least);
@@ -95,7 +95,9 @@ static int verify_as(bool archives, struct dr_error *error) {
     for (size_t i = 0; i < COUNT; i++) {
         const struct sample *s = &samples[i];
         bool tensor = s->source.shape.dtype != NULL;
-        checks[i] = (struct dr_check){.kind = !tensor ? DR_CHECK_BYTES : archives ? DR_CHECK_OTHER : DR_CHECK_TENSOR,
+        checks[i] = (struct dr_check){.kind = !tensor    ? DR_CHECK_BYTES
+                                              : archives ? DR_CHECK_OTHER
+                                                         : DR_CHECK_TENSOR,
                                       .offset = s->placed.offset,
                                       .length = s->placed.length,
                                       .payload_offset = s->placed.payload_offset,
@@ -337,7 +339,8 @@ static int code_places(struct dr_error *error) {
     int rc = dr_storage_index_init(&places, ROWS, error);
     for (uint32_t i = 0; i < ROWS && rc == 0; i++) {
         char file[16];
-        struct dr_storage_entry place = {.kind = DR_STORAGE_BYTES, .offset = 100 * i, .length = 100, .payload_offset = 100 * i};
+        struct dr_storage_entry place = {
+            .kind = DR_STORAGE_BYTES, .offset = 100 * i, .length = 100, .payload_offset = 100 * i};
         place.payload_size = 100;
         indices[i] = ROWS - 1 - i;
         snprintf(file, sizeof file, "file %u", i);

@@ -18,7 +18,8 @@ static void check_text(const uint8_t *text, size_t size, const char *expected) {
 }
 
 static void arguments(void) {
-    struct dr_pickle p = PICKLE("\x80\x04K\xffM\x00\x01J\xff\xff\xff\xffr\x00\x00\x00\x80\x8c\x03" "abccos\nsystem\nI12\n.");
+    struct dr_pickle p = PICKLE("\x80\x04K\xffM\x00\x01J\xff\xff\xff\xffr\x00\x00\x00\x80\x8c\x03"
+                                "abccos\nsystem\nI12\n.");
     CHECK_EQ(next(&p, DR_PROTO).number, 4);
     CHECK_EQ(next(&p, DR_BININT1).number, 255);
     CHECK_EQ(next(&p, DR_BININT2).number, 256);

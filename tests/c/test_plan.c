@@ -387,7 +387,8 @@ static void some_fingerprints(void) {
         fingerprints[i] = i * 7; /* the first is 0, which is as good as any */
     for (uint32_t rank = 0; rank < 4; rank++) {
         struct dr_buffer bytes = plan_encode(&p.of[rank]);
-        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, fingerprints, rank % 2 ? 40 : 0, NULL, &p.error), &p.error);
+        CHECK_OK(dr_merge_add(&p.merge, bytes.data, bytes.size, fingerprints, rank % 2 ? 40 : 0, NULL, &p.error),
+                 &p.error);
         dr_buffer_destroy(&bytes);
     }
     CHECK_OK(dr_merge_check(&p.merge, true, NULL, &p.error), &p.error);
@@ -765,7 +766,8 @@ static void limits_that_are_too_small(void) {
         int rc = dr_merge_assign(&p.merge, &assignment, NULL, &p.error);
         CHECK_EQ(rc, limit < 4 ? -EINVAL : 0);
         if (rc)
-            CHECK(strstr(p.error.detail, "'a.w' (the shard at row ") && strstr(p.error.detail, "lowest holder is rank "));
+            CHECK(strstr(p.error.detail, "'a.w' (the shard at row ") &&
+                  strstr(p.error.detail, "lowest holder is rank "));
     }
     struct dr_assignment per_host = {DR_PER_HOST, 0, hosts, 1};
     dr_error_clear(&p.error);
@@ -925,16 +927,16 @@ static void garbled_replies(void) {
         const char *bytes;
         size_t size, rows;
     } bad[] = {
-        {"", 0, 0},                                                   /* nothing at all */
-        {"\2\3", 2, 3},                                               /* of another plan */
-        {"\3", 1, 3},                                                 /* no bitmap */
-        {"\3\0\3\0\1", 5, 3},                                         /* a piece of a row that is not there */
-        {"\3\0\2\0\1\1\0\1", 8, 3},                                   /* rows in the wrong order */
-        {"\3\0\2\0", 4, 3},                                           /* half a piece */
-        {"\3\0\2\200", 4, 3},                                         /* half a number */
-        {"\3\0\0\0\377\377\377\377\377\377\377\377\377\1", 14, 3},    /* more rows than there can be */
-        {"\0\1", 2, 0},                                               /* more than there is */
-        {"\377\377\377\377\377\377\377\377\377\1", 10, (size_t)-1},   /* no plan has so many rows */
+        {"", 0, 0},                                                 /* nothing at all */
+        {"\2\3", 2, 3},                                             /* of another plan */
+        {"\3", 1, 3},                                               /* no bitmap */
+        {"\3\0\3\0\1", 5, 3},                                       /* a piece of a row that is not there */
+        {"\3\0\2\0\1\1\0\1", 8, 3},                                 /* rows in the wrong order */
+        {"\3\0\2\0", 4, 3},                                         /* half a piece */
+        {"\3\0\2\200", 4, 3},                                       /* half a number */
+        {"\3\0\0\0\377\377\377\377\377\377\377\377\377\1", 14, 3},  /* more rows than there can be */
+        {"\0\1", 2, 0},                                             /* more than there is */
+        {"\377\377\377\377\377\377\377\377\377\1", 10, (size_t)-1}, /* no plan has so many rows */
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         struct dr_error error;
@@ -1037,8 +1039,8 @@ static void matches_that_fail(void) {
         int wanted, stored;
         const char *message;
     } cases[] = {
-        {WHOLE, SHORT, "24 of the 40 elements"},   {WHOLE, WIDE, "[10, 5] and current: [10, 4]"},
-        {WHOLE, FLAT, "[40] and current: [10, 4]"}, {FLAT, WHOLE, "[10, 4] and current: [40]"},
+        {WHOLE, SHORT, "24 of the 40 elements"},       {WHOLE, WIDE, "[10, 5] and current: [10, 4]"},
+        {WHOLE, FLAT, "[40] and current: [10, 4]"},    {FLAT, WHOLE, "[10, 4] and current: [40]"},
         {OBJECT, WHOLE, "a tensor in the checkpoint"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -1104,7 +1106,8 @@ static void matches_of_chunks_that_overlap(void) {
 }
 
 CHECK_MAIN({"groups_and_holders", groups_and_holders},
-           {"differences_that_do_not_matter", differences_that_do_not_matter}, {"ranks_with_other_properties", ranks_with_other_properties}, {"disagreements", disagreements},
+           {"differences_that_do_not_matter", differences_that_do_not_matter},
+           {"ranks_with_other_properties", ranks_with_other_properties}, {"disagreements", disagreements},
            {"chunks_that_do_not_fit", chunks_that_do_not_fit}, {"long_messages", long_messages},
            {"empty_chunks", empty_chunks}, {"incomplete_plans", incomplete_plans},
            {"after_a_bad_plan", after_a_bad_plan}, {"names_without_end", names_without_end},
@@ -1114,5 +1117,4 @@ CHECK_MAIN({"groups_and_holders", groups_and_holders},
            {"loads_are_even", loads_are_even}, {"shares_against_the_best", shares_against_the_best},
            {"the_same_again", the_same_again}, {"sums_that_overflow", sums_that_overflow},
            {"garbled_replies", garbled_replies}, {"matches_of_tilings", matches_of_tilings},
-           {"matches_that_fail", matches_that_fail},
-           {"matches_of_chunks_that_overlap", matches_of_chunks_that_overlap})
+           {"matches_that_fail", matches_that_fail}, {"matches_of_chunks_that_overlap", matches_of_chunks_that_overlap})

@@ -52,9 +52,9 @@ struct blame {
 
 static void each_call_fails(void) {
     static const struct blame blames[] = {
-        BLAMED("open_dir", create),  BLAMED("open_below", create),
-        BLAMED("fallocate", allocate), BLAMED("set_direct", direct), BLAMED("pwrite", sync),
-        BLAMED("fdatasync", sync),   BLAMED("rename", commit),    BLAMED("fsync", commit),
+        BLAMED("open_dir", create),   BLAMED("open_below", create), BLAMED("fallocate", allocate),
+        BLAMED("set_direct", direct), BLAMED("pwrite", sync),       BLAMED("fdatasync", sync),
+        BLAMED("rename", commit),     BLAMED("fsync", commit),
     };
     int before = check_open_descriptors();
     for (size_t i = 0; i < sizeof blames / sizeof *blames; i++) {

@@ -7,9 +7,9 @@ enum { MAX_NDIM = 5, ROUNDS = 4000 };
 struct box {
     struct dr_shape chunk;
     int64_t sizes[MAX_NDIM], offsets[MAX_NDIM], lengths[MAX_NDIM], strides[MAX_NDIM];
-    int64_t elements;       /* of the chunk */
-    int64_t memory_size;    /* elements that the strides span */
-    int64_t memory_start;   /* element of memory where index 0 is: not 0 with negative strides */
+    int64_t elements;     /* of the chunk */
+    int64_t memory_size;  /* elements that the strides span */
+    int64_t memory_start; /* element of memory where index 0 is: not 0 with negative strides */
     bool empty;
 };
 
@@ -51,7 +51,7 @@ static void make_strides(struct rng *rng, struct box *box) {
 
 static struct box make_box(struct rng *rng) {
     struct box box = {.elements = 1};
-    const struct dr_dtype *dtypes[] = {dr_dtype_by_name("uint8"),   dr_dtype_by_name("float16"),
+    const struct dr_dtype *dtypes[] = {dr_dtype_by_name("uint8"), dr_dtype_by_name("float16"),
                                        dr_dtype_by_name("float32"), dr_dtype_by_name("int64"),
                                        dr_dtype_by_name("complex128")};
     int ndim = (int)rng_below(rng, MAX_NDIM + 1);

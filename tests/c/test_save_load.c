@@ -17,12 +17,8 @@ static const struct dr_control never;
 static const char *const engines[] = {"uring", "threads", "auto"};
 
 static struct dr_options make_options(const char *engine, enum dr_direct direct) {
-    return (struct dr_options){.engine = engine,
-                               .direct = direct,
-                               .queue_depth = 4,
-                               .block_size = MIB,
-                               .workers = 2,
-                               .checksum = true};
+    return (struct dr_options){
+        .engine = engine, .direct = direct, .queue_depth = 4, .block_size = MIB, .workers = 2, .checksum = true};
 }
 
 static bool has_direct(void) {
@@ -344,8 +340,8 @@ static void flipped_bits(void) {
 }
 
 /* All is checked before the first byte lands. */
-static void check_refused(const char *name, struct dr_read *reads, size_t count, const struct target *targets,
-                          int err, int64_t item) {
+static void check_refused(const char *name, struct dr_read *reads, size_t count, const struct target *targets, int err,
+                          int64_t item) {
     struct dr_stream_stats stats;
     struct dr_error error;
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
@@ -391,8 +387,9 @@ static void lies_about_a_file(void) {
     reads[1].chunk.sizes = (int64_t[]){(int64_t)1 << 62, 16};
     check_refused("f", reads, COUNT, targets, EBADMSG, 1);
     reads[1] = right;
-    static const int64_t slices[][4] = {{-1, 0, 100, 200}, {1, 0, 100, 200}, {0, 0, 100, 201}, {0, 0, -1, 200},
-                                        {INT64_MAX, 0, 1, 1}, {0, INT64_MAX, 1, INT64_MAX}, {0, 201, 1, 0}};
+    static const int64_t slices[][4] = {{-1, 0, 100, 200}, {1, 0, 100, 200},     {0, 0, 100, 201},
+                                        {0, 0, -1, 200},   {INT64_MAX, 0, 1, 1}, {0, INT64_MAX, 1, INT64_MAX},
+                                        {0, 201, 1, 0}};
     for (size_t i = 0; i < sizeof slices / sizeof *slices; i++) {
         reads[1].offsets = slices[i];
         reads[1].lengths = slices[i] + 2;
@@ -443,10 +440,20 @@ static void bad_names(void) {
         const char *name;
         int err;
     } names[] = {
-        {"missing", ENOENT},      {"../secret", EBADMSG}, {"sub/../../secret", EBADMSG}, {"..", EBADMSG},
-        {"/etc/hostname", EBADMSG}, {"", EBADMSG},        {"sub/..", EBADMSG},           {"out", EXDEV},
-        {"absolute", EXDEV},      {"up/secret", EXDEV},   {"sub", EBADMSG},              {"fifo", EBADMSG},
-        {"sub/missing", ENOENT},  {"file/below", ENOTDIR},
+        {"missing", ENOENT},
+        {"../secret", EBADMSG},
+        {"sub/../../secret", EBADMSG},
+        {"..", EBADMSG},
+        {"/etc/hostname", EBADMSG},
+        {"", EBADMSG},
+        {"sub/..", EBADMSG},
+        {"out", EXDEV},
+        {"absolute", EXDEV},
+        {"up/secret", EXDEV},
+        {"sub", EBADMSG},
+        {"fifo", EBADMSG},
+        {"sub/missing", ENOENT},
+        {"file/below", ENOTDIR},
     };
     size_t end = strlen(check_dir);
     check_write_file("secret", "0123456789", 10);
@@ -542,15 +549,15 @@ static void parts_out_of_order(void) {
         uint64_t offset[3], size[3];
         int calls;
     } cases[] = {
-        {{0, 1000}, {2000, 2000}, 2},        /* overlap */
-        {{0, 3000}, {2000, 1000}, 2},        /* gap */
-        {{0, 0}, {2000, 4000}, 2},           /* another in between */
-        {{0, 0}, {2000, 2000}, 2},           /* begun again */
-        {{2000}, {2000}, 1},                 /* no beginning */
+        {{0, 1000}, {2000, 2000}, 2},             /* overlap */
+        {{0, 3000}, {2000, 1000}, 2},             /* gap */
+        {{0, 0}, {2000, 4000}, 2},                /* another in between */
+        {{0, 0}, {2000, 2000}, 2},                /* begun again */
+        {{2000}, {2000}, 1},                      /* no beginning */
         {{0, 2000, 2000}, {2000, 2000, 2000}, 3}, /* too much */
-        {{0}, {2000}, 1},                    /* no end */
-        {{0, 2000}, {2000, 1999}, 2},        /* almost an end */
-        {{0, 0}, {0, 4000}, 2},              /* a part of nothing */
+        {{0}, {2000}, 1},                         /* no end */
+        {{0, 2000}, {2000, 1999}, 2},             /* almost an end */
+        {{0, 0}, {0, 4000}, 2},                   /* a part of nothing */
     };
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -718,8 +725,8 @@ static void cancels(void) {
 CHECK_MAIN({"round_trips", round_trips}, {"without_checksums", without_checksums}, {"odd_lengths", odd_lengths},
            {"many_small", many_small}, {"several_files", several_files},
            {"reads_only_what_is_needed", reads_only_what_is_needed}, {"flipped_bits", flipped_bits},
-           {"lies_about_a_file", lies_about_a_file}, {"shrinks_meanwhile", shrinks_meanwhile},
-           {"bad_names", bad_names}, {"existing_file", existing_file}, {"impossible_sources", impossible_sources},
+           {"lies_about_a_file", lies_about_a_file}, {"shrinks_meanwhile", shrinks_meanwhile}, {"bad_names", bad_names},
+           {"existing_file", existing_file}, {"impossible_sources", impossible_sources},
            {"parts_out_of_order", parts_out_of_order}, {"unfinished_files_go", unfinished_files_go},
            {"no_space_is_known_at_once", no_space_is_known_at_once}, {"direct_refused", direct_refused},
            {"cancels", cancels})

@@ -67,10 +67,10 @@ static void no_strides(void) {
     none("", 0);
     none("\0", 1);
     none("\3\1\1", 3);
-    none("\1\1", 2);         /* more than the word that they are contiguous */
-    none("\2\1", 2);         /* too few */
-    none("\2\1\1\1", 4);     /* too many */
-    none("\2\1\x80", 3);     /* cut off */
+    none("\1\1", 2);                                        /* more than the word that they are contiguous */
+    none("\2\1", 2);                                        /* too few */
+    none("\2\1\1\1", 4);                                    /* too many */
+    none("\2\1\x80", 3);                                    /* cut off */
     none("\2\1\xff\xff\xff\xff\xff\xff\xff\xff\xff\1", 12); /* too large */
 }
 

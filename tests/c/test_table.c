@@ -18,7 +18,8 @@ static int random_dims(struct rng *rng, int64_t *dims) {
     for (int d = 0; d < ndim; d++) {
         dims[d] = ndim == DR_TABLE_MAX_DIMS ? 1 : (int64_t)rng_below(rng, 1000);
         dims[ndim + d] = rng_below(rng, 2) ? 0 : (int64_t)rng_below(rng, (uint64_t)dims[d] + 1);
-        dims[2 * ndim + d] = rng_below(rng, 2) ? dims[d] - dims[ndim + d] : (int64_t)rng_below(rng, ndim == DR_TABLE_MAX_DIMS ? 2 : 300);
+        dims[2 * ndim + d] =
+            rng_below(rng, 2) ? dims[d] - dims[ndim + d] : (int64_t)rng_below(rng, ndim == DR_TABLE_MAX_DIMS ? 2 : 300);
     }
     if (ndim == 1 && rng_below(rng, 4) == 0)
         dims[0] = INT64_MAX / 4;
@@ -424,8 +425,8 @@ static void check_places(const struct dr_storage_index *places) {
         CHECK_INT(p->file, <, places->files.name_count);
         CHECK(p->offset <= INT64_MAX && p->length <= INT64_MAX - p->offset);
         if (p->kind != DR_STORAGE_OTHER)
-            CHECK(p->payload_offset >= p->offset &&
-                  p->payload_offset - p->offset <= p->length - p->payload_size && p->payload_size <= p->length);
+            CHECK(p->payload_offset >= p->offset && p->payload_offset - p->offset <= p->length - p->payload_size &&
+                  p->payload_size <= p->length);
         if (p->has_crcs)
             CHECK(p->crcs + 4 * dr_crc_count(p->payload_offset, p->payload_size) <= places->crcs.size);
     }
@@ -485,8 +486,9 @@ static void places_are_merged(void) {
             if (of[rank].entries[i].kind == DR_STORAGE_NONE) {
                 uint32_t file;
                 CHECK_OK(dr_storage_index_file(&of[rank], "f", 1, &file, &error), &error);
-                CHECK_OK(dr_storage_index_set(&of[rank], i, &(struct dr_storage_entry){.kind = DR_STORAGE_OTHER, .file = file}, NULL,
-                                       &error),
+                CHECK_OK(dr_storage_index_set(&of[rank], i,
+                                              &(struct dr_storage_entry){.kind = DR_STORAGE_OTHER, .file = file}, NULL,
+                                              &error),
                          &error);
             }
         CHECK_OK(dr_storage_index_merge(&all, &of[rank], order + rank * EACH, EACH, &error), &error);
@@ -531,6 +533,6 @@ CHECK_MAIN({"tables_round_trip", tables_round_trip}, {"cursor_reads_the_same", c
            {"garbled_tables", garbled_tables}, {"numbers_out_of_range", numbers_out_of_range},
            {"sizes_that_overflow", sizes_that_overflow}, {"properties_that_are_equal", properties_that_are_equal},
            {"many_names", many_names}, {"names_that_are_close", names_that_are_close},
-           {"equal_properties_are_kept_once", equal_properties_are_kept_once},
-           {"places_round_trip", places_round_trip}, {"garbled_places", garbled_places},
-           {"places_are_merged", places_are_merged}, {"places_of_empty_payloads", places_of_empty_payloads})
+           {"equal_properties_are_kept_once", equal_properties_are_kept_once}, {"places_round_trip", places_round_trip},
+           {"garbled_places", garbled_places}, {"places_are_merged", places_are_merged},
+           {"places_of_empty_payloads", places_of_empty_payloads})

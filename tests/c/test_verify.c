@@ -83,8 +83,8 @@ static void make_large(struct rng *rng, bool as_archives) {
     save(4, as_archives);
 }
 
-static int verify_files(const char *const *files, size_t file_count, struct dr_check *asked, size_t asked_count, bool quick,
-                        const struct dr_options *options, const struct dr_control *control,
+static int verify_files(const char *const *files, size_t file_count, struct dr_check *asked, size_t asked_count,
+                        bool quick, const struct dr_options *options, const struct dr_control *control,
                         struct dr_findings *found, struct dr_stream_stats *stats, struct dr_error *error) {
     struct dr_input input;
     *found = (struct dr_findings){0};
@@ -102,8 +102,7 @@ static struct dr_findings check_quickly(const struct dr_options *options, bool q
     struct dr_error error;
     dr_error_clear(&error);
     int before = check_open_descriptors();
-    CHECK_OK(verify_files(names, 1, checks, count, quick, options, &never, &findings, stats ? stats : &ignored,
-                       &error),
+    CHECK_OK(verify_files(names, 1, checks, count, quick, options, &never, &findings, stats ? stats : &ignored, &error),
              &error);
     CHECK_EQ(check_open_descriptors(), before);
     return findings;
@@ -604,10 +603,9 @@ CHECK_MAIN({"sound_files", sound_files}, {"every_byte_is_read_once", every_byte_
            {"every_flip_is_found", every_flip_is_found}, {"flips_in_large_records", flips_in_large_records},
            {"flips_in_archives", flips_in_archives}, {"several_faults", several_faults},
            {"more_faults_than_are_kept", more_faults_than_are_kept}, {"wrong_metadata", wrong_metadata},
-           {"records_that_share_bytes", records_that_share_bytes},
-           {"missing_and_short_files", missing_and_short_files}, {"names_that_lead_out", names_that_lead_out},
-           {"bad_sectors", bad_sectors}, {"bad_sector_among_small_records", bad_sector_among_small_records},
+           {"records_that_share_bytes", records_that_share_bytes}, {"missing_and_short_files", missing_and_short_files},
+           {"names_that_lead_out", names_that_lead_out}, {"bad_sectors", bad_sectors},
+           {"bad_sector_among_small_records", bad_sector_among_small_records},
            {"read_at_the_second_attempt", read_at_the_second_attempt},
            {"direct_where_there_is_none", direct_where_there_is_none}, {"every_call_fails", every_call_fails},
-           {"cancelled", cancelled},
-           {"cancelled_while_rereading", cancelled_while_rereading})
+           {"cancelled", cancelled}, {"cancelled_while_rereading", cancelled_while_rereading})

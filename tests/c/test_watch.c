@@ -1,4 +1,7 @@
-/* What a watch sees of a save and of a load: every byte counted once, every block in its spans, nothing beyond the room. */
+/*
+ * What a watch sees of a save and of a load: every byte counted once, every block in its spans, nothing beyond the
+ * room.
+ */
 #include "base/align.h"
 #include "base/crc.h"
 #include "sample.h"

@@ -218,5 +218,4 @@ CHECK_MAIN({"all_of_them_work", all_of_them_work}, {"a_failure_stops_all", a_fai
            {"cancel_gets_through", cancel_gets_through}, {"polls_often", polls_often},
            {"waits_for_another", waits_for_another}, {"waiting_ends_with_a_failure", waiting_ends_with_a_failure},
            {"waiting_ends_with_a_cancel", waiting_ends_with_a_cancel},
-           {"an_earlier_error_is_kept", an_earlier_error_is_kept},
-           {"the_callers_thread_ends", the_callers_thread_ends})
+           {"an_earlier_error_is_kept", an_earlier_error_is_kept}, {"the_callers_thread_ends", the_callers_thread_ends})

@@ -14,8 +14,22 @@
 enum { MAX_NODES = 24, MAX_NAMES = 64 };
 
 static const char *const words[] = {
-    "module", "_orig_mod", "_fsdp_wrapped_module", "parametrizations", "weight", "original", "layers", "0", "n_averaged", "",
-    "w", ".", "\xc3\xa9", "_checkpoint_wrapped_module", "base_layer", "a.b",
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "parametrizations",
+    "weight",
+    "original",
+    "layers",
+    "0",
+    "n_averaged",
+    "",
+    "w",
+    ".",
+    "\xc3\xa9",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+    "a.b",
 };
 
 struct input {
@@ -53,9 +67,7 @@ static size_t make_names(struct input *in, struct dr_key names[MAX_NAMES]) {
     return count;
 }
 
-static bool same(struct dr_key a, struct dr_key b) {
-    return a.size == b.size && memcmp(a.text, b.text, a.size) == 0;
-}
+static bool same(struct dr_key a, struct dr_key b) { return a.size == b.size && memcmp(a.text, b.text, a.size) == 0; }
 
 static bool any_same(const struct dr_key *keys, size_t count) {
     for (size_t i = 0; i < count; i++)
@@ -149,7 +161,8 @@ static const struct seed seeds[] = {
     {{4, 0, 0, 0, 0, 0, 8, 0, 1, 0, 2, 1, 1}, "n_averaged\nmodule._orig_mod.w\nmodule._orig_mod._orig_mod.w"},
     {{6, 0, 0, 0, 0, 1, 1, 1, 0, 10, 1, 0, 3, 3, 0, 4, 4, 2, 5},
      "_orig_mod.parametrizations.weight.original\n_orig_mod.w\n_orig_mod.parametrizations.weight.0.x\nweight"},
-    {{5, 0, 0, 0, 0, 0, 6, 1, 0, 7, 2, 1, 13, 3, 1, 1}, "layers.0._checkpoint_wrapped_module._orig_mod.w\nlayers.1.w\n.."},
+    {{5, 0, 0, 0, 0, 0, 6, 1, 0, 7, 2, 1, 13, 3, 1, 1},
+     "layers.0._checkpoint_wrapped_module._orig_mod.w\nlayers.1.w\n.."},
 };
 
 size_t fuzz_seed(unsigned index, uint8_t out[FUZZ_SEED_MAX]) {

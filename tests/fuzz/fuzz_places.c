@@ -136,7 +136,8 @@ static void seed_places(struct dr_storage_index *places, unsigned seed) {
     for (unsigned i = 0; i < seed * 3; i++) {
         char file[32];
         uint32_t size = (uint32_t)snprintf(file, sizeof file, "__%u_0.0123456789abcdef.distcp", i % seed);
-        struct dr_storage_entry place = {.kind = (uint8_t)(i % (seed % 2 ? 3 : 4)), .offset = 4096 * (uint64_t)i, .length = 3000};
+        struct dr_storage_entry place = {
+            .kind = (uint8_t)(i % (seed % 2 ? 3 : 4)), .offset = 4096 * (uint64_t)i, .length = 3000};
         if (place.kind == DR_STORAGE_NONE)
             continue;
         if (place.kind != DR_STORAGE_OTHER) {
@@ -144,7 +145,8 @@ static void seed_places(struct dr_storage_index *places, unsigned seed) {
             place.payload_size = i % 5 ? 2000 : 0;
         }
         FUZZ_CHECK(dr_storage_index_file(places, file, size, &place.file, &error) == 0);
-        FUZZ_CHECK(dr_storage_index_set(places, i, &place, place.kind == DR_STORAGE_TENSOR ? "crc!" : NULL, &error) == 0);
+        FUZZ_CHECK(dr_storage_index_set(places, i, &place, place.kind == DR_STORAGE_TENSOR ? "crc!" : NULL, &error) ==
+                   0);
     }
 }
 

@@ -43,9 +43,9 @@ struct seed {
 
 /* The last two are zip64; of their payloads there is nothing, which makes them files that end too early. */
 static const struct seed seeds[] = {
-    {"float32", 2, {3, 5}, 0},         {"float32", 0, {0}, 64},           {"bfloat16", 1, {300}, 7},
-    {"int64", 3, {2, 1, 4}, 4096},     {"uint16", 2, {5, 5}, 0},          {"float8_e4m3fn", 1, {70000 % 9999}, 1},
-    {"bool", 6, {1, 2, 1, 2, 1, 2}, 0}, {"complex64", 2, {0, 7}, 11},     {"uint8", 1, {(int64_t)1 << 33}, 0},
+    {"float32", 2, {3, 5}, 0},           {"float32", 0, {0}, 64},      {"bfloat16", 1, {300}, 7},
+    {"int64", 3, {2, 1, 4}, 4096},       {"uint16", 2, {5, 5}, 0},     {"float8_e4m3fn", 1, {70000 % 9999}, 1},
+    {"bool", 6, {1, 2, 1, 2, 1, 2}, 0},  {"complex64", 2, {0, 7}, 11}, {"uint8", 1, {(int64_t)1 << 33}, 0},
     {"int16", 2, {1 << 16, 1 << 16}, 0},
 };
 

@@ -90,7 +90,9 @@ static bool share(const int64_t *a, const int64_t *b, int ndim) {
     return true;
 }
 
-/* The overlaps of a row that is a tensor, those from `first` on, hold each of its elements once; gives where they end. */
+/*
+ * The overlaps of a row that is a tensor, those from `first` on, hold each of its elements once; gives where they end.
+ */
 static size_t is_tiled(const struct dr_match *found, const struct dr_table *wanted, uint32_t index, size_t first) {
     const struct dr_row *row = &wanted->rows[index];
     int ndim = row->ndim;
@@ -234,7 +236,8 @@ static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHO
     int rc = 0;
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {
         size_t count = choices[2] >> 4 * rank & 15;
-        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, fingerprints, count % (MAX_FINGERPRINTS + 1), NULL, &error);
+        rc = dr_merge_add(&merge, plans[rank].data, plans[rank].size, fingerprints, count % (MAX_FINGERPRINTS + 1),
+                          NULL, &error);
         FUZZ_CHECK(rc == -error.err);
     }
     if (!rc)
@@ -285,11 +288,12 @@ static void seed_plan(struct dr_table *table, unsigned seed, int64_t rank) {
     for (int64_t layer = 0; layer < seed; layer++) {
         char name[64];
         snprintf(name, sizeof name, "layers.%d.weight", (int)layer);
-        plan_row(table, name, (uint32_t)strlen(name), path, sizeof path - 1,
-                 &(struct dr_row_view){.type = DR_ROW_SHARD,
-                                       .flags = DR_ROW_DIVISIBLE,
-                                       .ndim = 2,
-                                       .dims = (const int64_t[]){8, 4, seed % 2 ? 4 * rank : 0, 0, seed % 2 ? 4 : 8, 4}});
+        plan_row(
+            table, name, (uint32_t)strlen(name), path, sizeof path - 1,
+            &(struct dr_row_view){.type = DR_ROW_SHARD,
+                                  .flags = DR_ROW_DIVISIBLE,
+                                  .ndim = 2,
+                                  .dims = (const int64_t[]){8, 4, seed % 2 ? 4 * rank : 0, 0, seed % 2 ? 4 : 8, 4}});
     }
     plan_row(table, "step", 4, "\1\0", 2, &(struct dr_row_view){.type = DR_ROW_BYTES, .flags = DR_ROW_HASHED});
     if (seed == 2)

@@ -32,7 +32,10 @@ size_t dr_put_varint(uint8_t data[DR_VARINT_BYTES], uint64_t value);
 
 /* ---- out ---- */
 
-/* Bytes appended to one another. When memory is gone `failed` is set, and the buffer is empty and stays so, without room. */
+/*
+ * Bytes appended to one another. When memory is gone `failed` is set, and the buffer is empty and stays so, without
+ * room.
+ */
 struct dr_buffer {
     uint8_t *data;
     size_t size, room;

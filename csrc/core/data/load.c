@@ -54,8 +54,7 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
     return 0;
 }
 
-static void scatter(struct dr_read *read, const struct dr_block *block, const uint8_t *data, uint64_t lo,
-                    uint64_t hi) {
+static void scatter(struct dr_read *read, const struct dr_block *block, const uint8_t *data, uint64_t lo, uint64_t hi) {
     assert(lo >= block->lo && lo < hi && hi <= block->hi);
     assert(lo >= read->payload_offset && hi <= read->payload_offset + read->payload_size);
     struct dr_region region;

@@ -21,16 +21,16 @@
 #define DR_SLICE_GAP ((uint64_t)128 * 1024)
 
 struct dr_read {
-    size_t file;                         /* of the input */
+    size_t file; /* of the input */
     uint64_t payload_offset, payload_size;
-    struct dr_shape chunk;               /* what is stored */
-    const int64_t *offsets, *lengths;    /* the slice wanted, chunk.ndim of each */
-    void *memory;                        /* where it goes */
-    const int64_t *strides;              /* of memory, in elements */
-    const uint8_t *crcs;                 /* dr_crc_count() little-endian CRCs, or NULL */
-    bool has_whole_crc;                  /* of a payload without block CRCs: checked when all of it is read */
+    struct dr_shape chunk;            /* what is stored */
+    const int64_t *offsets, *lengths; /* the slice wanted, chunk.ndim of each */
+    void *memory;                     /* where it goes */
+    const int64_t *strides;           /* of memory, in elements */
+    const uint8_t *crcs;              /* dr_crc_count() little-endian CRCs, or NULL */
+    bool has_whole_crc;               /* of a payload without block CRCs: checked when all of it is read */
     uint32_t whole_crc;
-    bool touched;                        /* out: memory was written to */
+    bool touched; /* out: memory was written to */
 };
 
 int dr_load(struct dr_input *input, struct dr_read *reads, size_t read_count, const struct dr_options *options,

@@ -9,7 +9,9 @@
 #include <assert.h>
 #include <errno.h>
 
-/* The same as DR_SLICE_GAP, between extents of different slices (small records are separated by their heads and tails). */
+/*
+ * The same as DR_SLICE_GAP, between extents of different slices (small records are separated by their heads and tails).
+ */
 #define EXTENT_GAP ((uint64_t)16 * 1024)
 /* An extent grows to whole CRC blocks, so that all of it is checked, where that adds at most 1/20 at each end. */
 #define CRC_GROWTH 20
@@ -29,8 +31,7 @@ static int check_read(const struct dr_load_plan *plan, size_t index, struct dr_e
     }
     if (r->payload_offset > file->size || r->payload_size > file->size - r->payload_offset)
         return dr_error_corrupt(error, file->path, (int64_t)r->payload_offset, item,
-                                "the file has %llu bytes, and needs at least %llu",
-                                (unsigned long long)file->size,
+                                "the file has %llu bytes, and needs at least %llu", (unsigned long long)file->size,
                                 (unsigned long long)(r->payload_offset + r->payload_size));
     if (!dr_shape_bytes(&r->chunk, &bytes) || bytes != r->payload_size)
         return dr_error_corrupt(error, file->path, (int64_t)r->payload_offset, item,

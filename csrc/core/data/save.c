@@ -41,7 +41,8 @@ struct writing {
 
 /* ---- writing blocks ---- */
 
-static int take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request, struct dr_error *error) {
+static int take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request,
+                struct dr_error *error) {
     while (!(*request = dr_engine_take(engine)) && !(workers && dr_workers_stopped(workers))) {
         struct dr_request *done;
         int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
@@ -123,8 +124,11 @@ static int open_engines(struct dr_writer *w, unsigned count, struct dr_error *er
     if (blocks < depth)
         depth = (unsigned)blocks;
     while (w->engine_count < count) {
-        struct dr_span span = {.begin = dr_watch_now(w->options.watch), .size = (uint64_t)depth * w->options.block_size,
-                               .step = DR_STEP_SET_UP, .worker = w->engine_count, .slot = DR_NO_SLOT};
+        struct dr_span span = {.begin = dr_watch_now(w->options.watch),
+                               .size = (uint64_t)depth * w->options.block_size,
+                               .step = DR_STEP_SET_UP,
+                               .worker = w->engine_count,
+                               .slot = DR_NO_SLOT};
         int rc = dr_engine_open(&w->engines[w->engine_count], w->options.engine, depth ? depth : 1,
                                 w->options.block_size, error);
         if (rc < 0)

@@ -14,8 +14,8 @@
 #ifndef DCPRING_SAVE_H
 #define DCPRING_SAVE_H
 
-#include "io/workers.h"
 #include "io/options.h"
+#include "io/workers.h"
 #include "record/record.h"
 
 /* One tensor, one part of a tensor, or one string of bytes (shape.dtype NULL). */
@@ -29,10 +29,10 @@ struct dr_source {
 };
 
 struct dr_placed {
-    uint64_t offset, length;         /* the record in the file */
-    uint64_t payload_offset;         /* in the file */
+    uint64_t offset, length; /* the record in the file */
+    uint64_t payload_offset; /* in the file */
     uint64_t payload_size;
-    const uint32_t *crcs;            /* dr_crc_count() of them; the writer's, until its next call */
+    const uint32_t *crcs; /* dr_crc_count() of them; the writer's, until its next call */
 };
 
 struct dr_writer;

@@ -90,7 +90,8 @@ static int allocate_crcs(struct save_window *window, struct dr_error *error) {
     return 0;
 }
 
-int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count, struct dr_error *error) {
+int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count,
+                        struct dr_error *error) {
     window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
     if (!window->pieces)
         return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, window->path);
@@ -215,8 +216,8 @@ bool dr_save_window_fill(struct save_window *window, unsigned worker, uint64_t s
     assert(start % window->options->block_size == 0 && start < end && end <= window->end);
     assert(end - start <= window->options->block_size);
     struct dr_watch *watch = window->options->watch;
-    struct dr_span span = {.begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL,
-                           .worker = worker};
+    struct dr_span span = {
+        .begin = dr_watch_now(watch), .offset = start, .size = end - start, .step = DR_STEP_FILL, .worker = worker};
     bool filled = fill(window, start, end, block, &span.crc);
     dr_watch_note(watch, span);
     return filled;

@@ -31,9 +31,9 @@ struct piece {
 struct save_window {
     /* the writer's */
     const struct dr_options *options;
-    const char *path;          /* for errors */
-    const uint8_t *carry;      /* the bytes from the last block boundary to `begin` */
-    struct open_record *open;  /* what a first part opens; `done` is the writer's to change */
+    const char *path;         /* for errors */
+    const uint8_t *carry;     /* the bytes from the last block boundary to `begin` */
+    struct open_record *open; /* what a first part opens; `done` is the writer's to change */
     /* its own */
     struct dr_workers workers;
     struct piece *pieces;
@@ -50,8 +50,8 @@ int dr_save_window_init(struct save_window *window, const struct dr_source *sour
                         struct dr_error *error);
 
 /*
- * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the workers were stopped. `worker`
- * is who does it, for the watch.
+ * Fills the stream's bytes [start, end) of a block, which starts at `start`; false when the workers were stopped.
+ * `worker` is who does it, for the watch.
  */
 bool dr_save_window_fill(struct save_window *window, unsigned worker, uint64_t start, uint64_t end, uint8_t *block);
 

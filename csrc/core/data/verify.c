@@ -23,7 +23,7 @@ enum {
     HEADER_READERS = 16,       /* threads that wait for small reads */
     QUICK_SMALL = 64 * 1024,   /* without checking data, larger records are not read as a whole */
     GROUP_GAP = 16 * 1024,     /* between records of a group */
-    MOST_BAD_RANGES = 64,           /* of a block */
+    MOST_BAD_RANGES = 64,      /* of a block */
     REREAD_PARTS = 16,         /* a stretch that cannot be read is tried again in so many parts */
     MOST_FAILED_REREADS = 4096 /* a device that is wholly dead is not asked for each of its sectors */
 };
@@ -32,8 +32,8 @@ struct verify_run {
     struct dr_verify verify;
     size_t *order; /* of records that are read, by file and offset */
     size_t order_count;
-    uint64_t small;    /* the largest record that is read in a group */
-    size_t *large;     /* of order: the others */
+    uint64_t small; /* the largest record that is read in a group */
+    size_t *large;  /* of order: the others */
     size_t large_count;
     atomic_size_t next; /* of large, to be taken */
     struct dr_block *blocks;
@@ -42,9 +42,10 @@ struct verify_run {
     atomic_uint_fast64_t repeated;
 };
 
-static void note_problem(struct verify_run *run, size_t check, uint64_t offset, uint64_t length, const char *what, int err) {
-    dr_verify_note(&run->verify, &(struct dr_problem){
-                                     .check = check, .offset = offset, .length = length, .what = what, .err = err});
+static void note_problem(struct verify_run *run, size_t check, uint64_t offset, uint64_t length, const char *what,
+                         int err) {
+    dr_verify_note(&run->verify,
+                   &(struct dr_problem){.check = check, .offset = offset, .length = length, .what = what, .err = err});
 }
 
 /* ---- 1: which records are read ---- */
@@ -98,8 +99,8 @@ static void choose(struct verify_run *run, const size_t *records, size_t count) 
     for (size_t i = 0; i < count; i++) {
         const struct dr_check *c = &v->checks[records[i]];
         if (c->offset >= size && c->length > 0) {
-            dr_verify_note(v, &(struct dr_problem){
-                                  .check = records[i], .what = "its file ends before it", .of_file = true});
+            dr_verify_note(
+                v, &(struct dr_problem){.check = records[i], .what = "its file ends before it", .of_file = true});
         } else if (c->offset > size || c->length > size - c->offset) {
             uint64_t from = c->offset > size ? c->offset : size;
             note_problem(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
@@ -223,7 +224,9 @@ static int add_block(struct verify_run *run, struct dr_block block, struct dr_er
     return 0;
 }
 
-static bool is_small(const struct verify_run *run, size_t at) { return run->verify.checks[run->order[at]].length <= run->small; }
+static bool is_small(const struct verify_run *run, size_t at) {
+    return run->verify.checks[run->order[at]].length <= run->small;
+}
 
 /* A block of as many small records as fit in it, from order[first] on; *end is behind the last one. */
 static int add_group(struct verify_run *run, size_t first, size_t *end, struct dr_error *error) {
@@ -302,7 +305,8 @@ static const struct bad_range *bad_range_in(const struct bad_ranges *bad, uint64
 }
 
 /* Notes what of [lo, hi) is in bad ranges; false when nothing is. */
-static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad, size_t check, uint64_t lo, uint64_t hi) {
+static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad, size_t check, uint64_t lo,
+                            uint64_t hi) {
     if (!bad_range_in(bad, lo, hi))
         return false;
     for (size_t i = 0; i < bad->count; i++) {
@@ -315,8 +319,8 @@ static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad
     return true;
 }
 
-static void use_group(struct verify_run *run, const struct dr_block *block, const uint8_t *data, const struct bad_ranges *bad,
-                      uint64_t *crc_ns) {
+static void use_group(struct verify_run *run, const struct dr_block *block, const uint8_t *data,
+                      const struct bad_ranges *bad, uint64_t *crc_ns) {
     struct dr_verify *v = &run->verify;
     struct dr_window window = {.fd = -1,
                                .fixed = true,
@@ -333,8 +337,8 @@ static void use_group(struct verify_run *run, const struct dr_block *block, cons
     }
 }
 
-static void use_part(struct verify_run *run, const struct dr_block *piece, const uint8_t *data, const struct bad_ranges *bad,
-                     uint64_t *crc_ns) {
+static void use_part(struct verify_run *run, const struct dr_block *piece, const uint8_t *data,
+                     const struct bad_ranges *bad, uint64_t *crc_ns) {
     struct dr_verify_part *part = &run->verify.parts[piece->first];
     uint64_t end = part->offset + part->size;
     uint64_t lo = piece->lo > part->offset ? piece->lo : part->offset, hi = piece->hi < end ? piece->hi : end;
@@ -349,7 +353,7 @@ static void use_part(struct verify_run *run, const struct dr_block *piece, const
 }
 
 static void use_without(struct verify_run *run, const struct dr_block *piece, const uint8_t *data,
-                           const struct bad_ranges *bad, uint64_t *crc_ns) {
+                        const struct bad_ranges *bad, uint64_t *crc_ns) {
     if (piece->in_one)
         use_group(run, piece, data, bad, crc_ns);
     else
@@ -413,8 +417,8 @@ static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
 }
 
 /* At a read error: the block is read again, and used without what still cannot be read. */
-static int use_what_can_be_read(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
-                const struct dr_error *why, struct dr_error *error) {
+static int use_what_can_be_read(void *context, struct dr_workers *workers, const struct dr_block *block, int fd,
+                                uint8_t *buffer, const struct dr_error *why, struct dr_error *error) {
     struct verify_run *run = context;
     struct reread again = {.run = run, .workers = workers, .fd = fd};
     uint64_t crc_ns = 0;
@@ -440,8 +444,8 @@ static int use_what_can_be_read(void *context, struct dr_workers *workers, const
 static void check_sums(struct verify_run *run) {
     for (size_t i = 0; i < run->verify.part_count; i++) {
         const struct dr_verify_part *part = &run->verify.parts[i];
-        uint32_t crc = part->sums && !part->incomplete ? dr_crc_whole(part->offset, part->size, part->sums)
-                                                       : part->whole_crc;
+        uint32_t crc =
+            part->sums && !part->incomplete ? dr_crc_whole(part->offset, part->size, part->sums) : part->whole_crc;
         if (crc != part->whole_crc)
             dr_verify_note_crc(&run->verify, part->check, part->offset, part->size, part->whole_crc, crc);
     }
@@ -458,7 +462,8 @@ static int check_all(struct verify_run *run, const struct dr_control *control, s
         rc = dr_workers_run(&run->verify.workers, readers, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
-    const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, use_what_can_be_read, run};
+    const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, use_what_can_be_read,
+                                     run};
     if (rc == 0)
         rc = dr_stream_run(&stream, control, stats, error);
     if (rc == 0)
@@ -480,9 +485,13 @@ static void free_run(struct verify_run *run) {
 int dr_verify(struct dr_input *input, struct dr_check *checks, size_t count, bool quick,
               const struct dr_options *options, const struct dr_control *control, struct dr_findings *findings,
               struct dr_stream_stats *stats, struct dr_error *error) {
-    struct verify_run run = {.verify = {.input = input, .checks = checks, .count = count, .quick = quick, .options = options,
-                                 .findings = findings},
-                      .small = quick ? QUICK_SMALL : options->block_size - DR_ALIGNMENT};
+    struct verify_run run = {.verify = {.input = input,
+                                        .checks = checks,
+                                        .count = count,
+                                        .quick = quick,
+                                        .options = options,
+                                        .findings = findings},
+                             .small = quick ? QUICK_SMALL : options->block_size - DR_ALIGNMENT};
     *findings = (struct dr_findings){0};
     *stats = (struct dr_stream_stats){0};
     pthread_mutex_init(&run.verify.lock, NULL);

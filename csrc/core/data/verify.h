@@ -38,7 +38,7 @@ struct dr_check {
     const uint8_t *crcs;                   /* dr_crc_count() little-endian CRCs of the payload, or NULL */
     struct dr_shape shape;                 /* what the metadata says; dtype NULL where it says nothing */
     bool transformed;                      /* by an extension: it may be anything */
-    unsigned unverified;                         /* out: what of it could not be checked (enum dr_unverified) */
+    unsigned unverified;                   /* out: what of it could not be checked (enum dr_unverified) */
 };
 
 struct dr_problem {
@@ -46,7 +46,7 @@ struct dr_problem {
     uint64_t offset, length; /* in the file */
     const char *what;        /* static */
     int err;                 /* errno, 0 for none */
-    bool of_file; /* as a whole: offset and length mean nothing */
+    bool of_file;            /* as a whole: offset and length mean nothing */
     bool has_crcs;
     uint32_t expected, found;
 };
@@ -55,7 +55,7 @@ struct dr_findings {
     struct dr_problem *problems; /* by file and offset */
     size_t count;                /* at least one of every bad record; neighbours that have the same fault are one */
     size_t room;
-    uint64_t unkept; /* more, of records with very many */
+    uint64_t unkept;   /* more, of records with very many */
     uint64_t repeated; /* blocks that could be read only at the second attempt */
 };
 

@@ -157,7 +157,8 @@ static void check_tensor(struct record *r) {
     size_t head_size = dr_record_head(&c->shape, c->offset, head);
     size_t tail_size = dr_record_tail(&c->shape, c->offset, head_size, whole_crc(c), tail);
     if (c->payload_offset != c->offset + head_size || c->length != head_size + c->payload_size + tail_size) {
-        note_problem(r, c->offset, c->length, "its place in the metadata is not that of a tensor of its shape and dtype");
+        note_problem(r, c->offset, c->length,
+                     "its place in the metadata is not that of a tensor of its shape and dtype");
         return;
     }
     check_bytes(r, r->ahead, c->offset, head, head_size, "the head of its record is damaged");
@@ -261,13 +262,12 @@ static bool is_end_right(const struct dr_archive *a, const struct dr_directory *
         entries != (dir->entries < DR_ZIP_MANY ? dir->entries : DR_ZIP_MANY))
         return false;
     const uint8_t *locator = d + DR_ZIP_END64_SIZE;
-    return between == 0 ||
-           (between == DR_ZIP_END64_SIZE + DR_ZIP_LOCATOR_SIZE && dr_get_le(d, 4) == DR_ZIP_END64 &&
-            dr_get_le(d + 4, 8) == DR_ZIP_END64_SIZE - 12 && dr_get_le(d + 16, 8) == 0 &&
-            dr_get_le(d + 24, 8) == dir->entries && dr_get_le(d + 32, 8) == dir->entries &&
-            dr_get_le(d + 40, 8) == dir->size && dr_get_le(d + 48, 8) == dir->offset &&
-            dr_get_le(locator, 4) == DR_ZIP_LOCATOR && dr_get_le(locator + 4, 4) == 0 &&
-            dr_get_le(locator + 8, 8) == at && dr_get_le(locator + 16, 4) == 1);
+    return between == 0 || (between == DR_ZIP_END64_SIZE + DR_ZIP_LOCATOR_SIZE && dr_get_le(d, 4) == DR_ZIP_END64 &&
+                            dr_get_le(d + 4, 8) == DR_ZIP_END64_SIZE - 12 && dr_get_le(d + 16, 8) == 0 &&
+                            dr_get_le(d + 24, 8) == dir->entries && dr_get_le(d + 32, 8) == dir->entries &&
+                            dr_get_le(d + 40, 8) == dir->size && dr_get_le(d + 48, 8) == dir->offset &&
+                            dr_get_le(locator, 4) == DR_ZIP_LOCATOR && dr_get_le(locator + 4, 4) == 0 &&
+                            dr_get_le(locator + 8, 8) == at && dr_get_le(locator + 16, 4) == 1);
 }
 
 /* A directory that is read from a file may have millions of entries. */
@@ -300,9 +300,8 @@ static int resembles_archive(const struct archive *a) {
     const uint8_t *first = dr_archive_look(&a->entries, 0, 4, 4096);
     if (first && dr_get_le(first, 4) == DR_ZIP_LOCAL)
         return 1;
-    const uint8_t *last = length >= DR_ZIP_END_SIZE
-                              ? dr_archive_look(&a->directory, length - DR_ZIP_END_SIZE, DR_ZIP_END_SIZE, 0)
-                              : NULL;
+    const uint8_t *last =
+        length >= DR_ZIP_END_SIZE ? dr_archive_look(&a->directory, length - DR_ZIP_END_SIZE, DR_ZIP_END_SIZE, 0) : NULL;
     if (last && dr_get_le(last, 4) == DR_ZIP_END)
         return 1;
     return a->record->error.kind == DR_ERROR_NONE ? 0 : -1;

@@ -25,8 +25,8 @@ struct dr_verify {
     size_t count;
     bool quick;
     const struct dr_options *options;
-    struct dr_workers workers;  /* whose workers read headers */
-    pthread_mutex_t lock; /* of all below */
+    struct dr_workers workers; /* who read headers */
+    pthread_mutex_t lock;      /* of all below */
     struct dr_findings *findings;
     struct dr_verify_noted *noted; /* by check */
     struct dr_verify_part *parts;

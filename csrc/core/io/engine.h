@@ -66,7 +66,7 @@ struct dr_engine {
     struct dr_watch *watch; /* the caller's; NULL: none */
     unsigned worker;        /* whose engine this is, for the watch */
     unsigned registered;    /* buffers [0, registered) are registered with the kernel */
-    void *method; /* the method's own state */
+    void *method;           /* the method's own state */
 };
 
 extern const struct dr_engine_ops dr_engine_uring;

@@ -90,8 +90,7 @@ static void start_threads(struct threads *threads, unsigned wanted) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    while (threads->count < wanted &&
-           pthread_create(&threads->ids[threads->count], &attributes, serve, threads) == 0)
+    while (threads->count < wanted && pthread_create(&threads->ids[threads->count], &attributes, serve, threads) == 0)
         threads->count++;
     pthread_attr_destroy(&attributes);
 }

@@ -83,7 +83,9 @@ static struct sync *start_sync(int fd) {
     return sync;
 }
 
-/* Waits for the sync to end or the caller to cancel. Returns whether it was cancelled; *ended says whether it is over. */
+/*
+ * Waits for the sync to end or the caller to cancel. Returns whether it was cancelled; *ended says whether it is over.
+ */
 static bool await_sync(struct sync *sync, const struct dr_control *control, bool *ended) {
     bool cancelled = false;
     pthread_mutex_lock(&sync->lock);

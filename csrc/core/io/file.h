@@ -26,7 +26,10 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error);
 /* Makes the names in dir durable. */
 int dr_directory_sync(const char *dir, struct dr_error *error);
 
-/* Creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds the old bytes or the new. */
+/*
+ * Creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds the old
+ * bytes or the new.
+ */
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error);
 

@@ -62,12 +62,15 @@ bool dr_input_is_outside(const char *name);
 /* Looks at a file, unless that was done: its name, that it is there, and its size. */
 int dr_input_look(struct dr_input *input, size_t file, struct dr_error *error);
 
-/* Gives a descriptor that reads through the page cache; it stays open until dr_input_release. The file was looked at. */
+/*
+ * Gives a descriptor that reads through the page cache; it stays open until dr_input_release. The file was looked at.
+ */
 int dr_input_hold(struct dr_input *input, size_t file, int *fd, struct dr_error *error);
 
 /*
- * Of a file that is held: gives a descriptor with O_DIRECT, or -1 where there is none to be had: by the options, because
- * the file system has no direct I/O, or because the file cannot be opened once more. With DR_DIRECT_ON that is an error.
+ * Of a file that is held: gives a descriptor with O_DIRECT, or -1 where there is none to be had: by the options,
+ * because the file system has no direct I/O, or because the file cannot be opened once more. With DR_DIRECT_ON that is
+ * an error.
  */
 int dr_input_direct(struct dr_input *input, size_t file, enum dr_direct direct, int *fd, struct dr_error *error);
 

@@ -30,16 +30,20 @@ static bool is_cached(int fd, const struct dr_block *block) {
 static int use_piece(struct stream_run *run, unsigned worker, const struct dr_block *piece, const uint8_t *data,
                      struct dr_error *error) {
     struct dr_watch *watch = run->options->watch;
-    struct dr_span span = {.begin = dr_watch_now(watch), .offset = piece->lo, .size = piece->hi - piece->lo,
-                           .step = DR_STEP_USE, .file = (uint32_t)piece->file, .worker = worker};
+    struct dr_span span = {.begin = dr_watch_now(watch),
+                           .offset = piece->lo,
+                           .size = piece->hi - piece->lo,
+                           .step = DR_STEP_USE,
+                           .file = (uint32_t)piece->file,
+                           .worker = worker};
     int rc = run->stream->use(run->stream->context, piece, data, &span.crc, error);
     dr_watch_note(watch, span);
     return rc;
 }
 
 /* A block that could not be read, for the reason in *why: 0 when the user goes on without it. */
-static int report_unreadable(struct stream_run *run, const struct dr_block *block, int fd, uint8_t *buffer, const struct dr_error *why,
-                struct dr_error *error) {
+static int report_unreadable(struct stream_run *run, const struct dr_block *block, int fd, uint8_t *buffer,
+                             const struct dr_error *why, struct dr_error *error) {
     if (run->stream->on_read_error)
         return run->stream->on_read_error(run->stream->context, &run->workers, block, fd, buffer, why, error);
     *error = *why;
@@ -68,8 +72,12 @@ static int read_cached(struct stream_run *run, unsigned worker, const struct dr_
     if (!is_cached(fd, block))
         return 0;
     struct dr_watch *watch = run->options->watch;
-    struct dr_span span = {.begin = dr_watch_now(watch), .offset = block->lo, .size = block->hi - block->lo,
-                           .step = DR_STEP_READ, .file = (uint32_t)block->file, .worker = worker,
+    struct dr_span span = {.begin = dr_watch_now(watch),
+                           .offset = block->lo,
+                           .size = block->hi - block->lo,
+                           .step = DR_STEP_READ,
+                           .file = (uint32_t)block->file,
+                           .worker = worker,
                            .slot = DR_NO_SLOT};
     struct dr_block piece = *block;
     for (piece.lo = block->lo; piece.lo < block->hi; piece.lo = piece.hi) {
@@ -176,7 +184,7 @@ static int fill_queue(struct stream_run *run, struct dr_engine *engine, struct d
 
 /* The same for a block that was in flight. */
 static int report_failed_read(struct stream_run *run, const struct dr_request *request, const struct dr_error *why,
-                     struct dr_error *error) {
+                              struct dr_error *error) {
     const struct dr_block *block = request->user;
     struct dr_error ignored;
     dr_error_clear(&ignored);
@@ -199,7 +207,8 @@ static int finish_block(struct stream_run *run, struct dr_engine *engine, struct
             *error = why;
         return rc;
     }
-    rc = rc < 0 ? report_failed_read(run, done, &why, error) : use_piece(run, engine->worker, done->user, done->data, error);
+    rc = rc < 0 ? report_failed_read(run, done, &why, error)
+                : use_piece(run, engine->worker, done->user, done->data, error);
     release_block(run, done);
     dr_engine_release(engine, done);
     return rc;

@@ -9,9 +9,9 @@
 #ifndef DCPRING_STREAM_H
 #define DCPRING_STREAM_H
 
-#include "io/workers.h"
 #include "io/input.h"
 #include "io/options.h"
+#include "io/workers.h"
 
 /* One I/O: the bytes [lo, hi) of a file, at most options->block_size of them. */
 struct dr_block {
@@ -34,8 +34,8 @@ struct dr_stream {
      * through the page cache, -1 where that cannot be opened. 0: go on with the others. It may take long, and looks
      * whether the workers were stopped. NULL: the first such block ends it all.
      */
-    int (*on_read_error)(void *context, struct dr_workers *workers, const struct dr_block *block, int fd, uint8_t *buffer,
-                const struct dr_error *why, struct dr_error *error);
+    int (*on_read_error)(void *context, struct dr_workers *workers, const struct dr_block *block, int fd,
+                         uint8_t *buffer, const struct dr_error *why, struct dr_error *error);
     void *context;
 };
 

@@ -62,11 +62,11 @@ struct iovec;
     CALL(NEVER, int, unmap, (void *data, size_t size), (data, size)) \
     CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \
     /* Whether the ring's kernel can do an operation (IORING_OP_*). */ \
-    CALL(NONE, int, uring_supports, (struct io_uring *ring, int operation), (ring, operation)) \
-    CALL(ERRNO, int, uring_register, (struct io_uring *ring, const struct iovec *buffers, unsigned count), \
+    CALL(NONE, int, uring_supports, (struct io_uring * ring, int operation), (ring, operation)) \
+    CALL(ERRNO, int, uring_register, (struct io_uring * ring, const struct iovec *buffers, unsigned count), \
          (ring, buffers, count)) \
-    CALL(ERRNO, int, uring_submit, (struct io_uring *ring), (ring)) \
-    CALL(ERRNO, int, uring_wait, (struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms), \
+    CALL(ERRNO, int, uring_submit, (struct io_uring * ring), (ring)) \
+    CALL(ERRNO, int, uring_wait, (struct io_uring * ring, struct io_uring_cqe * *cqe, unsigned timeout_ms), \
          (ring, cqe, timeout_ms)) \
     /* The result of a completion, as the engine shall see it. */ \
     CALL(OWN, int, uring_result, (const struct io_uring_cqe *cqe), (cqe))

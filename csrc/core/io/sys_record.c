@@ -54,8 +54,8 @@ static void note_names(uint32_t call, uint64_t begin, int dirfd, const char *nam
 }
 
 static void note_file(uint32_t call, uint64_t begin, int fd, uint64_t size, int rc) {
-    struct dr_record_note note = {.call = call, .begin_ns = begin, .end_ns = now(), .inode = inode_of(fd),
-                                  .size = size};
+    struct dr_record_note note = {
+        .call = call, .begin_ns = begin, .end_ns = now(), .inode = inode_of(fd), .size = size};
     if (rc >= 0)
         append(&note, NULL, NULL, NULL);
 }
@@ -65,8 +65,11 @@ static int record_open_below(int dirfd, const char *name, int flags, mode_t mode
     int fd = inner.open_below(dirfd, name, flags, mode);
     if (fd < 0 || !(flags & O_CREAT))
         return fd;
-    struct dr_record_note note = {.call = DR_RECORD_CREATE, .begin_ns = begin, .end_ns = now(),
-                                  .directory = inode_of(dirfd), .inode = inode_of(fd)};
+    struct dr_record_note note = {.call = DR_RECORD_CREATE,
+                                  .begin_ns = begin,
+                                  .end_ns = now(),
+                                  .directory = inode_of(dirfd),
+                                  .inode = inode_of(fd)};
     append(&note, name, NULL, NULL);
     return fd;
 }
@@ -83,15 +86,18 @@ static int record_mkdir(const char *path, mode_t mode) {
     struct stat made = {0}, above = {0};
     if (stat(path, &made) < 0 || stat(parent, &above) < 0)
         atomic_store(&failure, errno);
-    struct dr_record_note note = {.call = DR_RECORD_MKDIR, .begin_ns = begin, .end_ns = now(),
-                                  .directory = number_of(&above), .inode = number_of(&made)};
+    struct dr_record_note note = {.call = DR_RECORD_MKDIR,
+                                  .begin_ns = begin,
+                                  .end_ns = now(),
+                                  .directory = number_of(&above),
+                                  .inode = number_of(&made)};
     append(&note, slash ? slash + 1 : path, NULL, NULL);
     return rc;
 }
 
 static ssize_t record_pwrite(int fd, const void *data, size_t size, off_t offset) {
-    struct dr_record_note note = {.call = DR_RECORD_WRITE, .begin_ns = now(), .inode = inode_of(fd),
-                                  .offset = (uint64_t)offset};
+    struct dr_record_note note = {
+        .call = DR_RECORD_WRITE, .begin_ns = now(), .inode = inode_of(fd), .offset = (uint64_t)offset};
     ssize_t written = inner.pwrite(fd, data, size, offset);
     if (written <= 0)
         return written;
@@ -159,9 +165,14 @@ static int record_uring_submit(struct io_uring *ring) {
         if (entry->opcode != IORING_OP_WRITE && entry->opcode != IORING_OP_WRITE_FIXED)
             continue;
         uint64_t begin = now();
-        struct dr_record_note note = {.call = DR_RECORD_SUBMIT, .begin_ns = begin, .end_ns = begin,
-                                      .inode = inode_of(entry->fd), .id = entry->user_data, .offset = entry->off,
-                                      .size = entry->len, .data_size = entry->len};
+        struct dr_record_note note = {.call = DR_RECORD_SUBMIT,
+                                      .begin_ns = begin,
+                                      .end_ns = begin,
+                                      .inode = inode_of(entry->fd),
+                                      .id = entry->user_data,
+                                      .offset = entry->off,
+                                      .size = entry->len,
+                                      .data_size = entry->len};
         append(&note, NULL, NULL, (const void *)(uintptr_t)entry->addr);
     }
     return inner.uring_submit(ring);
@@ -170,7 +181,10 @@ static int record_uring_submit(struct io_uring *ring) {
 static int record_uring_result(const struct io_uring_cqe *cqe) {
     int written = inner.uring_result(cqe);
     uint64_t end = now();
-    struct dr_record_note note = {.call = DR_RECORD_COMPLETE, .begin_ns = end, .end_ns = end, .id = cqe->user_data,
+    struct dr_record_note note = {.call = DR_RECORD_COMPLETE,
+                                  .begin_ns = end,
+                                  .end_ns = end,
+                                  .id = cqe->user_data,
                                   .size = written > 0 ? (uint64_t)written : 0};
     append(&note, NULL, NULL, NULL);
     return written;

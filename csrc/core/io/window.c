@@ -26,7 +26,7 @@ const uint8_t *dr_window_look(struct dr_window *window, uint64_t offset, size_t 
     window->filled = 0;
     while (window->filled < size) {
         ssize_t n = DR_RETRY(dr_sys.pread(window->fd, window->data + window->filled, (size_t)wanted - window->filled,
-                                 (off_t)(offset + window->filled)));
+                                          (off_t)(offset + window->filled)));
         if (n < 0) {
             dr_error_io(error, (int)-n, DR_CALL_READ, window->path, (int64_t)offset, (int64_t)wanted);
             return NULL;

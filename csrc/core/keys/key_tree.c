@@ -30,7 +30,10 @@ static uint32_t child_of(const struct dr_key_tree *tree, uint32_t parent, struct
     return node;
 }
 
-/* The node whose name and place in the tree are canonically those of `node`: a.parametrizations.weight.original's are a.weight's. */
+/*
+ * The node whose name and place in the tree are canonically those of `node`: a.parametrizations.weight.original's are
+ * a.weight's.
+ */
 static uint32_t named_as(const struct dr_key_tree *tree, uint32_t node) {
     return tree->nodes[node].kind == DR_KEY_ORIGINAL ? tree->nodes[node].parent : node;
 }
@@ -52,8 +55,8 @@ static uint32_t canonical_child_of(const struct dr_key_tree *tree, uint32_t host
 
 static int check_node(const struct dr_key_node *nodes, size_t index, struct dr_error *error) {
     const struct dr_key_node *node = &nodes[index];
-    bool good = node->parent < index && (unsigned)node->kind < DR_KEY_KINDS &&
-                nodes[node->parent].kind != DR_KEY_ORIGINAL;
+    bool good =
+        node->parent < index && (unsigned)node->kind < DR_KEY_KINDS && nodes[node->parent].kind != DR_KEY_ORIGINAL;
     if (good && node->kind == DR_KEY_ORIGINAL) {
         uint32_t list = node->parent, lists = nodes[list].parent;
         good = list != 0 && lists != 0 && nodes[list].kind == DR_KEY_PLAIN && nodes[lists].kind == DR_KEY_PLAIN;
@@ -110,8 +113,7 @@ static int fill(struct dr_key_tree *tree, struct dr_error *error) {
     return rc;
 }
 
-int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count,
-                     struct dr_error *error) {
+int dr_key_tree_make(struct dr_key_tree **out, const struct dr_key_node *nodes, size_t count, struct dr_error *error) {
     *out = NULL;
     if (count < 1 || count >= ABSENT)
         return dr_error_invalid(error, DR_NO_ITEM, "a tree of names has %zu nodes", count);

@@ -35,8 +35,8 @@ static int sort_by_name(struct by_name *by, const struct dr_table *table, struct
 /* ---- one pair ---- */
 
 /* Writes the overlap of two chunks as three vectors; false when there is none. */
-static bool intersect(const struct dr_table *w, const struct dr_row *a, const struct dr_table *s, const struct dr_row *b,
-                    int64_t *out) {
+static bool intersect(const struct dr_table *w, const struct dr_row *a, const struct dr_table *s,
+                      const struct dr_row *b, int64_t *out) {
     const int64_t *from = dr_row_offsets(w, a), *size = dr_row_lengths(w, a);
     const int64_t *other = dr_row_offsets(s, b), *other_size = dr_row_lengths(s, b);
     int n = a->ndim;
@@ -155,13 +155,12 @@ static int drop_repeated(const struct context *c, size_t first, int ndim, struct
     return rc;
 }
 
-static int match_tensor(struct context *c, uint32_t row, const uint32_t *stored, size_t count,
-                        struct dr_error *error) {
+static int match_tensor(struct context *c, uint32_t row, const uint32_t *stored, size_t count, struct dr_error *error) {
     const struct dr_row *wanted = &c->wanted->rows[row];
     const struct dr_row *first = &c->stored->rows[stored[0]];
     size_t ints = 3 * (size_t)wanted->ndim;
-    if (first->ndim != wanted->ndim ||
-        (ints && memcmp(dr_row_size(c->stored, first), dr_row_size(c->wanted, wanted), ints / 3 * sizeof(int64_t)) != 0))
+    if (first->ndim != wanted->ndim || (ints && memcmp(dr_row_size(c->stored, first), dr_row_size(c->wanted, wanted),
+                                                       ints / 3 * sizeof(int64_t)) != 0))
         return wrong_size(c, row, first, error);
     size_t before = c->match->count;
     for (size_t i = 0; i < count; i++) {

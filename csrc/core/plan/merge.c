@@ -105,8 +105,7 @@ static bool agrees(const struct dr_merge *merge, const struct dr_row *a, const s
         return true;
     const struct dr_properties *p = &t->properties[a->properties], *q = &t->properties[b->properties];
     return a->ndim == b->ndim &&
-           (a->ndim == 0 ||
-            memcmp(dr_row_size(t, a), dr_row_size(t, b), (size_t)a->ndim * sizeof *t->dims) == 0) &&
+           (a->ndim == 0 || memcmp(dr_row_size(t, a), dr_row_size(t, b), (size_t)a->ndim * sizeof *t->dims) == 0) &&
            (p == q || (p->dtype_size == q->dtype_size && p->item_bytes == q->item_bytes &&
                        memcmp(p->encoding, q->encoding, p->dtype_size) == 0));
 }
@@ -163,8 +162,7 @@ static int join_group(struct dr_merge *merge, uint32_t group, const struct dr_ro
     else if (bytes && memcmp(dr_row_lengths(groups, row), dr_row_lengths(groups, joined), bytes / 3) != 0)
         rc = dr_error_invalid(error, group,
                               "'%.*s': rank %u holds a chunk at the same offset as an earlier rank's, of another size",
-                              dr_name_width(&groups->names[row->name]), dr_table_text(groups, row->name),
-                              merge->added);
+                              dr_name_width(&groups->names[row->name]), dr_table_text(groups, row->name), merge->added);
     groups->dims_count = joined->dims;
     groups->count--;
     return rc;
@@ -265,8 +263,8 @@ static int add_rows(struct dr_merge *merge, struct dr_cursor *cursor, const uint
     return rc;
 }
 
-int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints, size_t fingerprint_count,
-                 const struct dr_control *control, struct dr_error *error) {
+int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints,
+                 size_t fingerprint_count, const struct dr_control *control, struct dr_error *error) {
     if (merge->phase == DR_MERGE_BROKEN)
         return dr_error_invalid(error, DR_NO_ITEM, "a plan before was bad");
     assert(merge->phase == DR_MERGE_ADDING && merge->added < merge->world);
@@ -291,7 +289,8 @@ int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first
     assert(merge->phase == DR_MERGE_ADDING && merge->added == merge->world);
     size_t count = rank < merge->added ? merge->rank_rows[rank + 1] - merge->rank_rows[rank] : 0;
     if (row >= count || first >= row)
-        return dr_error_invalid(error, DR_NO_ITEM, "rank %u says of rows that it does not have that they are tied", rank);
+        return dr_error_invalid(error, DR_NO_ITEM, "rank %u says of rows that it does not have that they are tied",
+                                rank);
     if (!merge->tied) {
         merge->tied = dr_malloc((merge->groups.count + 1) * sizeof *merge->tied);
         if (!merge->tied)

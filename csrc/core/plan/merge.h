@@ -29,8 +29,8 @@ struct dr_piece {
 };
 
 struct dr_rank_sum {
-    uint64_t items, bytes;   /* to be written; objects count as no bytes */
-    uint64_t removed;        /* rows held that others write */
+    uint64_t items, bytes; /* to be written; objects count as no bytes */
+    uint64_t removed;      /* rows held that others write */
     uint64_t removed_bytes;
 };
 
@@ -43,12 +43,12 @@ struct dr_merge {
     uint32_t *name_first;    /* a name's first group */
     size_t name_first_room;
 
-    uint32_t *row_group;    /* of every row added; DR_NO_GROUP for rows with nothing to store */
-    uint32_t *row_fingerprint;    /* fingerprints, 0 for rows without */
+    uint32_t *row_group;       /* of every row added; DR_NO_GROUP for rows with nothing to store */
+    uint32_t *row_fingerprint; /* fingerprints, 0 for rows without */
     size_t row_count, row_room, fingerprint_room;
-    uint64_t *rank_rows;    /* world + 1: where each rank's rows start */
-    uint32_t added;         /* ranks so far; they come in order */
-    uint32_t *tied;         /* the group that a group is the same memory as, DR_NO_GROUP for none; NULL: none is */
+    uint64_t *rank_rows; /* world + 1: where each rank's rows start */
+    uint32_t added;      /* ranks so far; they come in order */
+    uint32_t *tied;      /* the group that a group is the same memory as, DR_NO_GROUP for none; NULL: none is */
 
     /* from DR_MERGE_CHECKED on */
     uint32_t *holders;      /* ranks, group by group */
@@ -58,8 +58,8 @@ struct dr_merge {
     /* in DR_MERGE_ASSIGNED */
     struct dr_piece *pieces; /* in the order of the metadata: by group in `order`, then by first row */
     size_t piece_count, piece_room;
-    uint64_t *group_pieces;  /* groups.count + 1, by `order`: where the pieces of each start */
-    uint32_t *order_of;      /* group -> its place in order */
+    uint64_t *group_pieces; /* groups.count + 1, by `order`: where the pieces of each start */
+    uint32_t *order_of;     /* group -> its place in order */
     struct dr_rank_sum *sums;
 };
 
@@ -95,15 +95,15 @@ void dr_merge_destroy(struct dr_merge *merge);
 void dr_merge_enter(struct dr_merge *merge, enum dr_merge_phase phase);
 
 /*
- * While adding: the next rank's plan. fingerprints: one for each row that is DR_ROW_HASHED, or fingerprint_count 0. A bad plan breaks
- * the merge. Here and below, control is NULL where nobody asks to stop.
+ * While adding: the next rank's plan. fingerprints: one for each row that is DR_ROW_HASHED, or fingerprint_count 0. A
+ * bad plan breaks the merge. Here and below, control is NULL where nobody asks to stop.
  */
-int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints, size_t fingerprint_count,
-                 const struct dr_control *control, struct dr_error *error);
+int dr_merge_add(struct dr_merge *merge, const void *plan, size_t size, const uint32_t *fingerprints,
+                 size_t fingerprint_count, const struct dr_control *control, struct dr_error *error);
 
 /*
- * While adding, after all ranks: says that two rows of a rank are the same memory. Their groups get the same writer where they have
- * the same holders, so that the bytes can be written once.
+ * While adding, after all ranks: says that two rows of a rank are the same memory. Their groups get the same writer
+ * where they have the same holders, so that the bytes can be written once.
  */
 int dr_merge_tie(struct dr_merge *merge, uint32_t rank, size_t row, size_t first, struct dr_error *error);
 
@@ -129,8 +129,8 @@ enum dr_strategy {
 struct dr_assignment {
     enum dr_strategy strategy;
     uint32_t limit;
-    const uint32_t *hosts;  /* of each rank, for DR_PER_HOST */
-    uint64_t piece_bytes;   /* no piece is smaller, for DR_SPLIT */
+    const uint32_t *hosts; /* of each rank, for DR_PER_HOST */
+    uint64_t piece_bytes;  /* no piece is smaller, for DR_SPLIT */
 };
 
 /* Checked or assigned. When it fails, it is checked. */
@@ -147,7 +147,7 @@ int dr_merge_reply(const struct dr_merge *merge, uint32_t rank, struct dr_buffer
 /* The same, taken apart: `kept` is called for every item to be written, in order of rows; start 0, rows -1: whole. */
 typedef int dr_kept(void *context, size_t row, int64_t start, int64_t rows);
 int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
-                   struct dr_error *error);
+                  struct dr_error *error);
 
 /* The pieces that a rank writes, as indices of merge->pieces in the order of dr_reply_read; *count of them. */
 int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, size_t *count, struct dr_error *error);
@@ -161,7 +161,10 @@ struct dr_shared_row {
     uint64_t before, bytes; /* bytes of the shared groups before this one, and its own */
 };
 
-/* Calls `shared` for each of a rank's rows that has several holders and is not cut, in order. `before` is dr_merge_shared_bytes's. */
+/*
+ * Calls `shared` for each of a rank's rows that has several holders and is not cut, in order. `before` is
+ * dr_merge_shared_bytes's.
+ */
 typedef int dr_shared(void *context, const struct dr_shared_row *row);
 int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t *before, dr_shared *shared,
                     void *context);

@@ -67,11 +67,12 @@ static int uncovered(const struct cover *cover, uint32_t group, struct dr_error 
     const struct dr_name *name = &merge->groups.names[row->name];
     int width = (int)(name->size < 100 ? name->size : 100);
     int64_t offset = row->ndim ? dr_row_offsets(&merge->groups, row)[0] : 0;
-    return dr_error_invalid(error, group,
-                            "'%.*s' (the shard at row %lld) is held by none of the %u ranks that %s allows to write; its "
-                            "lowest holder is rank %u. Use writers=\"first_replica\"",
-                            width, dr_table_text(&merge->groups, row->name), (long long)offset, cover->chosen,
-                            cover->hosts ? "writers=\"per_node\"" : "the limit on writers", dr_merge_holders(merge, group)[0]);
+    return dr_error_invalid(
+        error, group,
+        "'%.*s' (the shard at row %lld) is held by none of the %u ranks that %s allows to write; its "
+        "lowest holder is rank %u. Use writers=\"first_replica\"",
+        width, dr_table_text(&merge->groups, row->name), (long long)offset, cover->chosen,
+        cover->hosts ? "writers=\"per_node\"" : "the limit on writers", dr_merge_holders(merge, group)[0]);
 }
 
 /* Greedily: the rank that adds the most bytes, until all is covered; then more ranks while there may be. */

@@ -202,7 +202,8 @@ static int find_overlap(const struct tensor_chunks *chunks, struct dr_error *err
         struct sweep along = {t, sweep_dimension(chunks, scratch)};
         memcpy(sorted, chunks->groups, chunks->count * sizeof *sorted);
         qsort_r(sorted, chunks->count, sizeof *sorted, compare_starts, &along);
-        rc = sweep(&(struct tensor_chunks){chunks->merge, sorted, chunks->count, chunks->ticker}, along.dimension, error);
+        rc = sweep(&(struct tensor_chunks){chunks->merge, sorted, chunks->count, chunks->ticker}, along.dimension,
+                   error);
     }
     free(scratch);
     free(sorted);
@@ -257,7 +258,8 @@ static int check_tensor(const struct tensor_chunks *chunks, bool complete, struc
     return rc || !complete ? rc : missing(chunks, error);
 }
 
-static int check_tensors(const struct dr_merge *merge, bool complete, struct dr_ticker *ticker, struct dr_error *error) {
+static int check_tensors(const struct dr_merge *merge, bool complete, struct dr_ticker *ticker,
+                         struct dr_error *error) {
     int rc = 0;
     for (size_t i = 0, end, turn = 0; rc == 0 && i < merge->groups.count; i = end) {
         uint32_t name = merge->groups.rows[merge->order[i]].name;

@@ -21,8 +21,7 @@ static bool is_whole(const struct dr_merge *merge, struct dr_piece_range range) 
 
 /* ---- to a rank ---- */
 
-static void put_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group,
-                          struct dr_buffer *out) {
+static void put_pieces(const struct dr_merge *merge, uint32_t rank, size_t row, uint32_t group, struct dr_buffer *out) {
     struct dr_piece_range range = dr_merge_pieces(merge, group);
     for (uint64_t p = range.from; p < range.to && !is_whole(merge, range); p++) {
         const struct dr_piece *piece = &merge->pieces[p];
@@ -70,7 +69,7 @@ static bool next_piece(struct dr_bytes *bytes, size_t row_count, uint64_t piece[
 }
 
 int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
-                   struct dr_error *error) {
+                  struct dr_error *error) {
     struct dr_bytes bytes = {data, (const uint8_t *)data + size, false};
     if (dr_bytes_varint(&bytes) != row_count || bytes.bad)
         return bad_reply(error);
@@ -171,8 +170,7 @@ static int append_piece(const struct dr_merge *merge, const struct dr_piece *pie
         dims[row->ndim] += piece->start;
         dims[2 * row->ndim] = piece->rows;
     }
-    struct dr_row_view view = {
-        .type = row->type, .properties = row->properties, .ndim = row->ndim, .dims = dims};
+    struct dr_row_view view = {.type = row->type, .properties = row->properties, .ndim = row->ndim, .dims = dims};
     if (piece->rows >= 0)
         view.type = DR_ROW_SHARD;
     return dr_table_append(out, row->name, &view, error);

@@ -43,8 +43,8 @@ static const char *const classes[CLASSES] = {
 };
 
 static const char *const attributes[CONSTANTS - CLASSES] = {
-    "properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "ring",
-    "ring_strides",
+    "properties", "size",  "chunks",        "offsets", "sizes", "fqn",
+    "offset",     "index", "relative_path", "length",  "ring",  "ring_strides",
 };
 
 enum { BATCH = 1000, RING_VERSION = 1 };
@@ -54,7 +54,7 @@ struct pickler {
     const struct dr_table *table;
     const struct dr_storage_index *storage;
     const struct dr_metadata_parts *parts;
-    uint8_t *seen;       /* names that are in the memo */
+    uint8_t *seen; /* names that are in the memo */
     uint8_t *seen_files;
 };
 
@@ -321,7 +321,8 @@ static void put_ring(struct pickler *p, const struct dr_storage_entry *entry) {
     put_int(p, entry->payload_offset);
     put_int(p, entry->payload_size);
     if (entry->has_crcs)
-        put_bytes(p, dr_storage_entry_crcs(p->storage, entry), 4 * dr_crc_count(entry->payload_offset, entry->payload_size));
+        put_bytes(p, dr_storage_entry_crcs(p->storage, entry),
+                  4 * dr_crc_count(entry->payload_offset, entry->payload_size));
     else
         put_op(p, DR_NONE);
     put_op(p, DR_TUPLE);
@@ -421,7 +422,11 @@ static int check_runs(const struct dr_table *table, struct dr_error *error) {
 int dr_metadata_pickle(const struct dr_table *table, const struct dr_storage_index *storage,
                        const struct dr_metadata_parts *parts, struct dr_buffer *out, struct dr_error *error) {
     *out = (struct dr_buffer){0};
-    struct pickler p = {out, table, storage, parts, dr_calloc(table->name_count + 1, 1),
+    struct pickler p = {out,
+                        table,
+                        storage,
+                        parts,
+                        dr_calloc(table->name_count + 1, 1),
                         dr_calloc((storage ? storage->files.name_count : 0) + 1, 1)};
     int rc = p.seen && p.seen_files ? check_runs(table, error) : dr_error_memory(error);
     if (!rc)

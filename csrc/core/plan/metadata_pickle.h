@@ -23,8 +23,8 @@ struct dr_metadata_parts {
 };
 
 /*
- * Rows of one name must follow each other; names that no row has are left out. storage: one for each row, or NULL: storage_data is
- * None. The caller frees out with dr_buffer_destroy.
+ * Rows of one name must follow each other; names that no row has are left out. storage: one for each row, or NULL:
+ * storage_data is None. The caller frees out with dr_buffer_destroy.
  */
 int dr_metadata_pickle(const struct dr_table *table, const struct dr_storage_index *storage,
                        const struct dr_metadata_parts *parts, struct dr_buffer *out, struct dr_error *error);

@@ -28,12 +28,13 @@ void dr_storage_index_destroy(struct dr_storage_index *storage) {
     *storage = (struct dr_storage_index){0};
 }
 
-int dr_storage_index_file(struct dr_storage_index *storage, const char *name, uint32_t size, uint32_t *out, struct dr_error *error) {
+int dr_storage_index_file(struct dr_storage_index *storage, const char *name, uint32_t size, uint32_t *out,
+                          struct dr_error *error) {
     return dr_table_name(&storage->files, name, size, "", 0, (uint32_t)storage->files.name_count - 1, out, error);
 }
 
-int dr_storage_index_set(struct dr_storage_index *storage, size_t index, const struct dr_storage_entry *entry, const void *crcs,
-                  struct dr_error *error) {
+int dr_storage_index_set(struct dr_storage_index *storage, size_t index, const struct dr_storage_entry *entry,
+                         const void *crcs, struct dr_error *error) {
     assert(index < storage->count && entry->kind <= DR_STORAGE_NONE && entry->file < storage->files.name_count);
     struct dr_storage_entry *at = &storage->entries[index];
     *at = *entry;
@@ -51,7 +52,8 @@ const uint8_t *dr_storage_entry_crcs(const struct dr_storage_index *storage, con
 
 /* ---- the encoded form ---- */
 
-static void encode_place(struct dr_buffer *out, const struct dr_storage_index *storage, const struct dr_storage_entry *entry) {
+static void encode_entry(struct dr_buffer *out, const struct dr_storage_index *storage,
+                         const struct dr_storage_entry *entry) {
     dr_buffer_varint(out, (uint64_t)entry->file << (KIND_BITS + 1) | (uint64_t)entry->kind << 1 | entry->has_crcs);
     if (entry->kind == DR_STORAGE_NONE)
         return;
@@ -75,7 +77,7 @@ int dr_storage_index_encode(const struct dr_storage_index *storage, struct dr_bu
     }
     dr_buffer_varint(out, storage->count);
     for (size_t i = 0; i < storage->count; i++)
-        encode_place(out, storage, &storage->entries[i]);
+        encode_entry(out, storage, &storage->entries[i]);
     return dr_buffer_seal(out, error);
 }
 
@@ -99,7 +101,8 @@ static int decode_files(struct dr_storage_index *storage, struct dr_bytes *bytes
     return bytes->bad ? garbled(error, "file names") : 0;
 }
 
-static int decode_place(struct dr_storage_index *storage, size_t index, struct dr_bytes *bytes, struct dr_error *error) {
+static int decode_entry(struct dr_storage_index *storage, size_t index, struct dr_bytes *bytes,
+                        struct dr_error *error) {
     uint64_t head = dr_bytes_varint(bytes);
     bool has_crcs = head & 1;
     struct dr_storage_entry entry = {.kind = head >> 1 & 3, .file = (uint32_t)(head >> (KIND_BITS + 1))};
@@ -122,8 +125,8 @@ static int decode_place(struct dr_storage_index *storage, size_t index, struct d
     return dr_storage_index_set(storage, index, &entry, crcs, error);
 }
 
-int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, size_t size, const struct dr_control *control,
-                     struct dr_error *error) {
+int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, size_t size,
+                            const struct dr_control *control, struct dr_error *error) {
     *storage = (struct dr_storage_index){0};
     struct dr_bytes bytes;
     struct dr_ticker ticker = {.control = control};
@@ -138,7 +141,7 @@ int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, 
     rc = dr_storage_index_init(storage, count, error);
     storage->files = files;
     for (size_t i = 0; rc == 0 && i < count; i++) {
-        rc = decode_place(storage, i, &bytes, error);
+        rc = decode_entry(storage, i, &bytes, error);
         if (rc == 0)
             rc = dr_ticker_turn(&ticker, i, error);
     }
@@ -147,8 +150,8 @@ int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, 
     return rc;
 }
 
-int dr_storage_index_merge(struct dr_storage_index *storage, const struct dr_storage_index *from, const uint32_t *indices, size_t count,
-                    struct dr_error *error) {
+int dr_storage_index_merge(struct dr_storage_index *storage, const struct dr_storage_index *from,
+                           const uint32_t *indices, size_t count, struct dr_error *error) {
     if (count != from->count)
         return dr_error_invalid(error, DR_NO_ITEM, "a rank wrote %zu items where %zu were planned", from->count, count);
     for (size_t i = 0; i < count; i++) {
@@ -157,9 +160,11 @@ int dr_storage_index_merge(struct dr_storage_index *storage, const struct dr_sto
             storage->entries[indices[i]].kind != DR_STORAGE_NONE)
             return dr_error_invalid(error, DR_NO_ITEM, "a rank's report of what it wrote does not fit the plan");
         const struct dr_name *name = &from->files.names[entry.file];
-        int rc = dr_storage_index_file(storage, dr_table_text(&from->files, entry.file), name->size, &entry.file, error);
+        int rc =
+            dr_storage_index_file(storage, dr_table_text(&from->files, entry.file), name->size, &entry.file, error);
         if (!rc)
-            rc = dr_storage_index_set(storage, indices[i], &entry, dr_storage_entry_crcs(from, &from->entries[i]), error);
+            rc = dr_storage_index_set(storage, indices[i], &entry, dr_storage_entry_crcs(from, &from->entries[i]),
+                                      error);
         if (rc)
             return rc;
     }

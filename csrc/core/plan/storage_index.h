@@ -17,8 +17,8 @@ enum dr_storage_kind {
 
 struct dr_storage_entry {
     uint64_t offset, length, payload_offset, payload_size;
-    uint64_t crcs;   /* index of dr_crc_count() little-endian CRCs in the index's crcs */
-    uint32_t file;   /* index of its name */
+    uint64_t crcs; /* index of dr_crc_count() little-endian CRCs in the index's crcs */
+    uint32_t file; /* index of its name */
     uint8_t kind;
     bool has_crcs;
 };
@@ -34,10 +34,11 @@ struct dr_storage_index {
 int dr_storage_index_init(struct dr_storage_index *storage, size_t count, struct dr_error *error);
 void dr_storage_index_destroy(struct dr_storage_index *storage);
 
-int dr_storage_index_file(struct dr_storage_index *storage, const char *name, uint32_t size, uint32_t *out, struct dr_error *error);
+int dr_storage_index_file(struct dr_storage_index *storage, const char *name, uint32_t size, uint32_t *out,
+                          struct dr_error *error);
 /* crcs: dr_crc_count() little-endian CRCs of the payload, or NULL. entry->file is that of a name of this index. */
-int dr_storage_index_set(struct dr_storage_index *storage, size_t index, const struct dr_storage_entry *entry, const void *crcs,
-                  struct dr_error *error);
+int dr_storage_index_set(struct dr_storage_index *storage, size_t index, const struct dr_storage_entry *entry,
+                         const void *crcs, struct dr_error *error);
 
 /* NULL for an entry without CRCs, but not for one that has none because its payload is empty. */
 const uint8_t *dr_storage_entry_crcs(const struct dr_storage_index *storage, const struct dr_storage_entry *entry);
@@ -46,11 +47,11 @@ int dr_storage_index_encode(const struct dr_storage_index *storage, struct dr_bu
 /*
  * Ranges are checked: none overflows, and payloads lie within their records. control: NULL where nobody asks to stop.
  */
-int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, size_t size, const struct dr_control *control,
-                     struct dr_error *error);
+int dr_storage_index_decode(struct dr_storage_index *storage, const void *data, size_t size,
+                            const struct dr_control *control, struct dr_error *error);
 
 /* Copies all entries of `from` to the given indices. */
-int dr_storage_index_merge(struct dr_storage_index *storage, const struct dr_storage_index *from, const uint32_t *indices, size_t count,
-                    struct dr_error *error);
+int dr_storage_index_merge(struct dr_storage_index *storage, const struct dr_storage_index *from,
+                           const uint32_t *indices, size_t count, struct dr_error *error);
 
 #endif

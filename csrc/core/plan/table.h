@@ -33,8 +33,8 @@ enum dr_row_flag {
 struct dr_properties {
     char *encoding;
     uint32_t size;
-    uint32_t dtype_size;  /* the first bytes of encoding: what must agree between ranks */
-    uint32_t item_bytes;  /* of one element */
+    uint32_t dtype_size; /* the first bytes of encoding: what must agree between ranks */
+    uint32_t item_bytes; /* of one element */
 };
 
 struct dr_row {

@@ -268,11 +268,11 @@ int dr_cursor_next(struct dr_cursor *cursor, struct dr_error *error) {
     return rc ? rc : 1;
 }
 
-static int append_from(struct dr_table *table, const struct dr_cursor *cursor, uint32_t *name,
-                       struct dr_error *error) {
+static int append_from(struct dr_table *table, const struct dr_cursor *cursor, uint32_t *name, struct dr_error *error) {
     struct dr_row_view view = cursor->row;
-    int rc = cursor->same_name ? 0 : dr_table_name(table, view.name, view.name_size, view.path, view.path_size, *name,
-                                                   name, error);
+    int rc = cursor->same_name
+                 ? 0
+                 : dr_table_name(table, view.name, view.name_size, view.path, view.path_size, *name, name, error);
     if (!rc && view.ndim == 0 && view.type != DR_ROW_TENSOR && view.type != DR_ROW_SHARD)
         view.properties = 0;
     if (!rc)

@@ -208,8 +208,7 @@ static void put_head(struct output *out, const struct dr_shape *shape, uint64_t 
     entries[PICKLE] = (struct entry){.name = ROOT "data.pkl"};
     entries[BYTEORDER] = (struct entry){.name = ROOT "byteorder"};
     entries[VERSION] = (struct entry){.name = ROOT "version"};
-    entries[PAYLOAD] =
-        (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = DR_ZIP_SIZES_LATER};
+    entries[PAYLOAD] = (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = DR_ZIP_SIZES_LATER};
     put_small(out, &entries[PICKLE], pickle, pickled.size);
     put_small(out, &entries[BYTEORDER], "little", 6);
     put_small(out, &entries[VERSION], "3\n", 2);
@@ -304,8 +303,8 @@ size_t dr_record_tail(const struct dr_shape *shape, uint64_t offset, size_t head
 }
 
 size_t dr_record_tail_size(const struct dr_shape *shape, size_t head_size) {
-    static const size_t names = sizeof ROOT "data.pkl" + sizeof ROOT "byteorder" + sizeof ROOT "version" +
-                                sizeof ROOT "data/0" - ENTRIES;
+    static const size_t names =
+        sizeof ROOT "data.pkl" + sizeof ROOT "byteorder" + sizeof ROOT "version" + sizeof ROOT "data/0" - ENTRIES;
     uint64_t size = payload_bytes(shape);
     bool zip64 = size >= DR_ZIP_LIMIT;
     size_t descriptor = zip64 ? 24 : 16;

@@ -91,7 +91,7 @@ static void copy_runs(const struct walk *w, uint64_t at, uint8_t *memory, uint64
     uint64_t run = w->region->run;
 #define COPY_RUNS(size) \
     for (uint64_t i = 0; i < count; i++, buffer += axis->payload_stride, memory += axis->memory_stride) \
-        move(w, buffer, memory, size)
+    move(w, buffer, memory, size)
     switch (run) {
     case 1:
         COPY_RUNS(1);

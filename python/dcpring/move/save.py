@@ -24,9 +24,10 @@ from dcpring.format.metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
 from dcpring.options import IOStats
+from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.table import BYTES_ROW, Items, has_scattered, memory_of_row
+from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 

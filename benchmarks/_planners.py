@@ -37,8 +37,11 @@ from dcpring import _C, RingSavePlanner
 from dcpring.format.lazy import LazyMetadata
 from dcpring.format.properties import encode_properties
 from dcpring.plan import save_planner
+from dcpring.plan.flatten import path_code
+from dcpring.plan.items import Items
+from dcpring.plan.messages import LocalMessage, RingPlan
 from dcpring.plan.replicas import MAX_BYTES
-from dcpring.plan.table import DIVISIBLE, HASHED, SHARD_ROW, TENSOR_ROW, Items, LocalMessage, RingPlan
+from dcpring.plan.table import DIVISIBLE, HASHED, SHARD_ROW, TENSOR_ROW
 
 UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER = "unpickle", "dedup", "metadata", "validate", "pickle", "other"
 STEPS = (UNPICKLE, DEDUP, METADATA, VALIDATE, PICKLE, OTHER)
@@ -125,7 +128,7 @@ def _ring_plan(job: Job, rank: int) -> RingPlan:
             flags = DIVISIBLE | (HASHED if _is_hashed(chunk) else 0)
             rows[key] = kind, tensor.size, chunk.offsets, chunk.lengths, encoded, dtype_bytes, ITEM_BYTES, flags
         names.append(tensor.name)
-        codes.append(save_planner.path_code({tensor.name: tensor.path}, tensor.name))
+        codes.append(path_code({tensor.name: tensor.path}, tensor.name))
         values.append(rows[key])
         if _is_hashed(chunk):
             prints.append(zlib.crc32(tensor.name.encode()))

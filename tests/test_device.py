@@ -23,6 +23,7 @@ from dcpring.move import device as devices
 from dcpring.move import load as loading
 from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
 from dcpring.plan import replicas, table
+from dcpring.plan.flatten import flatten
 from dcpring.store import writer
 
 __all__ = ["strict_twin", "twin"]
@@ -375,7 +376,7 @@ def test_ties_of_planners_know_lazy_views() -> None:
     z = random(torch.complex64, 9)
     values = _lazies(z)
     assert same_memory(dict(enumerate(values.values()))) == {2: 1, 5: 0}
-    flat = table.flatten(values)
+    flat = flatten(values)
     assert set(table.tied_rows(flat, table.make_table(flat))) == {(2, 1), (5, 0)}
 
 

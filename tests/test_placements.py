@@ -25,8 +25,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcpring import CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.plan.flatten import flatten
 from dcpring.plan.placements import parts_of
-from dcpring.plan.table import flatten, make_table, rows_to_fill
+from dcpring.plan.table import make_table, rows_to_fill
 
 Placements = tuple[Placement, ...]
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 13, 17)

@@ -24,7 +24,7 @@ import dcpring.move.load
 import dcpring.plan.load_planner
 from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.metadata import join_metadata, split_metadata
-from dcpring.plan import table
+from dcpring.plan.items import _make_item
 from dcpring.plan.load_planner import ReadItems
 from dcpring.plan.save_planner import _caches
 
@@ -135,7 +135,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path, writers: str) -> None:
 def items_made(path: str, writers: Any) -> tuple[int, int, bool]:
     """How many of DCP's items a save and a load make."""
     state = hsdp_state(1)
-    with mock.patch("dcpring.plan.table._make_item", side_effect=table._make_item) as made:
+    with mock.patch("dcpring.plan.items._make_item", side_effect=_make_item) as made:
         planner = RingSavePlanner(writers=writers, split_bytes=4096)
         dcp.save(state, storage_writer=RingWriter(path), planner=planner)
     loaded = hsdp_state(2)

@@ -18,6 +18,9 @@ from dcpring import _C, RingSavePlanner
 from dcpring.errors import CheckpointError
 from dcpring.format.properties import encode_properties
 from dcpring.plan import table as plans
+from dcpring.plan.flatten import Flat
+from dcpring.plan.items import Items
+from dcpring.plan.messages import LocalMessage, RingPlan
 
 ERRORS = (ValueError, CheckpointError, TypeError, OverflowError, MemoryError, SystemError)
 ENCODING, DTYPE_BYTES = encode_properties(TensorProperties(dtype=torch.float32))
@@ -84,7 +87,7 @@ def coordinate(sent: list[bytes]) -> None:
     for strategy in range(5):
         merge.assign(strategy, 1, bytes(4 * len(sent)), 1)
         for rank, data in enumerate(sent):
-            items = plans.Items(data, merge.answer(rank))
+            items = Items(data, merge.answer(rank))
             assert len(items.kept) == merge.sums()[rank][0]
         look_at(merge.table())
 
@@ -161,7 +164,7 @@ def test_mutated_answers() -> None:
 
 def test_a_garbled_plan_names_its_rank() -> None:
     sent = [
-        plans.RingPlan([], message=plans.LocalMessage(rank, "h", data, str(rank), b"", False))
+        RingPlan([], message=LocalMessage(rank, "h", data, str(rank), b"", False))
         for rank, data in enumerate([plan(), plan()[:-1]])
     ]
     with pytest.raises(CheckpointError, match=r"the plan of rank 1: .*garbled or truncated"):
@@ -204,7 +207,7 @@ def test_bad_names() -> None:
     with pytest.raises(UnicodeEncodeError):
         make({"\ud800": None})
     with pytest.raises(CheckpointError, match="UTF-8"):
-        plans.make_table(plans.Flat({"\ud800": 1}, {}, [b""]))
+        plans.make_table(Flat({"\ud800": 1}, {}, [b""]))
     for bad in (
         (["a"], None, [], b"\0", None),
         (["a"], None, [None], b"", None),

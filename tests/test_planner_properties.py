@@ -30,6 +30,9 @@ from dcpring import _C, RingSavePlanner
 from dcpring.errors import CheckpointError
 from dcpring.format.properties import decode_properties, encode_properties
 from dcpring.plan import table as plans
+from dcpring.plan.flatten import flatten, path_code
+from dcpring.plan.items import Items
+from dcpring.plan.messages import LocalMessage, RingPlan
 
 ROUNDS = 40
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -135,7 +138,7 @@ def table(items: list[WriteItem], paths: dict[str, tuple[Any, ...]], divisible: 
         row = plans._row_of_item(item)
         names.append(item.index.fqn)
         values.append(None if row is None else (*row[:-1], plans.DIVISIBLE if divisible else 0))
-        codes.append(plans.path_code(paths, item.index.fqn))
+        codes.append(path_code(paths, item.index.fqn))
     return _C.make_table(names, codes, values, bytes(len(names)), lambda tensor: pytest.fail("no tensor"))
 
 
@@ -148,8 +151,8 @@ def global_plan(
     for rank, items in enumerate(layout.items):
         made = table(items, layout.paths)
         host = hosts[rank] if hosts else f"host{rank}"
-        message = plans.LocalMessage(rank, host, made.encode(), str(rank), b"", True)
-        sent.append(plans.RingPlan(items=plans.Items(made), message=message))  # type: ignore[arg-type]
+        message = LocalMessage(rank, host, made.encode(), str(rank), b"", True)
+        sent.append(RingPlan(items=Items(made), message=message))  # type: ignore[arg-type]
     answered, metadata = planner.create_global_plan(sent)
     return [list(plan.items) for plan in answered], metadata, planner
 
@@ -324,7 +327,7 @@ def test_a_core_without_planner() -> None:
         for strategy in range(3):
             merge.assign(strategy, 0, bytes(4 * layout.world), 1)
             answers = [merge.answer(rank) for rank in range(layout.world)]
-            written = [list(plans.Items(made, answer)) for made, answer in zip(tables, answers, strict=True)]
+            written = [list(Items(made, answer)) for made, answer in zip(tables, answers, strict=True)]
             check_written_once(layout, written)
             assert [total for _, total, _, _ in merge.sums()] == loads_of(written)
 
@@ -445,15 +448,15 @@ def test_flattening_is_stocks() -> None:
         except ValueError:
             refused += 1
             with pytest.raises(ValueError, match="duplicated"):
-                plans.flatten(state)  # type: ignore[arg-type]
+                flatten(state)  # type: ignore[arg-type]
             continue
-        flat = plans.flatten(state)  # type: ignore[arg-type]
+        flat = flatten(state)  # type: ignore[arg-type]
         assert list(flat.values) == list(values)
         assert all(flat.values[name] is values[name] for name in values)
         assert flat.mappings == mappings
-        assert flat.codes == [plans.path_code(mappings, name) for name in values]
+        assert flat.codes == [path_code(mappings, name) for name in values]
     with pytest.raises(ValueError, match="duplicated"):
-        plans.flatten({"a": {"b": 1}, "a.b": 2})
+        flatten({"a": {"b": 1}, "a.b": 2})
     assert refused < 300
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dcpring import Checkpointer, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded, diff_checkpoints
 from dcpring.base.memory import memory_key
 from dcpring.plan import table as plans
+from dcpring.plan.flatten import flatten, is_terminal
 from dcpring.resume import staging
 from dcpring.resume.staging import StagingBuffer, blocks_for, fitted
 from dcpring.torchside import accelerators
@@ -138,7 +139,7 @@ def _moved(twin: Twin, value: Any, devices: int, memo: dict[Any, Tensor] | None 
         return memo[key].detach().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping) and not isinstance(value, Tensor):
         return {key: _moved(twin, part, devices, memo) for key, part in value.items()}
-    if isinstance(value, list) and not plans.is_terminal(value):
+    if isinstance(value, list) and not is_terminal(value):
         return [_moved(twin, part, devices, memo) for part in value]
     return value
 
@@ -206,7 +207,7 @@ def _records(path: Path) -> tuple[int, int]:
 def test_ties_stay(tmp_path: Path) -> None:
     """The issue's: tied before, untied after. Those that the planner sees; views of other shapes are saved twice."""
     state = _strange()
-    flat, staged = plans.flatten(state), plans.flatten(StagingBuffer().stage(state))
+    flat, staged = flatten(state), flatten(StagingBuffer().stage(state))
     assert list(flat.values) == list(staged.values) and flat.codes == staged.codes
     tables = [plans.make_table(one) for one in (flat, staged)]
     ties = [set(plans.tied_rows(one, table)) for one, table in zip((flat, staged), tables, strict=True)]
@@ -244,8 +245,8 @@ def test_all_tensors_below_mappings_lie_in_the_buffer() -> None:
 
 def test_training_may_change_everything_afterwards() -> None:
     state = _strange()
-    staged = plans.flatten(StagingBuffer().stage(state)).values
-    plain = {key: tensor for key, tensor in plans.flatten(state).values.items() if _is_plain(tensor)}
+    staged = flatten(StagingBuffer().stage(state)).values
+    plain = {key: tensor for key, tensor in flatten(state).values.items() if _is_plain(tensor)}
     expected = {key: raw(tensor) for key, tensor in plain.items()}
     with torch.no_grad():
         for tensor in plain.values():

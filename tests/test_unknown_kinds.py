@@ -36,6 +36,7 @@ from dcpring import (
     Sharded,
 )
 from dcpring.plan import table as plans
+from dcpring.plan.flatten import flatten
 from dcpring.resume.staging import StagingBuffer
 from dcpring.torchside import tensors, versions
 
@@ -146,7 +147,7 @@ def test_attributes_that_mean_nothing_to_stock_change_nothing(tmp_path: Path) ->
 def test_ties_are_not_made_of_parts(kind: str) -> None:
     """All parts of a tensor have its memory, and are not the same."""
     with known():
-        flat = plans.flatten({"w": _part(kind, 0, 1), "v": _part(kind, 0, 1), "u": _whole()})
+        flat = flatten({"w": _part(kind, 0, 1), "v": _part(kind, 0, 1), "u": _whole()})
         flat.values["t"] = flat.values["u"]
         flat.codes.append(flat.codes[0])
         table = plans.make_table(flat)
@@ -162,7 +163,7 @@ def test_staging_keeps_what_a_tensor_stands_for(kind: str) -> None:
         staged = StagingBuffer().stage(state)
         copied = staged["a"][0]["w"]
         assert copied is not state["a"][0]["w"] and torch.equal(copied, state["a"][0]["w"])
-        flat, was = plans.flatten(staged), plans.flatten(state)
+        flat, was = flatten(staged), flatten(state)
         assert plans.make_table(flat).encode() == plans.make_table(was).encode()
         assert copied.data_ptr() != state["a"][0]["w"].data_ptr()
 
@@ -200,14 +201,14 @@ def test_what_stock_refuses_is_refused() -> None:
         bad = _part(CHECKPOINTABLE, 0, 1)
         bad.global_offsets = bad.global_offsets[1:]  # type: ignore[attr-defined]
         with pytest.raises(ValueError):
-            plans.make_table(plans.flatten({"w": bad}))
+            plans.make_table(flatten({"w": bad}))
 
 
 def test_a_strange_kind_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     versions.say_once.cache_clear()
     with known(), caplog.at_level(logging.INFO, "dcpring"):
         for _ in range(2):
-            plans.make_table(plans.flatten({"w": _part("subclass", 0, 1), "v": _part("subclass", 0, 1)}))
+            plans.make_table(flatten({"w": _part("subclass", 0, 1), "v": _part("subclass", 0, 1)}))
     said = [record.getMessage() for record in caplog.records if "planned by torch's own" in record.getMessage()]
     assert said == [f"tensors of the kind {FutureTensor.__module__}.FutureTensor are planned by torch's own functions"]
 

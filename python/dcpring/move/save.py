@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,14 +19,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
 from dcpring.base.memory import is_lazy_view, same_memory
+from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
 from dcpring.options import IOStats
+from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.table import BYTES_ROW, Items, has_scattered, memory_of_row
+from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 
@@ -206,7 +208,8 @@ class FileSave:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
                 self._write_pickled(file, objects, self._object_bytes)
                 objects = []
-            for window in self._windows(tensors):
+            limit = WINDOW_BYTES if self._windowed else None
+            for window in windows(tensors, self._source.planned_bytes, limit):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self._object_bytes)
             file.finish()
@@ -224,21 +227,6 @@ class FileSave:
         sizes = list(map(self._source.planned_bytes, tensors))
         padding = _C.ALIGNMENT_BYTES * sum(size >= _C.LARGE_PAYLOAD_BYTES for size in sizes)
         return sum(sizes) + padding + _RECORD_BYTES * len(sizes)
-
-    def _windows(self, tensors: list[int]) -> Iterator[list[int]]:
-        if not self._windowed:
-            yield from [tensors] if tensors else []
-            return
-        window: list[int] = []
-        size = 0
-        for position in tensors:
-            window.append(position)
-            size += self._source.planned_bytes(position)
-            if size >= WINDOW_BYTES:
-                yield window
-                window, size = [], 0
-        if window:
-            yield window
 
     def _note_stats(self, file: _C.FileWriter) -> None:
         written, engine, direct = file.stats()

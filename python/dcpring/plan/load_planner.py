@@ -30,20 +30,11 @@ from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_inde
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.options import IOStats, overrides
 from dcpring.plan import strategy
+from dcpring.plan.flatten import Flat, flatten
+from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
-from dcpring.plan.table import (
-    BYTES_ROW,
-    Flat,
-    fields_of,
-    flatten,
-    make_table,
-    memory_of_rows,
-    part_of,
-    rebuilt,
-    rows_of_stored,
-    rows_to_fill,
-)
+from dcpring.plan.table import BYTES_ROW, make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
 from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
 from dcpring.torchside.tensors import ShardedTensor

@@ -31,29 +31,11 @@ from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
 from dcpring.options import IOStats, overrides
 from dcpring.plan import replicas, strategy
+from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
+from dcpring.plan.items import Items
+from dcpring.plan.messages import Answer, ByItems, Gathering, LocalMessage, Message, Piece, Pieces, RingPlan, Unsealed
 from dcpring.plan.strategy import Choice, Writers
-from dcpring.plan.table import (
-    HASHED,
-    NAME_ROW,
-    Answer,
-    ByItems,
-    Flat,
-    Gathering,
-    Items,
-    LocalMessage,
-    Message,
-    Piece,
-    Pieces,
-    RingPlan,
-    Unsealed,
-    flatten,
-    make_table,
-    open_sharded_tensors,
-    part_of,
-    path_code,
-    table_of_items,
-    tied_rows,
-)
+from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
 from dcpring.report import PlanReport, RankReport
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import keep_plans_apart

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from dcpring.base.memory import is_lazy_view, same_memory
 from dcpring.move.device import copy_to_host, on_accelerator, ordinary_memory, padded, parts_of, pinned_memory
 from dcpring.names.diff import check_state_dict
-from dcpring.plan.table import is_terminal
+from dcpring.plan.flatten import is_terminal
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_tensor, with_local, with_shards

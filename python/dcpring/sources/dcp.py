@@ -19,7 +19,8 @@ from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Traile
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
 from dcpring.move.save import Placed
-from dcpring.plan.table import Chunk, path_code, table_of_chunks
+from dcpring.plan.flatten import path_code
+from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing
 from dcpring.sources.contents import Contents, Entry, open_contents
 from dcpring.sources.stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run, Source, stream

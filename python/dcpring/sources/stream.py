@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dcpring.base.windows import split_box
+from dcpring.base.windows import split_box, windows
 from dcpring.move.buffer import ALIGNMENT, Buffer
 
 WINDOW_BYTES = 32 << 20
@@ -192,21 +192,12 @@ def _boxes(piece: Piece) -> Iterator[_Box]:
 
 def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
     """Whole pieces together as long as they fit; each part of a larger one alone."""
-    window: list[_Box] = []
-    used = 0
-    for piece in pieces:
-        for box in _boxes(piece):
-            size = _room(piece.item, math.prod(box.lengths))
-            if window and (box.lengths != piece.lengths or used + size > WINDOW_BYTES or len(window) == _MOST_PARTS):
-                yield window
-                window, used = [], 0
-            window.append(box)
-            used += size
-            if box.lengths != piece.lengths:
-                yield window
-                window, used = [], 0
-    if window:
-        yield window
+
+    def size(box: _Box) -> int:
+        is_whole = box.lengths == box.piece.lengths
+        return _room(box.piece.item, math.prod(box.lengths)) if is_whole else WINDOW_BYTES
+
+    return windows((box for piece in pieces for box in _boxes(piece)), size, WINDOW_BYTES, _MOST_PARTS)
 
 
 @dataclass

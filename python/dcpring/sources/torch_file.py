@@ -30,7 +30,7 @@ from dcpring.format.zip import ZipStream
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.move.objects import entries_of, load_with_torch
 from dcpring.options import IOOptions
-from dcpring.plan.table import is_terminal
+from dcpring.plan.flatten import is_terminal
 from dcpring.sources.beside import file_beside
 from dcpring.sources.stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
 from dcpring.torchside.serialization import (

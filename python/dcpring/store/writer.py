@@ -60,8 +60,9 @@ from dcpring.names.key_map import (
     rename_results,
 )
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
+from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.table import RingPlan, describes_itself
+from dcpring.plan.table import describes_itself
 from dcpring.store import layout
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes

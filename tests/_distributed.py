@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import multiprocessing
 import tempfile
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,14 @@ class RankFailure(AssertionError):
 
 
 class _Worker:
-    def __init__(self) -> None:
-        self.pipe, theirs = _prepared.CONTEXT.Pipe()
-        self.process = _prepared.start(_serve, theirs)
+    def __init__(self, is_new: bool) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process: BaseProcess
+        if is_new:
+            self.process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
+            self.process.start()
+        else:
+            self.process = _prepared.start(_serve, theirs)
         theirs.close()
 
     def end(self) -> None:
@@ -76,6 +83,7 @@ def run(
     *args: Any,
     timeout: float = TIMEOUT_SECONDS,
     grace: float = 3.0,
+    are_new: bool = False,
 ) -> list[Any]:
     """Calls ``function(*args)`` in every rank of a gloo group; returns the results by rank.
 
@@ -83,19 +91,23 @@ def run(
         function: one of a module's top level, with picklable results.
         timeout: seconds for the call, once all ranks have begun it.
         grace: seconds that are left to the others once one has failed: they may wait for it for ever.
+        are_new: the ranks are new interpreters, each with other hashes of strings.
 
     Raises:
         RankFailure: with the traceback of each rank that did not return.
     """
+    if are_new:
+        close()
     while len(_workers) < world_size:
-        _workers.append(_Worker())
+        _workers.append(_Worker(are_new))
     workers = _workers[:world_size]
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(workers):
             worker.pipe.send((function, args, rank, world_size, str(Path(folder, "store")), timeout))
         results, failures = _collect(workers, timeout, grace)
-    if failures:
+    if failures or are_new:
         close()
+    if failures:
         raise RankFailure(failures)
     return [results[rank] for rank in range(world_size)]
 

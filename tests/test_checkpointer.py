@@ -491,6 +491,16 @@ def test_the_same_ranks_go_on_exactly(tmp_path: Path) -> None:
     assert _distributed.run(4, load_on_the_same, tmp_path, saved) == [True] * 4
 
 
+def there_and_back(folder: Path) -> tuple[int, bool]:
+    mine = save_whole_state(folder)
+    return hash("dcpring"), load_on_the_same(folder, [mine] * dist.get_world_size())
+
+
+def test_ranks_whose_sets_have_other_orders(tmp_path: Path) -> None:
+    hashes, good = zip(*_distributed.run(2, there_and_back, tmp_path, are_new=True), strict=True)
+    assert len(set(hashes)) == 2 and good == (True, True)
+
+
 NEVER = 1 << 30
 
 

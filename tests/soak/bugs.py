@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from soak import conversions
+from soak import conversions, processes
 from torch.futures import Future
 
 from dcpring import Checkpointer, RingReader, RingWriter
@@ -45,6 +45,8 @@ def trusts_the_disk(rank: int) -> None:
 
 
 def keeps_a_descriptor(rank: int) -> None:
+    processes.SETTLE_SECONDS = 0.5  # it never goes away
+
     def finish(self: RingWriter, **given: Any) -> None:
         _finish(self, **given)
         os.open(os.devnull, os.O_RDONLY)
@@ -61,6 +63,8 @@ def leaves_a_file(rank: int) -> None:
 
 
 def leaves_a_temporary_file(rank: int) -> None:
+    processes.SETTLE_SECONDS = 0.5  # its descriptor never goes away
+
     def finish(self: RingWriter, **given: Any) -> None:
         _finish(self, **given)
         tempfile.mkstemp()

@@ -37,6 +37,9 @@ GROUP_SECONDS = 40 * PATIENCE
 LIMIT_SECONDS = 150 * PATIENCE
 """No step of a round takes longer than this, whatever goes wrong in it."""
 
+SETTLE_SECONDS = 5 * PATIENCE
+"""How long what is ending in a rank may take until it is gone."""
+
 PLANTED: tuple[Callable[[int], None], ...] = ()
 """What each rank calls first, with its number: faults in dcpring, of a test that this program finds them."""
 
@@ -234,7 +237,7 @@ def _in_group(pipe: Connection, function: Any, args: Any, rank: int, world_size:
 
 def resources(before: dict[str, int] | None = None) -> dict[str, int]:
     """What this process holds that it must not hold more and more of; waits for what is ending since ``before``."""
-    end = time.monotonic() + 5 * PATIENCE
+    end = time.monotonic() + SETTLE_SECONDS
     held = _resources()
     while before is not None and any(held[name] > before[name] for name in held) and time.monotonic() < end:
         time.sleep(0.05)

@@ -120,7 +120,7 @@ def test_faults_are_found(
     with quiet():
         monkeypatch.setattr(processes, "PLANTED", (bug,))
         if bug is bugs.never_returns:
-            monkeypatch.setattr(processes, "LIMIT_SECONDS", 20)
+            monkeypatch.setattr(processes, "LIMIT_SECONDS", 10)
         with pytest.raises(AssertionError) as caught:
             do(tmp_path)
     assert found in str(caught.value)

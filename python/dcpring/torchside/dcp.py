@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcpring.torchside.versions import function, optional, required
+from dcpring.torchside.versions import function, optional, release, required
 
 _DCP = "torch.distributed.checkpoint"
 
@@ -36,6 +36,9 @@ MEMORY_FORMATS = required(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING")
 
 OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 """The module of TensorProperties up to torch 2.2, where the enumeration is called MEM_FORMAT_ENCODING."""
+
+drops_metadata_errors = release(torch.__version__) < (2, 13)
+"""Whether a load without metadata says "metadata is None", and not why there is none."""
 
 create_write_items: Callable[[str, Any], list[WriteItem]] = function(f"{_DCP}.planner_helpers", "_create_write_items")
 """What stock writes of a value on this rank: its name, the value."""

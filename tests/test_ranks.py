@@ -56,8 +56,8 @@ def some_state() -> dict[str, Any]:
 
 
 def parts_are_right(parts: dict[str, Any]) -> bool:
-    weights = parts["weights"].object.tensors["w"]
-    return torch.equal(weights, torch.arange(1000.0)) and parts["mine"].object.value == dist.get_rank()
+    weights = parts["weights"].stateful.tensors["w"]
+    return torch.equal(weights, torch.arange(1000.0)) and parts["mine"].stateful.value == dist.get_rank()
 
 
 # ---- groups ----

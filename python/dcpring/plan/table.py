@@ -109,8 +109,9 @@ class Describer:
     def _dtensor(self, name: str, value: DTensor) -> Any:
         local = local_tensor(value)
         strided = any(isinstance(placement, StridedShard) for placement in value.placements)
-        partial = any(placement.is_partial() for placement in value.placements)
-        if type(value) is not DTensor or partial or plans_for_itself(local) or not (versions.tested or strided):
+        if any(placement.is_partial() for placement in value.placements):
+            return self._refused_sum(name, value)
+        if type(value) is not DTensor or plans_for_itself(local) or not (versions.tested or strided):
             return self._by_stock(name, value)
         parts = parts_of(name, value)
         if not parts:
@@ -121,6 +122,13 @@ class Describer:
         properties = properties_of(value.to_local())
         rows = [_row(SHARD_ROW, value.shape, part.offsets, part.lengths, properties, flags) for part in parts]
         return rows if len(rows) > 1 else rows[0]
+
+    def _refused_sum(self, name: str, value: DTensor) -> Any:
+        self._by_stock(name, value)  # raises, since torch 2.10; before, it took one rank's part for the sum
+        raise CheckpointError(
+            f"{name!r} has the placements {value.placements}: Partial, of which each rank holds a part of the sum. "
+            "Redistribute it to Shard or Replicate first"
+        )
 
     def _checked(self, name: str, value: DTensor, parts: tuple[Part, ...]) -> list[Row]:
         """The rows that stock makes of a DTensor of another kind of tensors, if they are what it holds."""

@@ -28,7 +28,12 @@ from rich.text import Text
 
 TRAINERS, RESUMERS = 4, 2
 # Loaded once, by the process that all others are forked from: it takes seconds.
-LOADED_ONCE = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcpring.writer"]
+LOADED_ONCE = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "dcpring.state_dict",
+]
 STAGES = 5
 # Two processes add up the same gradients in another order than four do.
 TOLERANCE = 1e-4

@@ -40,7 +40,12 @@ REPLICAS, SHARDS = 2, 2
 WORLD = REPLICAS * SHARDS
 LAYERS, WIDTH = 8, 256
 # Loaded once, by the process that the ranks are forked from: it takes seconds.
-LOADED_ONCE = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcpring.writer"]
+LOADED_ONCE = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "dcpring.state_dict",
+]
 READ_ONCE = 1.05  # of the files; objects, which are small, are read by every rank
 DATA_FILE = re.compile(r"__(\d+)_\d+.*\.distcp")
 

@@ -173,6 +173,7 @@ def _call(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
     try:
+        dist.barrier()  # a rank that has connected, and is through at once, would leave while others still connect
         return function(*args)
     finally:
         dist.destroy_process_group()

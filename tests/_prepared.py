@@ -32,7 +32,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 LOADED = (
     *("pytest", "numpy", "rich.console", "torch._dynamo", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
-    *("dcpring.checkpointer", "dcpring.cli._app"),
+    *("dcpring.resume.checkpointer", "dcpring.cli._app"),
 )
 CONTEXT.set_forkserver_preload(list(LOADED))
 

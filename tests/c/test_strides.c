@@ -10,10 +10,11 @@ enum { DTYPE = 13, BASE = sizeof base };
 static void make(struct dr_table *table, const int64_t *lengths, int ndim, const char *strides, size_t size) {
     char encoding[BASE + DR_MAX_STRIDES_BYTES + 8];
     memcpy(encoding, base, BASE);
-    memcpy(encoding + BASE, strides, size);
+    if (size)
+        memcpy(encoding + BASE, strides, size);
     int64_t dims[3 * DR_TABLE_MAX_DIMS] = {0};
-    memcpy(dims, lengths, (size_t)ndim * sizeof *dims);
-    memcpy(dims + 2 * ndim, lengths, (size_t)ndim * sizeof *dims);
+    for (int dim = 0; dim < ndim; dim++)
+        dims[dim] = dims[2 * ndim + dim] = lengths[dim];
     struct dr_properties properties = {encoding, (uint32_t)(BASE + size), DTYPE, 4};
     struct dr_row_view view = {.type = DR_ROW_TENSOR, .ndim = ndim, .dims = dims};
     struct dr_error error;

@@ -41,15 +41,21 @@ struct writing {
 
 /* ---- writing blocks ---- */
 
+/* Waits for one block for a while, and gives its buffer back. */
+static int release_one(struct dr_engine *engine, struct dr_error *error) {
+    struct dr_request *done;
+    int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
+    if (rc >= 0 && done)
+        dr_engine_release(engine, done);
+    return rc;
+}
+
 static int take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request,
                 struct dr_error *error) {
     while (!(*request = dr_engine_take(engine)) && !(workers && dr_workers_stopped(workers))) {
-        struct dr_request *done;
-        int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
+        int rc = release_one(engine, error);
         if (rc < 0)
             return rc;
-        if (done)
-            dr_engine_release(engine, done);
     }
     return 0;
 }
@@ -67,12 +73,9 @@ static int submit(struct dr_writer *w, struct dr_engine *engine, struct dr_reque
 
 static int finish_requests(struct dr_workers *workers, struct dr_engine *engine, struct dr_error *error) {
     while (engine->in_flight > 0 && !(workers && dr_workers_stopped(workers))) {
-        struct dr_request *done;
-        int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
+        int rc = release_one(engine, error);
         if (rc < 0)
             return rc;
-        if (done)
-            dr_engine_release(engine, done);
     }
     return 0;
 }

@@ -17,14 +17,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import plans_for_itself
-from dcpring.torchside.tensors import StridedShard, local_tensor, narrowed, order_of_cuts
-from dcpring.torchside.versions import release
+from dcpring.torchside.tensors import CUTS_AS_ONE, StridedShard, local_tensor, narrowed, order_of_cuts
 
 
 class Part(NamedTuple):
@@ -120,9 +118,6 @@ def _text(part: Part) -> str:
 
 # ---- the arithmetic ----
 
-_CUTS_AS_ONE = release(torch.__version__) < (2, 10)
-"""Whether ``_StridedShard`` cuts into all shares of all pieces at once, with one rounding; later it cuts twice."""
-
 
 _Cut = tuple[int, int] | None
 """What a mesh dimension does: the tensor's dimension that it cuts, and into how many pieces before; None: nothing."""
@@ -179,7 +174,7 @@ def _runs(length: int, steps: list[_Step]) -> list[_Run]:
     """The rows of a dimension that are left after all cuts."""
     runs = [_Run(0, length)] if length else []
     for step in steps:
-        if step.pieces > 1 and _CUTS_AS_ONE and sum(run.length for run in runs) % (step.pieces * step.shares):
+        if step.pieces > 1 and CUTS_AS_ONE and sum(run.length for run in runs) % (step.pieces * step.shares):
             raise ValueError("torch 2.9 cuts what does not come out even in another way than later versions")
         pieces = (_share(runs, step.pieces, piece) for piece in range(step.pieces))
         runs = _joined(run for piece in pieces for run in _share(piece, step.shares, step.mine))

@@ -37,6 +37,9 @@ else:
 StridedShard: Any = optional("torch.distributed.tensor.placement_types", "_StridedShard", _Absent)
 """The placement that cuts a dimension into pieces, and takes a share of each."""
 
+CUTS_AS_ONE = versions.release(torch.__version__) < (2, 10)
+"""Whether ``_StridedShard`` cuts into all shares of all pieces at once, with one rounding; later it cuts twice."""
+
 
 def are_plain(values: Sequence[Any]) -> list[bool]:
     """For each value, whether it is a plain tensor, and this torch is one whose plain tensors are known."""

@@ -115,7 +115,8 @@ class Slots:
 
     def join(self, index: int) -> memoryview:
         """This process will do work. Returns the 8 bytes in which it counts what is done."""
-        self._write(index, 0, 0, _State.JOINED, os.getpid())
+        for word, value in enumerate((0, 0, _State.JOINED, os.getpid())):
+            self._put(index, word, value)
         return self._memory[index * self._SIZE :][:8]
 
     def begin(self, index: int, total: int) -> None:
@@ -155,18 +156,14 @@ class Slots:
     def _put(self, index: int, word: int, value: int) -> None:
         self._words[index * self._SIZE // 8 + word] = value
 
-    def _write(self, index: int, *values: int) -> None:
-        for word, value in enumerate(values):
-            self._put(index, word, value)
-
 
 def _exists(process: int) -> bool:
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # another user's
+        pass
     return True
 
 
@@ -180,8 +177,8 @@ class Look(NamedTuple):
 class _Onlooker:
     """A thread that shows slots until they have ended.
 
-    It is no daemon, as one that the end of the program cuts off while it holds standard error would bring that down;
-    it ends with the main thread.
+    One that draws is no daemon, as what the end of the program cuts off while it holds standard error would bring that
+    down; it ends with the main thread. One that calls a function is, as the function may never return.
     """
 
     def __init__(self, slots: Slots, every_seconds: float, show: Callable[[Look], None], daemon: bool) -> None:
@@ -305,16 +302,15 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
         total: bytes that it will be.
         enabled: whether to draw it, where standard error is a terminal; None: yes.
     """
-    slots, counter, *_ = _own_slots()
-    slots.begin(0, total)
-    settle = _draw(slots, label, stays=False) if enabled is not False and is_shown() else _nothing
-    failed = True
-    try:
+
+    def show(slots: Slots) -> Callable[[], None]:
+        return _draw(slots, label, stays=False) if enabled is not False and is_shown() else _nothing
+
+    slots, counter, index, _ = _own_slots()
+    meter = _SlotMeter(slots, counter, index, show)
+    with meter:
+        meter.begin(lambda: total)
         yield Bar(counter)
-        failed = False
-    finally:
-        slots.end(0, failed)
-        settle()
 
 
 # ---- a function that is told ----

@@ -12,7 +12,8 @@ PACKAGE = Path(dcpring.__file__).resolve().parent
 
 BELOW: dict[str, tuple[str, ...]] = {
     "cli": ("tools",),
-    "tools": ("sources", "resume"),
+    "tools": ("sources", "integrations"),
+    "integrations": ("resume",),
     "resume": ("store",),
     "sources": ("store",),
     "store": ("move",),

@@ -27,8 +27,8 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "torchside" not in pa
 
 OWN = {"self", "cls"}
 NAMEDTUPLES = {"_replace", "_asdict", "_fields", "_make"}
-FOREIGN = {"_actions"}
-"""Private names of argparse."""
+FOREIGN = {"_actions", "_config", "_initializing"}
+"""Private names of argparse, of multiprocessing and of importlib."""
 
 OLDER, NEWER = (0, 0), (99, 0)
 
@@ -211,6 +211,7 @@ NOT_CALLED: dict[str, set[str]] = {
     "torch.distributed._shard.sharded_tensor.ShardedTensor": {"local_shards", "metadata", "sharding_spec"},
     "torch.distributed._shard.sharded_tensor.Shard": set(),
     "torch.distributed.tensor.placement_types._StridedShard": {"dim", "split_factor"},
+    "torch.distributed.checkpoint._async_process_executor": {"_CHECKPOINT_PROCESS"},
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": set(),
     "torch._utils._sparse_tensors_to_validate": set(),
     "torch._utils._get_sparse_tensors_to_validate": set(),

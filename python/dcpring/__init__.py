@@ -12,10 +12,12 @@ What either writes, stock DCP reads, and the reverse.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
+    from dcpring.integrations.install import Installation, install, uninstall
     from dcpring.names.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -55,6 +57,7 @@ __all__ = [
     "ElasticLoader",
     "ElasticSampler",
     "IOStats",
+    "Installation",
     "KeyDiff",
     "KeyMismatchError",
     "KeyTable",
@@ -84,18 +87,21 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "install",
     "print_keys",
     "register_wrapper",
     "saved_key_map",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "uninstall",
     "verify",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
     "tools.inspect.compare": ("CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"),
+    "integrations.install": ("Installation", "install", "uninstall"),
     "tools.convert": ("ConvertReport", "convert"),
     "tools.inspect.verify": ("Problem", "VerifyReport", "verify"),
     "watch.progress": ("Progress",),
@@ -142,3 +148,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PUBLIC})
+
+
+if os.environ.get("DCPRING_INSTALL", "0") != "0":
+    from dcpring.integrations.install import install_if_asked_for
+
+    install_if_asked_for()

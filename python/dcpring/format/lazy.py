@@ -20,6 +20,7 @@ from dcpring.base.collector import collection_paused
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.metadata import Parts, load_metadata, metadata_id, unpickle_metadata
 from dcpring.format.properties import decode_properties, pickled_fragment
+from dcpring.format.unpickler import Trust
 from dcpring.torchside.dcp import restore_strides
 
 _LAZY = ("state_dict_metadata", "planner_data", "storage_data")
@@ -79,7 +80,7 @@ class StoredChunks(Chunks):
     The pickle, which says the same, is only read when someone looks at the Metadata's attributes.
     """
 
-    def __init__(self, parts: Parts, path: Path, trusted: bool, safe_globals: Sequence[Any]) -> None:
+    def __init__(self, parts: Parts, path: Path, trusted: Trust, safe_globals: Sequence[Any]) -> None:
         try:
             size = int.from_bytes(parts.tables[:8], "little")
             table, places = _C.decode_table(parts.tables[8 : 8 + size]), _C.decode_places(parts.tables[8 + size :])

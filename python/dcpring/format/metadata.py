@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.format.unpickler import RefusedError, Safe, unpickle
+from dcpring.format.unpickler import RefusedError, Safe, Trust, unpickle, warn_of
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import StorageInfo, StoredProperties, attributes_of
 
@@ -172,13 +172,13 @@ def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -
 
 
 def unpickle_metadata(
-    pickled: memoryview, path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+    pickled: memoryview, path: Path, *, trusted: Trust = False, safe_globals: Iterable[Any] = ()
 ) -> Metadata:
     """Reads a metadata file's pickle without running code from it.
 
     Args:
         path: the ``.metadata`` file, for errors.
-        trusted: unpickle whatever is there.
+        trusted: unpickle whatever is there; see ``Trust``.
         safe_globals: classes and functions that the pickle may name besides DCP's own.
 
     Raises:
@@ -196,9 +196,17 @@ def unpickle_metadata(
     return metadata
 
 
-def _unpickled(pickled: memoryview, path: Path, trusted: bool, safe_globals: Iterable[Any]) -> Metadata:
-    trusting = _TrustingUnpickler(io.BytesIO(pickled))
-    metadata = trusting.load() if trusted else unpickle_safely(pickled, path, safe_globals)
+def _unpickled(pickled: memoryview, path: Path, trusted: Trust, safe_globals: Iterable[Any]) -> Metadata:
+    if trusted == "warn":
+        try:
+            metadata = unpickle(pickled, Safe(safe_globals))
+        except RefusedError as error:
+            warn_of(error)
+            trusted = True
+    if trusted is True:
+        metadata = _TrustingUnpickler(io.BytesIO(pickled)).load()
+    elif trusted is False:
+        metadata = unpickle_safely(pickled, path, safe_globals)
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(f"the file holds a {type(metadata).__name__}, not DCP metadata", str(path))
     dcp.restore_strides(metadata)
@@ -206,7 +214,7 @@ def _unpickled(pickled: memoryview, path: Path, trusted: bool, safe_globals: Ite
 
 
 def load_metadata(
-    path: Path, *, trusted: bool = False, safe_globals: Iterable[Any] = ()
+    path: Path, *, trusted: Trust = False, safe_globals: Iterable[Any] = ()
 ) -> tuple[Metadata, Trailer | None]:
     """A metadata file as ``unpickle_metadata`` reads it, and its trailer. OSError where it cannot be read."""
     parts = split_metadata(read_regular(path), path)

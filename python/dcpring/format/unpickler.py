@@ -27,6 +27,7 @@ import decimal
 import fractions
 import functools
 import io
+import logging
 import pathlib
 import pickletools
 import random
@@ -35,7 +36,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -43,9 +44,15 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from dcpring import _C
 from dcpring.torchside.dcp import MEMORY_FORMATS, OLD_METADATA, StorageInfo, StoredProperties
 from dcpring.torchside.serialization import LAYOUT_GETTER, QUANTIZATIONS, REBUILD_AS_TYPE, REBUILDERS
+from dcpring.torchside.versions import say_once
 
 _MOST_BITS = 1 << 16
 """Of the parts of a Fraction, which are divided by their greatest common divisor."""
+
+
+Trust = bool | Literal["warn"]
+"""What a load does about a pickle that asks for more than data: refuses it (False), loads it whatever that runs (True),
+or loads it and says so in the log ("warn")."""
 
 
 class RefusedError(Exception):
@@ -58,6 +65,16 @@ class RefusedError(Exception):
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.name = name
+
+
+def warn_of(refused: RefusedError) -> None:
+    """Says, once for each class, that a pickle is loaded all the same."""
+    say_once(
+        logging.WARNING,
+        f"what is loaded holds more than plain data and tensors ({refused}): it is loaded as torch does, which runs "
+        "code that the checkpoint names. Load it with trusted=False to have it refused, "
+        f"or with safe_globals=[{refused.name or '...'}] if that is known to be harmless",
+    )
 
 
 class _WrongError(Exception):

@@ -32,7 +32,7 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, U
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import TENSOR, ring_info
 from dcpring.format.properties import decode_properties
-from dcpring.format.unpickler import RefusedError, Safe
+from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.move.device import Uploader, padded
 from dcpring.move.handon import Exchange
@@ -209,7 +209,7 @@ class Loader:
         path: str,
         transforms: Any,
         options: IOOptions,
-        trusted: bool,
+        trusted: Trust,
         safe_globals: Sequence[Any],
         stats: IOStats,
         rank: int | None,
@@ -522,7 +522,7 @@ class Loader:
     def _read_objects(self, objects: list[tuple[ReadItem, _Whole]]) -> list[Loaded | io.BytesIO]:
         """Objects, which the planner gets only after all of them have been checked; as they are, if trusted."""
         streams = self._read_whole(objects) if objects else []
-        if self._trusted:
+        if self._trusted is True:
             return list(streams)
         return [self._unpickle(item, stream) for (item, _), stream in zip(objects, streams, strict=True)]
 
@@ -534,11 +534,15 @@ class Loader:
         else:
             planner.load_object(item, value.value)
 
-    def _unpickle(self, item: ReadItem, stream: io.BytesIO) -> Loaded:
-        """Loads without running code."""
+    def _unpickle(self, item: ReadItem, stream: io.BytesIO) -> Loaded | io.BytesIO:
+        """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
         try:
             return load_object(stream, self._safe)
         except RefusedError as error:
+            if self._trusted == "warn":
+                warn_of(error)
+                stream.seek(0)
+                return stream
             cure = f"the class in safe_globals=[{error.name}]" if error.name else "the class in safe_globals=[...]"
             raise UntrustedCheckpointError(
                 f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
@@ -552,9 +556,10 @@ class Loader:
             ) from error
 
     def _tensor_of(self, item: ReadItem, stream: io.BytesIO) -> Any:
-        if self._trusted:
-            return torch.load(stream, map_location="cpu", weights_only=False)
-        return self._unpickle(item, stream).value
+        loaded = stream if self._trusted is True else self._unpickle(item, stream)
+        if isinstance(loaded, io.BytesIO):
+            return torch.load(loaded, map_location="cpu", weights_only=False)
+        return loaded.value
 
     def _load_wholes(self, batch: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
         for (item, _), data in zip(batch, self._read_whole(batch), strict=True):

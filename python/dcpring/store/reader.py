@@ -31,6 +31,7 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring.format.unpickler import Trust
 from dcpring.move.handon import exchange_of
 from dcpring.move.load import Loader, ObjectCatalog
 from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
@@ -83,6 +84,7 @@ class RingReader(FileSystemReader):
         path: directory of the checkpoint.
         engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
+            "warn" does so too, and logs the name of each class that is more than plain data.
         safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
         key_map: other names for what is in the checkpoint: "normalize", a dict, the path of a JSON table, or a
             function from the checkpoint's names to those of the state dict (see docs/keys.md).
@@ -117,7 +119,7 @@ class RingReader(FileSystemReader):
         block_size_bytes: int = 4 << 20,
         workers: int = 2,
         checksum: bool = True,
-        trusted: bool = False,
+        trusted: Trust = False,
         safe_globals: Sequence[Any] = (),
         key_map: KeyMapLike = None,
         unexpected: Unexpected = "log",
@@ -125,6 +127,8 @@ class RingReader(FileSystemReader):
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
+        if trusted not in (True, False, "warn"):
+            raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
         self._tracer = _trace.Tracer(trace)
         self._loads = _Loads()
         layout.require_local(path)

@@ -59,7 +59,7 @@ from dcpring.names.key_map import (
     rename_metadata,
     rename_results,
 )
-from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
+from dcpring.options import MAX_WORKERS, Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import describes_itself
@@ -182,7 +182,7 @@ class RingWriter(FileSystemWriter):
             direct=direct,
             queue_depth=queue_depth,
             block_size_bytes=block_size_bytes,
-            workers=max(2, thread_count) if workers is None else workers,
+            workers=min(max(2, thread_count), MAX_WORKERS) if workers is None else workers,
             checksum=checksum,
         )
         self.keep_superseded = keep_superseded

@@ -199,6 +199,14 @@ def attributes_of(info: StorageInfo) -> Mapping[str, Any]:
     return vars(info)
 
 
+_background = optional(f"{_DCP}", "_async_process_executor")
+
+
+def has_background_process() -> bool:
+    """Whether ``async_save`` has started the process that all saves of AsyncCheckpointerType.PROCESS go to."""
+    return getattr(_background, "_CHECKPOINT_PROCESS", None) is not None
+
+
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")
 _load = optional(f"{_DCP}.state_dict_loader", "_load_state_dict")
 

@@ -13,17 +13,24 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
+from setuptools.command.install_lib import install_lib
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
 LIBRARIES = {
     "uring": ("#include <liburing.h>", "struct io_uring r; return io_uring_queue_init(1, &r, 0);", "liburing-dev"),
     "deflate": ("#include <libdeflate.h>", 'return (int)libdeflate_crc32(0, "", 0);', "libdeflate-dev"),
 }
+
+
+STARTUP = Path("python/dcpring_install.pth")
+"""A line that Python reads when it starts, from the folder of packages: with DCPRING_INSTALL it imports dcpring."""
 
 
 def links(compiler: list[str], include: str, body: str, library: list[str]) -> bool:
@@ -79,6 +86,30 @@ class LimitedApiWheel(bdist_wheel):
         super().finalize_options()
 
 
+class InstallLib(install_lib):
+    def run(self) -> None:
+        super().run()
+        self.copy_file(str(STARTUP), self.install_dir)
+
+    def get_outputs(self) -> list[str]:
+        return [*super().get_outputs(), os.path.join(self.install_dir, STARTUP.name)]
+
+
+class EditableWheel(editable_wheel):
+    """`pip install -e`: nothing is copied there, so the file is added to the wheel that was made."""
+
+    def run(self) -> None:
+        super().run()
+        for path in Path(self.dist_dir).glob("*.editable-*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                entries = [(info, wheel.read(info)) for info in wheel.infolist()]
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+                wheel.write(STARTUP, STARTUP.name)
+                for info, data in entries:
+                    is_record = info.filename.endswith(".dist-info/RECORD")
+                    wheel.writestr(info, data + f"{STARTUP.name},,\n".encode() if is_record else data)
+
+
 refuse_free_threading()
 extra = shlex.split(os.environ.get("DCPRING_CFLAGS", ""))
 setup(
@@ -94,5 +125,10 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildExtension, "bdist_wheel": LimitedApiWheel},
+    cmdclass={
+        "build_ext": BuildExtension,
+        "bdist_wheel": LimitedApiWheel,
+        "editable_wheel": EditableWheel,
+        "install_lib": InstallLib,
+    },
 )

@@ -87,6 +87,34 @@ def test_wheel_works_by_itself(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+STARTUP = """
+import site, sys
+site.addsitedir(sys.argv[1])
+if "dcpring" in sys.modules:
+    from dcpring.integrations.install import current
+    print(current() is not None, [name for name in sys.modules if name == "torch"])
+"""
+
+
+@pytest.mark.parametrize(("variable", "said"), [("", ""), ("0", ""), ("1", "True []")])
+def test_wheel_installs_itself_where_the_environment_asks_for_it(
+    variable: str, said: str, wheel: Path, tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    done = run(sys.executable, "-S", "-c", STARTUP, tmp_path, cwd=tmp_path, DCPRING_INSTALL=variable, PYTHONPATH="")
+    assert (done.stdout.strip(), done.stderr) == (said, "")
+
+
+def test_an_editable_installation_does_so_too(source: Path, tmp_path: Path) -> None:
+    made = run(sys.executable, "setup.py", "-q", "editable_wheel", "--dist-dir", tmp_path, cwd=source)
+    assert made.returncode == 0, made.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        assert b"DCPRING_INSTALL" in wheel.read("dcpring_install.pth")
+        (record,) = (name for name in wheel.namelist() if name.endswith("/RECORD"))
+        assert {line.split(",")[0] for line in wheel.read(record).decode().splitlines()} == set(wheel.namelist())
+
+
 def test_extension_exports_only_its_init_and_needs_no_dev_library(wheel: Path, tmp_path: Path) -> None:
     extension = Path(zipfile.ZipFile(wheel).extract("dcpring/_C.abi3.so", tmp_path))
     symbols = run("nm", "-D", "--defined-only", extension, cwd=tmp_path).stdout.split("\n")

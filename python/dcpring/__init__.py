@@ -150,7 +150,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PUBLIC})
 
 
-if os.environ.get("DCPRING_INSTALL", "0") != "0":
+if os.environ.get("DCPRING_INSTALL", "0") not in ("", "0"):
     from dcpring.integrations.install import install_if_asked_for
 
     install_if_asked_for()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 
+from dcpring.cli import run as run_command
+
 __all__ = ["main"]
 
 
@@ -20,14 +22,17 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 where what was looked at differs or is damaged, 2 for wrong arguments and
-        what cannot be done, 130 after Ctrl-C.
+        what cannot be done, 130 after Ctrl-C; after ``run`` that of the program.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if run_command.is_meant(argv):
+        return run_command.execute(argv)
     try:
         import rich  # noqa: F401
 
         from dcpring.cli._app import run
 
-        return run(sys.argv[1:] if argv is None else argv)
+        return run(argv)
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise

@@ -9,11 +9,12 @@ import sys
 
 import dcpring
 from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
+from dcpring.cli import run as run_command
 from dcpring.cli._output import Output, in_words, take_streams, visible
 from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
-_COMMANDS = (ls, keys, verify, diff, convert, plot, trace, bench, doctor, completion)
+_COMMANDS = (ls, keys, verify, diff, convert, plot, trace, bench, doctor, run_command, completion)
 
 DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.distributed.checkpoint."
 

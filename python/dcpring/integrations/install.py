@@ -9,6 +9,7 @@ multiprocessing hands them; DCP's background process is one of these. Programs t
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import logging
@@ -159,6 +160,15 @@ def current() -> Installation | None:
     return _state.installations[-1] if _state.installations else None
 
 
+def tried_out() -> dict[str, bool]:
+    """torch's classes, and whether calls of them would make dcpring's objects now. Imports torch."""
+    importlib.import_module(_DCP)
+    if _state.stand_in is None:
+        return {}
+    found: dict[str, bool] = _state.stand_in.tried_out()
+    return found
+
+
 class _State:
     """What is installed in this process.
 
@@ -192,10 +202,12 @@ class _State:
             sys.meta_path.insert(0, self.finder)
 
     def begin(self, options: Options) -> None:
+        is_loading = any(name.startswith("dcpring.") and not is_imported(name) for name in list(sys.modules))
+
         from dcpring.integrations import stand_in
 
         self.stand_in = stand_in
-        stand_in.start(options)
+        stand_in.start(options, is_loading=is_loading)
 
     def dcp_is_there(self) -> None:
         """After the import of DCP, which must not fail because of us."""

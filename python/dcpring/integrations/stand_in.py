@@ -25,23 +25,38 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from dcpring.integrations.install import Options
-from dcpring.plan.load_planner import RingLoadPlanner
-from dcpring.plan.save_planner import RingSavePlanner
-from dcpring.store.layout import not_remote
-from dcpring.store.reader import RingReader
-from dcpring.store.writer import RingWriter
-from dcpring.torchside.dcp import has_background_process
-from dcpring.torchside.versions import say_once
 
 logger = logging.getLogger("dcpring")
 
-PAIRS: dict[type, tuple[type, str]] = {
-    FileSystemWriter: (RingWriter, "writer"),
-    FileSystemReader: (RingReader, "reader"),
-    DefaultSavePlanner: (RingSavePlanner, "save_planner"),
-    DefaultLoadPlanner: (RingLoadPlanner, "load_planner"),
+PAIRS: dict[type, tuple[str, str]] = {
+    FileSystemWriter: ("RingWriter", "writer"),
+    FileSystemReader: ("RingReader", "reader"),
+    DefaultSavePlanner: ("RingSavePlanner", "save_planner"),
+    DefaultLoadPlanner: ("RingLoadPlanner", "load_planner"),
 }
-"""torch's class, ours, and which of the options are for it."""
+"""torch's class, the name of ours, and which of the options are for it."""
+
+
+@functools.cache
+def ours() -> dict[type, Any]:
+    """Our classes, for torch's. They are imported here, and not above: one of them may be what imports DCP."""
+    from dcpring.plan.load_planner import RingLoadPlanner
+    from dcpring.plan.save_planner import RingSavePlanner
+    from dcpring.store.reader import RingReader
+    from dcpring.store.writer import RingWriter
+
+    return {
+        FileSystemWriter: RingWriter,
+        FileSystemReader: RingReader,
+        DefaultSavePlanner: RingSavePlanner,
+        DefaultLoadPlanner: RingLoadPlanner,
+    }
+
+
+@functools.cache
+def _taken() -> dict[type, frozenset[str]]:
+    """The arguments that our classes take."""
+    return {stock: frozenset(inspect.signature(one).parameters) for stock, one in ours().items()}
 
 
 @dataclass(frozen=True)
@@ -56,28 +71,42 @@ _replaced: dict[type, _Constructor] = {}
 _options: Options | None = None
 
 
-def start(options: Options) -> None:
+def start(options: Options, *, is_loading: bool) -> None:
     """From now on torch's classes make dcpring's objects, with these options.
+
+    Args:
+        is_loading: a module of dcpring's is being imported, and has imported DCP; else all that the first save needs is
+            imported now, and the options are checked.
 
     Raises:
         TypeError: options that a class does not have.
     """
     global _options
-    for ours, kind in PAIRS.values():
-        _check_options(ours, kind, getattr(options, kind))
+    if not is_loading:
+        for stock, (name, kind) in PAIRS.items():
+            wrong = sorted(set(getattr(options, kind)) - _taken()[stock])
+            if wrong:
+                raise TypeError(f"{kind}_options has {', '.join(map(repr, wrong))}, which {name} does not take")
     _options = options
     if _replaced:
         return
+    if not is_loading:
+        _warn_of_background_process()
+    for stock, (_, kind) in PAIRS.items():
+        had = vars(stock).get("__init__")
+        _replaced[stock] = _Constructor(had, _constructor(stock, kind))
+        setattr(stock, "__init__", _replaced[stock].has)  # noqa: B010
+    logger.info("%s", described())
+
+
+def _warn_of_background_process() -> None:
+    from dcpring.torchside.dcp import has_background_process
+
     if has_background_process():
         logger.warning(
             "async_save has started its background process before dcpring was installed: its saves go on with torch's "
             "classes until it ends. Call dcpring.install() before the first async_save"
         )
-    for stock, (ours, kind) in PAIRS.items():
-        had = vars(stock).get("__init__")
-        _replaced[stock] = _Constructor(had, _constructor(stock, ours, kind))
-        setattr(stock, "__init__", _replaced[stock].has)  # noqa: B010
-    logger.info("%s", described())
 
 
 def stop() -> None:
@@ -98,25 +127,24 @@ def stop() -> None:
     logger.info("dcpring is uninstalled: torch %s uses its own storage and planners", torch.__version__)
 
 
+def tried_out() -> dict[str, bool]:
+    """See ``install.tried_out``."""
+    made = {FileSystemWriter: (".",), FileSystemReader: (".",), DefaultSavePlanner: (), DefaultLoadPlanner: ()}
+    return {stock.__name__: type(stock(*args)) is ours()[stock] for stock, args in made.items()}
+
+
 def described() -> str:
     """What is replaced, in words."""
     assert _options is not None
-    pairs = ", ".join(f"{ours.__name__} for {stock.__name__}" for stock, (ours, _) in PAIRS.items())
+    pairs = ", ".join(f"{name} for {stock.__name__}" for stock, (name, _) in PAIRS.items())
     trusted = _options.reader.get("trusted")
     objects = "are refused" if trusted is False else "load as with torch (dcpring.install(trusted=False) refuses them)"
     return f"dcpring is installed in torch {torch.__version__}: {pairs}. Objects whose loading could run code {objects}"
 
 
-def _check_options(ours: type, kind: str, options: dict[str, Any]) -> None:
-    known = set(inspect.signature(ours).parameters)
-    wrong = sorted(set(options) - known)
-    if wrong:
-        raise TypeError(f"{kind}_options has {', '.join(map(repr, wrong))}, which {ours.__name__} does not take")
-
-
-def _constructor(stock: Any, ours: Any, kind: str) -> Callable[..., None]:
+def _constructor(stock: Any, kind: str) -> Callable[..., None]:
     construct = stock.__init__
-    parameters, taken = inspect.signature(construct), set(inspect.signature(ours).parameters)
+    parameters = inspect.signature(construct)
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,13 +156,15 @@ def _constructor(stock: Any, ours: Any, kind: str) -> Callable[..., None]:
         except TypeError:
             return construct(self, *args, **kwargs)  # which says what is wrong
         given.pop("self")
-        reason = _not_taken(given, set(given) - taken)
+        reason = _not_taken(given, set(given) - _taken()[stock])
         if reason:
+            from dcpring.torchside.versions import say_once
+
             say_once(logging.WARNING, f"{stock.__name__} with {reason} is torch's own, as dcpring does not take that")
             return construct(self, *args, **kwargs)
-        self.__class__ = ours
+        self.__class__ = ours()[stock]
         try:
-            ours.__init__(self, **{**getattr(options, kind), **given})
+            self.__init__(**{**getattr(options, kind), **given})
         except BaseException:
             self.__class__ = stock
             raise
@@ -144,6 +174,8 @@ def _constructor(stock: Any, ours: Any, kind: str) -> Callable[..., None]:
 
 def _not_taken(given: dict[str, Any], unknown: set[str]) -> str:
     """What of these arguments dcpring's class is not for; "" if it is for all."""
+    from dcpring.store.layout import not_remote
+
     if unknown:
         return ", ".join(f"{name}=" for name in sorted(unknown))
     form = given.get("serialization_format", SerializationFormat.TORCH_SAVE)

@@ -435,12 +435,29 @@ def _round_trip(scratch: Path, options: IOOptions) -> str:
 
 def _software() -> Iterator[Check]:
     yield Check("software", "Python", "ok", platform.python_version())
+    yield _installed()
     yield _torch()
     for name, (use, extra) in _EXTRAS.items():
         if importlib.util.find_spec(name) is not None:
             yield Check("software", name, "ok", "installed")
         else:
             yield Check("software", name, "missing", "not installed", f"for {use}", f"pip install 'dcpring[{extra}]'")
+
+
+def _installed() -> Check:
+    """Whether programs get dcpring without a change of theirs; what that would replace is tried out."""
+    from dcpring.integrations import install
+
+    by = f"{install.VARIABLE}={os.environ[install.VARIABLE]}" if install.is_asked_for() else ""
+    try:
+        with install.install():
+            names = ", ".join(name for name, is_ours in install.tried_out().items() if is_ours)
+    except Exception as error:
+        meaning = "dcpring.install() does not work with this torch; RingWriter(...) and its kin do where they are given"
+        return Check("software", "install()", "missing", str(error), meaning)
+    if not by and install.current() is None:
+        return Check("software", "install()", "ok", f"not in use; would replace {names}")
+    return Check("software", "install()", "ok", f"in use{f', by {by}' if by else ''}: replaces {names}")
 
 
 def _torch() -> Check:

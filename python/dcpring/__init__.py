@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
+    from dcpring.resume.single import load, save
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.tools.convert import ConvertReport, convert
@@ -88,8 +89,10 @@ __all__ = [
     "get_optimizer_state_dict",
     "get_state_dict",
     "install",
+    "load",
     "print_keys",
     "register_wrapper",
+    "save",
     "saved_key_map",
     "set_model_state_dict",
     "set_optimizer_state_dict",
@@ -118,6 +121,7 @@ _MODULES = {
     "report": ("LoadReport", "PlanReport", "RankReport", "ReadReport"),
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
+    "resume.single": ("load", "save"),
     "names.state_dict": (
         "get_model_state_dict",
         "get_optimizer_state_dict",

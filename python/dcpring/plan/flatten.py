@@ -26,6 +26,8 @@ class Flat:
     mappings: dict[str, Path] = field(default_factory=dict)
     codes: list[bytes] = field(default_factory=list)
     """The paths as the core has them: see ``_path_code``."""
+    renamed: list[str] = field(default_factory=list)
+    """Names of mappings with keys that are no strings, and so come back as others."""
 
 
 def flatten(state_dict: Mapping[str, Any]) -> Flat:
@@ -59,12 +61,20 @@ def _flatten_value(flat: Flat, name: str, path: Path, value: Any) -> None:
 
 def _flatten_mapping(flat: Flat, name: str, path: Path, mapping: Mapping[Any, Any]) -> None:
     code = _path_code((*path, ""))  # the same for all leaves of this mapping
+    if not all(type(key) is str for key in mapping):
+        _note_keys(flat, name, mapping)
     for key, value in mapping.items():
         child = f"{name}.{key}"
         if type(value) in PLAIN_TYPES:
             _add_leaf(flat, child, (*path, str(key)), value, code)
         else:
             _flatten_value(flat, child, (*path, str(key)), value)
+
+
+def _note_keys(flat: Flat, name: str, mapping: Mapping[Any, Any]) -> None:
+    others = {type(key).__name__ for key in mapping if not isinstance(key, str)}
+    if others:
+        flat.renamed.append(f"{name} ({', '.join(sorted(others))})")
 
 
 def _add_leaf(flat: Flat, name: str, path: Path, value: Any, code: bytes) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcpring import _C
 from dcpring.base.groups import host_id, rank_in, world_size
+from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
@@ -148,6 +149,8 @@ class RingSavePlanner(DefaultSavePlanner):
         self._phases.begin(_trace.LOCAL_PLAN)
         if self.flatten_state_dict:
             self._save.flat = flatten(state_dict)
+            if self._save.flat.renamed and is_coordinator:
+                _warn_of_keys(self._save.flat.renamed)
         else:
             self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
         if self.flatten_sharded_tensors:
@@ -648,6 +651,17 @@ def _report_of(rank: int, given: SavePlan, planned: SavePlan) -> RankReport:
 def _tensor_bytes(items: Sequence[WriteItem]) -> int:
     chunks = (item.tensor_data for item in items if item.tensor_data is not None)
     return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in chunks)
+
+
+def _warn_of_keys(renamed: list[str]) -> None:
+    """Says, once for the same mappings, that their keys will be others when they come back."""
+    versions.say_once(
+        logging.WARNING,
+        f"the state dict has keys that are no strings, in {some_keys(renamed)}. DCP stores them as strings: a load "
+        "into a state dict with the same keys fills its tensors, but one that makes the state dict from the checkpoint "
+        'has "0" for 0, which Optimizer.load_state_dict takes for no parameter. Use dcpring.save() and '
+        "dcpring.load() in one process, else dcpring.get_state_dict() or dcpring.Checkpointer",
+    )
 
 
 def makes_tensors(planner: SavePlanner) -> bool:

@@ -1,0 +1,309 @@
+"""``dcpring.save`` and ``dcpring.load``: a tree of one process, which comes back exactly as it was.
+
+Every tensor and every value is an ordinary entry of a DCP checkpoint, named as DCP would name it, so that stock and
+the tools read them. Beside them lies the tree itself, with the names in the places of what they stand for: it has the
+containers and the keys that names do not tell (ints, tuples, empty dicts). No collective is called, whether or not
+there is a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from dcpring.base.text import some
+from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.unpickler import Safe, Trust
+from dcpring.move.objects import ObjectPolicy, refusals
+from dcpring.resume import backend, trees
+from dcpring.resume.manifest import OnceReader, Stored
+from dcpring.store.writer import RingWriter
+from dcpring.torchside.dcp import plans_for_itself
+from dcpring.torchside.tensors import ShardedTensor
+
+__all__ = ["load", "save"]
+
+TREE_KEY = "dcpring.tree"
+"""The entry that holds the tree of names."""
+
+ROOT = "tree"
+"""Where a tree lies that is no mapping."""
+
+_NAMEDTUPLE, _PARAMETER, _WITH_GRADIENT, _HIDDEN = range(4)
+"""Kinds of nodes of the tree of names that are written as a tuple which begins with an int: all else in it is a
+container, or the name of a leaf. A namedtuple has its class, its fields and its nodes; a parameter its name and
+requires_grad; a tensor that requires a gradient, and an object that DCP would take for a mapping or a tensor, their
+names."""
+
+_SCALARS = (int, float, complex, bool, str, bytes, type(None))
+
+
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    objects: ObjectPolicy = "error",
+    safe_globals: Sequence[Any] = (),
+    writer_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves a tree of one process, such as all that a training has on rank 0, to be read by ``dcpring.load``.
+
+    What it holds comes back as it was: dicts with keys of any kind, empty dicts, tuples, namedtuples, None, tensors,
+    parameters, and the objects that loads take (docs/objects.md). Other processes take no part, also where there is a
+    process group. The directory is a checkpoint of DCP: ``dcp.load`` of stock reads tensors and values by their names.
+    What is there stays good until the new one is complete.
+
+    Args:
+        tree: of dicts, lists and tuples; a tensor of which each rank has a part is none of one process.
+        path: directory of the checkpoint, made if missing.
+        objects: "error" refuses what a load would refuse, before anything is written; "warn" and "allow" as for
+            ``RingWriter``: such a checkpoint is loaded with ``trusted=True``.
+        safe_globals: classes that the load will be given as ``safe_globals``.
+        writer_options: for ``RingWriter``.
+
+    Raises:
+        CheckpointError: something in the tree cannot come back as it is; the message names it, and the cure.
+        OSError: with errno and path.
+    """
+    encoder = _Encoder()
+    try:
+        names = encoder.node(tree, () if type(tree) in (dict, OrderedDict) else (ROOT,))
+    except RecursionError:
+        raise CheckpointError("cannot save the tree: it holds itself, or is nested too deeply") from None
+    values: dict[str, Any] = {**encoder.values, TREE_KEY: (trees.MARK, names)}
+    if objects == "error":
+        _refuse(values, Safe(safe_globals))
+    options = {"objects": "allow" if objects == "error" else objects, "safe_globals": safe_globals}
+    writer = RingWriter(path, **{**options, **(writer_options or {})})
+    try:
+        backend.save(_nested(values, encoder.paths), writer, backend.SavePlanner(check_replicas="off"), None)
+    except CheckpointException as error:
+        raise _first(error) from None
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    trusted: Trust = False,
+    safe_globals: Sequence[Any] = (),
+    reader_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Loads what ``dcpring.save`` has saved, exactly; other processes take no part.
+
+    Any other checkpoint of DCP comes as a dict of whole tensors and values, nested as it was when it was saved, as far
+    as DCP knows that: with keys that are strings, and without empty dicts.
+
+    Args:
+        path: directory of the checkpoint.
+        device: where tensors go.
+        trusted: unpickle objects whatever they hold. Only for checkpoints you would run as a program.
+        safe_globals: classes that objects may refer to besides plain data and tensors. Namedtuples need not be among
+            them where their module has been imported.
+        reader_options: for ``RingReader``.
+
+    Returns:
+        The tree.
+
+    Raises:
+        CorruptCheckpointError: bytes are damaged, missing or contradict each other.
+        UntrustedCheckpointError: the checkpoint refers to what is not allowed.
+        CheckpointError: the class of a namedtuple is not there.
+        OSError: with errno and path.
+    """
+    reader = OnceReader(path, **{"trusted": trusted, "safe_globals": safe_globals, **(reader_options or {})})
+    stored = Stored(reader)
+    keys = list(stored.metadata.state_dict_metadata)
+    if TREE_KEY not in keys:
+        return stored.rebuilt(_read(stored, keys, device), depth=0) or {}
+    names = _read(stored, [TREE_KEY], device)[TREE_KEY]
+    values = _read(stored, [key for key in keys if key != TREE_KEY], device)
+    try:
+        return _Decoder(values, trusted is True, safe_globals).tree(names[1])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        message = f"the tree ({TREE_KEY!r}) does not fit the checkpoint: {error!r}"
+        raise CorruptCheckpointError(message, stored.path) from error
+
+
+def _refuse(values: Mapping[str, Any], safe: Safe) -> None:
+    refused: dict[str, str] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            try:
+                refused |= refusals([(name, value)], safe)
+            except Exception as error:
+                raise CheckpointError(
+                    f"cannot save {name!r}: {error}. Keep numbers, strings and tensors there"
+                ) from error
+    if refused:
+        shown = [
+            f"a key of a dict in the tree ({kind})" if name == TREE_KEY else f"{name!r} ({kind})"
+            for name, kind in refused.items()
+        ]
+        kinds = ", ".join(sorted(set(refused.values())))
+        raise CheckpointError(
+            f"cannot save {some(shown, 8)}: a load refuses what is more than plain data. Keep numbers, strings, "
+            "tensors and containers of them there; or, if what loads it may run the code of these classes, pass "
+            f'safe_globals=[{kinds}] here and to the load, or objects="allow" here and trusted=True there'
+        )
+
+
+def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:
+    state = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in stored.blank(keys).items()}
+    try:
+        backend.load(state, stored.reader, backend.LoadPlanner(), None)
+    except CheckpointException as error:
+        raise _first(error) from None
+    return state
+
+
+def _first(error: CheckpointException) -> BaseException:
+    first: BaseException = next(iter(error.failures.values()))[0]
+    return first
+
+
+def _nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The leaves as DCP takes them: below the mappings that their names have."""
+    root: dict[str, Any] = {}
+    for name, value in values.items():
+        *above, last = paths[name]
+        place = root
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return root
+
+
+class _Encoder:
+    """Takes a tree apart.
+
+    Attributes:
+        values: the leaves, by name.
+        paths: what each name is made of.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str, ...]] = {TREE_KEY: (TREE_KEY,)}
+        self._used: set[tuple[str, ...]] = {(TREE_KEY,)}
+
+    def node(self, value: Any, path: tuple[str, ...]) -> Any:
+        """What stands for a value in the tree of names."""
+        kind: Any = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if kind in (dict, OrderedDict):
+            return kind([(key, self.node(one, self._below(path, key))) for key, one in value.items()])
+        if kind in (list, tuple) and not _is_leaf(value):
+            return kind(self._nodes(value, path))
+        if isinstance(value, tuple) and _is_namedtuple(kind):
+            return _NAMEDTUPLE, f"{kind.__module__}:{kind.__qualname__}", list(kind._fields), self._nodes(value, path)
+        if isinstance(value, Mapping) or plans_for_itself(value):
+            return _HIDDEN, self._leaf((trees.MARK, value), path)
+        return self._leaf(value, path)
+
+    def _nodes(self, values: Sequence[Any], path: tuple[str, ...]) -> list[Any]:
+        return [self.node(one, self._below(path, index)) for index, one in enumerate(values)]
+
+    def _below(self, path: tuple[str, ...], key: Any) -> tuple[str, ...]:
+        """Where the value of a key lies: below its text, unless another key has the same."""
+        return self._unused((*path, (str(key) if type(key) in _SCALARS else type(key).__name__) or "~"))
+
+    def _unused(self, path: tuple[str, ...], *, by_name: bool = False) -> tuple[str, ...]:
+        """The path, or the next like it, that nothing has yet; ``by_name``, that has no leaf's name either."""
+        found, number = path, 1
+        while found in self._used or (by_name and ".".join(found) in self.paths):
+            number += 1
+            found = (*path[:-1], f"{path[-1]}~{number}")
+        self._used.add(found)
+        return found
+
+    def _tensor(self, value: Tensor, path: tuple[str, ...]) -> Any:
+        if isinstance(value, DTensor | ShardedTensor):
+            raise CheckpointError(
+                f"cannot save {'.'.join(path)!r}: it is a {type(value).__name__}, of which each rank has a part. Save "
+                "it with dcpring.Checkpointer, or with dcp.save on all ranks; or save its full_tensor()"
+            )
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+        if not is_plain or plans_for_itself(value):
+            return _HIDDEN, self._leaf((trees.MARK, value), path)
+        if value.is_meta:
+            raise CheckpointError(f"cannot save {'.'.join(path)!r}: it is a tensor on the device meta, without values")
+        name = self._leaf(value.detach(), path)
+        if type(value) is nn.Parameter:
+            return _PARAMETER, name, value.requires_grad
+        return (_WITH_GRADIENT, name) if value.requires_grad else name
+
+    def _leaf(self, value: Any, path: tuple[str, ...]) -> str:
+        """Its name: that of DCP, unless another leaf has it."""
+        if ".".join(path) in self.paths:
+            path = self._unused(path, by_name=True)
+        name = ".".join(path)
+        self.values[name], self.paths[name] = value, path
+        return name
+
+
+def _is_leaf(values: Any) -> bool:
+    """Whether a list or a tuple, with those in it, holds nothing but numbers, texts and None."""
+    return all(type(one) in _SCALARS or (type(one) in (list, tuple) and _is_leaf(one)) for one in values)
+
+
+def _is_namedtuple(kind: type) -> bool:
+    fields = getattr(kind, "_fields", None)
+    return isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
+
+
+class _Decoder:
+    """Puts a tree together again."""
+
+    def __init__(self, values: dict[str, Any], trusted: bool, safe_globals: Sequence[Any]) -> None:
+        self._values = values
+        self._trusted = trusted
+        self._known = {f"{one.__module__}:{one.__qualname__}": one for one in safe_globals if isinstance(one, type)}
+
+    def tree(self, node: Any) -> Any:
+        if isinstance(node, str):
+            return self._values[node]
+        if type(node) in (dict, OrderedDict):
+            return type(node)((key, self.tree(one)) for key, one in node.items())
+        if type(node) is list:
+            return [self.tree(one) for one in node]
+        if type(node) is not tuple:
+            raise TypeError(f"a {type(node).__name__} is no node")
+        if not node or type(node[0]) is not int:
+            return tuple(self.tree(one) for one in node)
+        return self._special(*node)
+
+    def _special(self, kind: int, *parts: Any) -> Any:
+        if kind == _NAMEDTUPLE:
+            name, fields, nodes = parts
+            return tuple.__new__(self._namedtuple(name, fields), [self.tree(one) for one in nodes])
+        value = self._values[parts[0]]
+        if kind == _HIDDEN:
+            return value[1]
+        if kind == _PARAMETER:
+            return nn.Parameter(value, requires_grad=parts[1])
+        return value.requires_grad_()
+
+    def _namedtuple(self, name: str, fields: list[str]) -> type:
+        """Its class, of a module that has been imported: an import would run code that the checkpoint names."""
+        module, _, path = name.partition(":")
+        if self._trusted and module not in sys.modules:
+            __import__(module)
+        found: Any = self._known.get(name) or sys.modules.get(module)
+        for part in () if name in self._known else path.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, type) or not issubclass(found, tuple) or list(getattr(found, "_fields", ())) != fields:
+            raise CheckpointError(
+                f"the checkpoint holds a namedtuple {name.replace(':', '.')}({', '.join(fields)}), which this process "
+                f"does not have: import {module} before the load, or pass the class in safe_globals=[...]"
+            )
+        return found

@@ -1,0 +1,247 @@
+"""dcpring.save and dcpring.load: a tree comes back exactly, or is refused before anything is written."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _cli
+import _distributed
+import _prepared
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcpring
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.torchside import versions
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Own:
+    pass
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in values, types, keys and order."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return (a.dtype, a.shape, a.layout, a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.layout,
+            b.requires_grad,
+        ) and torch.equal(a.to_dense() if a.is_sparse else a, b.to_dense() if b.is_sparse else b)
+    if isinstance(a, dict):
+        return [*map(type, a)] == [*map(type, b)] and [*a] == [*b] and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def as_a_trainer_has_it() -> dict[str, Any]:
+    model, optimizer = trained()
+    return {
+        "epoch": 3,
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best": None, "k": {}, "paths": ("a", 1)}},
+        "loops": {"fit_loop": {"state_dict": {}, "batches": Counter({"a": 2})}},
+        "rng": {"python": (3, (1, 2, 3), None), "numpy": np.arange(4), "torch": torch.get_rng_state()},
+    }
+
+
+TREES: dict[str, Any] = {
+    "a trainer's": as_a_trainer_has_it(),
+    "nothing": {},
+    "None": None,
+    "a number": 7,
+    "a tensor": torch.arange(3),
+    "a list": [torch.ones(2), {}, [], (), [[{}]], {"a": [torch.zeros(1)]}],
+    "a tuple": (1, (2, torch.ones(1)), ()),
+    "keys": {0: 1, "0": 2, 0.5: {"x": 1}, None: 3, True: 4, (1, 2): torch.ones(1), b"b": [], "": {}, -1: {"": 1}},
+    "keys that look alike": {"a": {"b": 1, "b~2": 5}, "a.b": 2, "a.b~2": torch.ones(2)},
+    "keys that are numbers": {1: {2: 3}, "1": {"2": 4}, "1.2": 5, 1.2: 6},
+    "our own key": {"dcpring": {"tree": 1}, "dcpring.tree": {"x": 2}, "tree": 3},
+    "ordered": OrderedDict([("b", torch.ones(1)), ("a", OrderedDict())]),
+    "namedtuples": Pair(1, [Pair(torch.ones(2), {}), Pair(None, "x")]),
+    "parameters": {"w": nn.Parameter(torch.ones(2)), "f": nn.Parameter(torch.ones(2), requires_grad=False)},
+    "gradients": {"g": torch.ones(2, requires_grad=True)},
+    "kinds of tensors": [torch.eye(3).to_sparse(), torch.ones(2, 3).t(), torch.tensor(1 + 2j), torch.ones(0, 3)],
+    "objects": {"when": datetime.date(2026, 1, 2), "counts": Counter("aab"), "where": Path("x"), "set": {1, 2}},
+    "marks": {"m": ("dcpring.object", 3), "n": (0, "x", torch.ones(1)), "s": ["dcpring.tree", torch.ones(1)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+    dcpring.save(TREES[name], tmp_path)
+    assert same(dcpring.load(tmp_path), TREES[name])
+
+
+def test_adam_goes_on(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    dcpring.save({"optimizer": optimizer.state_dict()}, tmp_path)
+    other = torch.optim.AdamW(model.parameters(), lr=1.0)
+    other.load_state_dict(dcpring.load(tmp_path)["optimizer"])
+    assert all(parameter in other.state for parameter in model.parameters())
+    assert same(other.state_dict(), optimizer.state_dict())
+
+
+def test_stock_and_the_tools_read_it(tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.arange(6.0)}, "optim": {0: {"m": torch.ones(2)}}, "step": 3}
+    dcpring.save(tree, tmp_path)
+    wanted: dict[str, Any] = {"model": {"w": torch.zeros(6)}, "optim": {"0": {"m": torch.zeros(2)}}, "step": 0}
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert same(wanted, {"model": tree["model"], "optim": {"0": {"m": torch.ones(2)}}, "step": 3})
+    assert dcpring.verify(tmp_path).ok
+    assert "model" in _cli.run("ls", tmp_path).out
+
+
+@pytest.mark.parametrize("by", ["stock", "ring"])
+def test_any_checkpoint_is_loaded_as_dcp_knows_it(by: str, tmp_path: Path) -> None:
+    tree = {"model": {"w": torch.arange(6.0)}, "optim": {0: {"m": torch.ones(2)}}, "steps": [1, 2], "more": [{"x": 1}]}
+    writer = dcp.FileSystemWriter(tmp_path) if by == "stock" else dcpring.RingWriter(tmp_path)
+    dcp.save(tree, storage_writer=writer, no_dist=True)
+    loaded = dcpring.load(tmp_path)
+    assert same(loaded["model"], tree["model"]) and same(loaded["optim"], {"0": {"m": torch.ones(2)}})
+    assert loaded["steps"] == [1, 2] and loaded["more"] == [{"x": 1}]
+
+
+def _itself() -> Any:
+    tree: dict[str, Any] = {}
+    tree["again"] = tree
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"a": {"b": Own()}}, r"cannot save 'a.b' \(.*Own\): .*safe_globals=\[.*Own\] here and to the load"),
+        ({"a": [torch.ones(1), lambda: 1]}, "cannot save 'a.1': .*pickle"),
+        ({Own(): 1}, r"a key of a dict in the tree \(.*Own\)"),
+        ({"a": torch.ones(2, device="meta")}, "'a'.*meta"),
+        (_itself(), "holds itself"),
+    ],
+)
+def test_what_cannot_come_back_is_refused_before_anything_is_written(tree: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        dcpring.save(tree, tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_what_was_there_stays_when_a_save_is_refused(tmp_path: Path) -> None:
+    dcpring.save({"a": 1}, tmp_path)
+    with pytest.raises(CheckpointError):
+        dcpring.save({"a": Own()}, tmp_path)
+    assert dcpring.load(tmp_path) == {"a": 1}
+
+
+def test_objects_that_are_allowed(tmp_path: Path) -> None:
+    dcpring.save({"a": Own()}, tmp_path, safe_globals=[Own])
+    assert type(dcpring.load(tmp_path, safe_globals=[Own])["a"]) is Own
+    dcpring.save({"a": Own()}, tmp_path, objects="allow")
+    with pytest.raises(UntrustedCheckpointError, match="Own"):
+        dcpring.load(tmp_path)
+    assert type(dcpring.load(tmp_path, trusted=True)["a"]) is Own
+
+
+def test_a_namedtuple_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcpring.save(Pair(1, 2), tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "Pair", namedtuple("Pair", "left middle right"))
+    with pytest.raises(CheckpointError, match=r"test_single.Pair\(left, right\).*import test_single"):
+        dcpring.load(tmp_path)
+    monkeypatch.undo()
+    assert dcpring.load(tmp_path) == Pair(1, 2)
+
+
+def test_a_tree_that_does_not_fit_is_damage(tmp_path: Path) -> None:
+    state = {"a": 1, "dcpring.tree": ("dcpring.object", {"a": "b"})}
+    dcp.save(state, storage_writer=dcpring.RingWriter(tmp_path), no_dist=True)
+    with pytest.raises(CorruptCheckpointError, match="does not fit the checkpoint"):
+        dcpring.load(tmp_path)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        dcpring.load(tmp_path)
+
+
+def _only_one_rank(folder: str) -> str:
+    """The other ranks take no part; a collective would wait for them for ever."""
+    path = f"{folder}/of-{dist.get_rank()}"
+    if dist.get_rank() == 1:
+        for step in range(2):
+            dcpring.save({"w": torch.full((3,), float(step)), 1: {}}, path)
+        assert same(dcpring.load(path), {"w": torch.ones(3), 1: {}})
+    sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    try:
+        dcpring.save({"a": {"w": sharded}}, path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_within_a_process_group_no_other_rank_is_needed(tmp_path: Path) -> None:
+    for said in _distributed.run(2, _only_one_rank, str(tmp_path)):
+        assert "'a.w'" in said and "Checkpointer" in said and "full_tensor()" in said
+    assert same(dcpring.load(tmp_path / "of-1"), {"w": torch.ones(3), 1: {}})
+
+
+# ---- what plain saves say ----
+
+
+def test_a_save_says_once_that_keys_will_be_strings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    versions.say_once.cache_clear()
+    _, optimizer = trained()
+    for _ in range(2):
+        planner = dcpring.RingSavePlanner()
+        dcp.save(
+            {"o": optimizer.state_dict()}, storage_writer=dcpring.RingWriter(tmp_path), planner=planner, no_dist=True
+        )
+    (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "'o.state (int)'" in said and "dcpring.save()" in said and "Checkpointer" in said
+    caplog.clear()
+    state = {"a": {"b": {"c": torch.ones(1)}}, "n": [1, {"x": 2}]}
+    planner = dcpring.RingSavePlanner()
+    dcp.save(state, storage_writer=dcpring.RingWriter(tmp_path), planner=planner, no_dist=True)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_another_process_needs_its_classes_imported(tmp_path: Path) -> None:
+    """A checkpoint imports nothing by itself."""
+    (tmp_path / "shapes.py").write_text(
+        "print('imported')\nfrom collections import namedtuple\nPoint = namedtuple('Point', 'x')"
+    )
+    save = "import shapes, dcpring; dcpring.save(shapes.Point(1), 'ckpt')"
+    load = "import dcpring\ntry: print(dcpring.load('ckpt'))\nexcept Exception as error: print(type(error).__name__)"
+    for code, expected in (
+        (save, "imported"),
+        (load, "CheckpointError"),
+        (f"import shapes\n{load}", "imported Point(x=1)"),
+    ):
+        done = _prepared.run(["-W", "ignore", "-c", code], cwd=tmp_path)
+        assert done.stdout.split() == expected.split(), done.stderr

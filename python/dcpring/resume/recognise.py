@@ -1,8 +1,11 @@
-"""Which kind of component an object is, by its type; what could be several is asked for, not guessed."""
+"""Which kind of component an object is: by its type, or by what it does where a trainer has wrapped one of torch's.
+
+What could be several kinds is asked for, not guessed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dcpring.names.first_step import has_own_contract, held, wrapped
-from dcpring.resume.components import Component, Elastic, ModelState, PerRank, Sharded
+from dcpring.resume import trees
+from dcpring.resume.components import Component, Elastic, ModelState, PerRank, Replicated, Sharded
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.optimizers import OptimizerState
 from dcpring.resume.schedules import LRSchedule
@@ -36,7 +40,10 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
         if type(value) is Sharded and isinstance(inner, nn.Module):
             return ModelState(inner, value.strict)
         if type(value) is Sharded and isinstance(inner, Optimizer):
-            return _optimizer(name, inner, models, value.strict)
+            try:
+                return _optimizer(name, inner, models, value.strict)
+            except TypeError:  # nobody knows its parameters' names: its own state_dict() is what was asked for
+                return value
         return value
     if isinstance(value, nn.Module):
         return ModelState(value)
@@ -48,12 +55,60 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
         return PerRank(value)
     if isinstance(value, ElasticLoader):
         return Elastic(value)
+    found = _scheduler(value) or _placed_loader(name, value)
+    if found is not None:
+        return found
     raise TypeError(f"component {name!r} is a {type(value).__name__}: {_cure(value)}")
+
+
+def _scheduler(value: Any) -> Component | None:
+    """What stands before schedulers of torch: passes on to one (accelerate's), or steps several (torchtitan's)."""
+    recognised = [one for _, one in _recognised_in(value)]
+    inside = [one for one in recognised if isinstance(one, LRScheduler)]
+    if not inside or not _does(value, "step", "state_dict", "load_state_dict"):
+        return None
+    if not all(isinstance(one, LRScheduler | Optimizer) for one in recognised):
+        return None  # a trainer
+    if len(inside) == 1 and trees.digest(value.state_dict()) == trees.digest(inside[0].state_dict()):
+        return LRSchedule(inside[0])
+    return Replicated(value)  # a save compares the ranks
+
+
+def _placed_loader(name: str, value: Any) -> Component | None:
+    """A loader whose state belongs to a rank, as it knows which it is (torchtitan's), or was prepared for one."""
+    if not _does(value, "__iter__", "state_dict", "load_state_dict"):
+        return None
+    place = getattr(value, "dp_rank", None), getattr(value, "dp_world_size", None)
+    if all(type(one) is int for one in place):
+        return PerRank(value, rank=place[0], world_size=place[1])
+    if getattr(value, "base_dataloader", None) is None:
+        return None
+    try:
+        is_stateful = isinstance(value.state_dict(), Mapping)
+    except AttributeError:
+        is_stateful = False
+    if is_stateful:
+        return PerRank(value)
+    raise TypeError(
+        f"component {name!r} is a prepared {type(value).__name__} that keeps no position; make the Accelerator with "
+        "dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True), or leave the loader out"
+    )
+
+
+def _does(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
+
+
+def _recognised_in(value: Any) -> Iterable[tuple[str, Any]]:
+    """What is recognised among an object's attributes, and in lists and tuples there, with their places."""
+    for at, one in getattr(value, "__dict__", {}).items():
+        inside = enumerate(one) if isinstance(one, list | tuple) else [("", one)]
+        yield from ((f"{at}[{i}]" if i != "" else at, each) for i, each in inside if isinstance(each, _RECOGNISED))
 
 
 def _cure(value: Any) -> str:
     """What to do about an object of which it cannot be told how it reshards."""
-    inside = [(at, one) for at, one in getattr(value, "__dict__", {}).items() if isinstance(one, _RECOGNISED)]
+    inside = list(_recognised_in(value))
     if inside:
         at, one = inside[0]
         return f"it holds a {type(one).__name__} as .{at}, which is recognised: give that"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpring.options import IOStats
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
-    from dcpring.report import LoadReport, PlanReport, RankReport, ReadReport
+    from dcpring.report import LoadReport, Metrics, PlanReport, RankReport, ReadReport
     from dcpring.resume.background import SaveHandle
     from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
@@ -64,6 +64,7 @@ __all__ = [
     "KeyTable",
     "LRSchedule",
     "LoadReport",
+    "Metrics",
     "ObjectDiff",
     "PerRank",
     "PlanReport",
@@ -118,7 +119,7 @@ _MODULES = {
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
     "store.reader": ("RingReader",),
-    "report": ("LoadReport", "PlanReport", "RankReport", "ReadReport"),
+    "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["LoadReport", "PlanReport", "RankReport", "ReadReport"]
+__all__ = ["LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"]
 
 _WIDEST_COLUMN = 200
 """Longer texts are not cut, but nothing else is moved for them: one long name must not make every row as long."""
@@ -34,6 +36,53 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: It
     line = "  ".join(f"{{:{'>' if number in to_right else '<'}{width}}}" for number, width in enumerate(widths))
     lines = [line.format(*row).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A save or a load in numbers, for ``RingWriter(metrics=)`` and ``RingReader(metrics=)``.
+
+    Attributes:
+        operation: "save", of all ranks, or "load", of one.
+        path: the checkpoint's directory.
+        step: the number that its name ends with, as in "step-100"; None if it ends with none.
+        bytes: written to files, or read from them.
+        seconds: from the beginning to the end, that of other ranks included: a save is committed and durable then.
+        ranks: that took part in the save, with and without bytes to write; 1 for a load.
+        slowest_rank: which was longest at writing or reading; of a load the rank whose numbers these are. None where
+            ranks have not said.
+        slowest_seconds: that it was at writing or reading.
+    """
+
+    operation: Literal["save", "load"]
+    path: str
+    bytes: int
+    seconds: float
+    ranks: int = 1
+    slowest_rank: int | None = None
+    slowest_seconds: float = 0.0
+
+    @property
+    def step(self) -> int | None:
+        found = re.search(r"(?<!\d)(\d{1,18})/*$", self.path)
+        return int(found[1]) if found else None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        """The line that is logged."""
+        step = "" if self.step is None else f"step {self.step}, "
+        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s"
+        line = f"{step}{format_bytes(self.bytes)} in {self.seconds:.3f} s ({speed})"
+        if self.operation == "load":
+            return f"loaded {self.path}: {line} by rank {self.slowest_rank or 0}"
+        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
+        slowest = (
+            "" if self.slowest_rank is None else f", slowest rank {self.slowest_rank}: {self.slowest_seconds:.3f} s"
+        )
+        return f"saved {self.path}: {line} by {ranks}{slowest}"
 
 
 @dataclass

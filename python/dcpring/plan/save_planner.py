@@ -231,7 +231,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if not self._save.report.ranks:
             self._save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
         self._note_seconds()
-        logger.info("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
+        logger.debug("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -447,7 +447,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._note_seconds()
         for rank, one in zip(self._save.report.ranks, stats, strict=False):
             _note_io(rank, one)
-        logger.info("saved: %s", self._save.report.summary())
+        logger.debug("saved: %s", self._save.report.summary())
 
 
 # ---- what is sent, and kept from save to save ----

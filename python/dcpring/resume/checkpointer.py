@@ -405,6 +405,7 @@ class Checkpointer:
         finally:
             for component in chosen.values():
                 component.forget()
+        stored.reader.tell(self._place.rank)
         return self._report(found, stored, plans)
 
     def _choose_step(self, joint: Operation, step: int | None) -> int | None:

@@ -10,6 +10,7 @@ import functools
 import json
 import pickle
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from dcpring.base.text import ranks
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.lazy import LazyMetadata
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
+from dcpring.report import Metrics
 from dcpring.resume import trees
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, set_element
@@ -90,6 +92,17 @@ class OnceReader(RingReader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.policy = replace(self.policy, unexpected="ignore")
+        self._started = time.perf_counter()
+        self._told: list[Metrics] = []
+
+    def _tell(self, metrics: Metrics, is_coordinator: bool) -> None:
+        self._told.append(metrics)
+
+    def tell(self, rank: int) -> None:
+        """Tells of all its loads as of one, once they are over."""
+        size, busy = sum(each.bytes for each in self._told), sum(each.slowest_seconds for each in self._told)
+        took = time.perf_counter() - self._started
+        super()._tell(Metrics("load", str(self.path), size, took, 1, rank, busy), rank == 0)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._kept is None or isinstance(self._kept, LazyMetadata):

@@ -38,9 +38,11 @@ from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
+from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.watch import phases as _trace
+from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingReader"]
@@ -56,11 +58,15 @@ class _Load:
         metadata: of the checkpoint, as DCP has it.
         meter: counts the bytes that are read.
         storage_data: where items are stored; None until somebody asks.
+        is_coordinator: whether this rank is.
+        started: when it began, by ``time.perf_counter``.
     """
 
     metadata: Metadata | None = None
     meter: Meter = field(default_factory=Meter)
     storage_data: dict[MetadataIndex, Any] | None = None
+    is_coordinator: bool = True
+    started: float = field(default_factory=time.perf_counter)
 
 
 class _Loads(threading.local):
@@ -96,6 +102,8 @@ class RingReader(FileSystemReader):
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
+        metrics: a function that gets a ``Metrics`` of each load when it is over on this rank. The coordinator's is
+            logged at INFO, as one line.
         trace: path of a trace of all loads, as for ``RingWriter``.
 
     Attributes:
@@ -126,6 +134,7 @@ class RingReader(FileSystemReader):
         casts: Casts = "safe",
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
+        metrics: MetricsFunction | None = None,
     ) -> None:
         if trusted not in (True, False, "warn"):
             raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
@@ -146,6 +155,7 @@ class RingReader(FileSystemReader):
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
         self.progress = checked_progress(progress)
+        self.metrics = checked_metrics(metrics)
         self.stats: IOStats | None = None
 
     @property
@@ -225,7 +235,7 @@ class RingReader(FileSystemReader):
         **kwargs: Any,
     ) -> None:
         meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._loads.current = _Load(metadata, meter)
+        self._loads.current = _Load(metadata, meter, is_coordinator=is_coordinator)
         self.rank = rank
         self.use_collectives = use_collectives
         self._phases.join(is_coordinator, not use_collectives)
@@ -279,9 +289,14 @@ class RingReader(FileSystemReader):
         stats.seconds = time.perf_counter() - started
         if isinstance(planner, RingLoadPlanner):
             planner.note_read(stats)
+        took, rank = time.perf_counter() - load.started, self._rank()
+        self._tell(Metrics("load", str(self.path), stats.bytes, took, 1, rank, stats.seconds), load.is_coordinator)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _tell(self, metrics: Metrics, is_coordinator: bool) -> None:
+        tell(metrics, self.metrics, is_logged=is_coordinator)
 
     def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None

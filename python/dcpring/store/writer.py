@@ -63,10 +63,12 @@ from dcpring.options import MAX_WORKERS, Direct, Engine, IOOptions, IOStats, mak
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import describes_itself
+from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes
 from dcpring.watch import phases as _trace
+from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingWriter"]
@@ -84,6 +86,7 @@ class _Save:
         world_size: how many they are then.
         plans: those of all ranks, on the coordinator.
         planner: dcpring's, where that plans, from ``write_data`` on.
+        started: when it began, by ``time.perf_counter``.
     """
 
     meter: Meter = field(default_factory=Meter)
@@ -91,6 +94,7 @@ class _Save:
     world_size: int = 0
     plans: list[SavePlan] = field(default_factory=list)
     planner: Callable[[], RingSavePlanner | None] = lambda: None
+    started: float = field(default_factory=time.perf_counter)
 
 
 class RingWriter(FileSystemWriter):
@@ -122,6 +126,8 @@ class RingWriter(FileSystemWriter):
             docs/objects.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
             fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
+        metrics: a function that gets a ``Metrics`` of each save when it is over, on the coordinator, in the thread that
+            saves. The same is logged at INFO, as one line.
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
             With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
             ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
@@ -158,6 +164,7 @@ class RingWriter(FileSystemWriter):
         objects: ObjectPolicy = "warn",
         safe_globals: Sequence[Any] = (),
         trace: str | os.PathLike[str] | None = None,
+        metrics: MetricsFunction | None = None,
     ) -> None:
         if objects not in ("warn", "error", "allow"):
             raise ValueError(f'objects={objects!r}: must be "warn", "error" or "allow"')
@@ -190,6 +197,7 @@ class RingWriter(FileSystemWriter):
         self.progress = checked_progress(progress)
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
+        self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
         self._save = _Save()
         self.stats: IOStats | None = None
@@ -360,6 +368,16 @@ class RingWriter(FileSystemWriter):
         self._save.plans = []
         if planner is not None and all(isinstance(part, Results) for part in results):
             planner.note_committed([part.stats for part in results])
+        self._tell(sum(sizes.values()), results)
+
+    def _tell(self, size: int, results: list[Any]) -> None:
+        ranks = range(len(results)) if self.use_collectives else [self.rank or 0]
+        parts = zip(ranks, results, strict=False)
+        seconds = {rank: part.stats.seconds for rank, part in parts if isinstance(part, Results | ResultList)}
+        slowest = max(seconds, key=lambda rank: seconds[rank], default=None)
+        took, longest = time.perf_counter() - self._save.started, 0.0 if slowest is None else seconds[slowest]
+        metrics = Metrics("save", str(self.path), size, took, len(results), slowest, longest)
+        tell(metrics, self.metrics, is_logged=True)
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""

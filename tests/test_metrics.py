@@ -1,0 +1,106 @@
+"""What a save or a load came to: one line of the log, and the numbers for a function of the user's."""
+
+from __future__ import annotations
+
+import logging
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import dcpring
+from dcpring import Checkpointer, Metrics, Replicated, RingReader, RingSavePlanner, RingWriter
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "openmetrics.py"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "dcpring"]
+
+
+@pytest.mark.parametrize("planner", [None, RingSavePlanner()])
+def test_one_line_for_a_save_and_one_for_a_load(planner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, told = tmp_path / "step-300", list[Metrics]()
+    state = {"w": torch.ones(1 << 18)}
+    with caplog.at_level(logging.INFO, "dcpring"):
+        dcp.save(state, storage_writer=RingWriter(path, metrics=told.append), planner=planner, no_dist=True)
+        dcp.load(state, storage_reader=RingReader(path, metrics=told.append), no_dist=True)
+    saved, loaded = lines(caplog)
+    number = r"[\d.]+"
+    assert re.fullmatch(
+        rf"saved {path}: step 300, 1.0 MiB in {number} s \({number} GB/s\) by 1 rank, slowest rank 0: {number} s", saved
+    )
+    assert re.fullmatch(rf"loaded {path}: step 300, 1.0 MiB in {number} s \({number} GB/s\) by rank 0", loaded)
+    save, load = told
+    assert (save.operation, save.step, save.ranks, save.slowest_rank) == ("save", 300, 1, 0)
+    assert save.bytes == sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert 0 < save.slowest_seconds < save.seconds and save.bytes_per_second == save.bytes / save.seconds
+    assert (load.operation, load.path) == ("load", str(path)) and 0 < load.slowest_seconds < load.seconds
+
+
+def _on_ranks(folder: str) -> list[tuple[int, int, int | None]]:
+    told: list[Metrics] = []
+    state = {"w": torch.ones(1 << 16), f"mine{dist.get_rank()}": torch.ones(10)}
+    writer = RingWriter(f"{folder}/a", metrics=told.append)
+    dcp.save(state, storage_writer=writer, planner=RingSavePlanner())
+    dcp.load(state, storage_reader=RingReader(f"{folder}/a", metrics=told.append))
+    return [(each.ranks, each.bytes, each.slowest_rank) for each in told]
+
+
+def test_a_save_is_told_of_once_and_a_load_on_every_rank(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, _on_ranks, str(tmp_path))
+    total = sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp"))
+    assert first[0][:2] == (2, total) and first[0][2] in (0, 1)
+    assert len(first) == 2 and len(second) == 1 and second[0][2] == 1
+
+
+def test_a_checkpointers_load_is_one_though_it_reads_several_times(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Metrics] = []
+    options = {"metrics": told.append}
+    state = {"a": Replicated({"x": 1}), "m": torch.nn.Linear(2, 2)}
+    with (
+        caplog.at_level(logging.INFO, "dcpring"),
+        Checkpointer(tmp_path, state, writer_options=options, reader_options=options) as checkpointer,
+    ):
+        checkpointer.save(7, blocking=False)
+        checkpointer.wait()
+        checkpointer.load()
+    assert [(each.operation, each.step) for each in told] == [("save", 7), ("load", 7)]
+    assert [line.split(":")[0] for line in lines(caplog)] == [
+        f"{word} {tmp_path}/step-7" for word in ("saved", "loaded")
+    ]
+
+
+def test_a_function_that_raises_does_not_spoil_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def raises(metrics: Metrics) -> None:
+        raise KeyError("mine")
+
+    dcpring.save({"a": 1}, tmp_path, writer_options={"metrics": raises})
+    assert f"metrics= has raised; the save of {tmp_path} is good" in lines(caplog)
+    assert dcpring.load(tmp_path) == {"a": 1}
+    with pytest.raises(TypeError, match="metrics=3"):
+        RingWriter(tmp_path, metrics=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "step"), [("a/step-12", 12), ("a/12/", 12), ("checkpoint-500", 500), ("a12b", None), ("best", None)]
+)
+def test_the_step_is_what_the_name_ends_with(path: str, step: int | None) -> None:
+    assert Metrics("save", path, 0, 0.0).step == step
+
+
+def test_the_example_gives_openmetrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["main"](str(tmp_path / "ckpt"), str(tmp_path / "d.prom"))
+    text = capsys.readouterr().out
+    assert 'dcpring_operations_total{operation="save"} 2\n' in text and text.endswith("# EOF\n")
+    assert 'dcpring_step{operation="save"} 200\n' in text and 'dcpring_operations_total{operation="load"} 1\n' in text
+    for line in text.splitlines():
+        assert line.startswith("# ") or re.fullmatch(r'\w+\{operation="\w+"\} [\d.e-]+', line), line

@@ -44,6 +44,7 @@ def ours() -> dict[type, Any]:
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
+    from dcpring.torchside import shim  # noqa: F401
 
     return {
         FileSystemWriter: RingWriter,

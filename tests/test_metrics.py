@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import runpy
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcpring
 from dcpring import Checkpointer, Metrics, Replicated, RingReader, RingSavePlanner, RingWriter
+from dcpring.torchside import versions
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "openmetrics.py"
 
@@ -88,6 +90,15 @@ def test_a_function_that_raises_does_not_spoil_the_save(tmp_path: Path, caplog: 
     assert dcpring.load(tmp_path) == {"a": 1}
     with pytest.raises(TypeError, match="metrics=3"):
         RingWriter(tmp_path, metrics=3)  # type: ignore[arg-type]
+
+
+def test_a_function_that_cannot_be_pickled_stays_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DCP pickles the writer for the process that saves."""
+    versions.say_once.cache_clear()
+    writer = RingWriter(tmp_path, metrics=lambda metrics: None, progress=print)
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.metrics is None and copy.progress is print and writer.metrics is not None
+    assert ["metrics= of RingWriter cannot be pickled" in line for line in lines(caplog)] == [True]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import time
 import uuid
@@ -67,6 +68,7 @@ from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes
+from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
@@ -203,8 +205,20 @@ class RingWriter(FileSystemWriter):
         self.stats: IOStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each."""
-        return {name: value for name, value in self.__dict__.items() if name != "_save"}
+        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each.
+
+        Functions that only watch stay behind where they cannot be pickled, as a lambda cannot.
+        """
+        state = {name: value for name, value in self.__dict__.items() if name != "_save"}
+        for name, nothing in (("progress", False), ("metrics", None)):
+            if callable(state[name]) and not _pickles(state[name]):
+                say_once(
+                    logging.WARNING,
+                    f"{name}= of RingWriter cannot be pickled, and so is not called in the process that saves; give a "
+                    "function of a module's top level",
+                )
+                state[name] = nothing
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -452,6 +466,14 @@ class RingWriter(FileSystemWriter):
             trailer.world_size = self._save.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _refused_in(results: list[Any]) -> dict[str, str]:

@@ -565,7 +565,7 @@ def test_auto_goes_by_the_file_system(
 ) -> None:
     monkeypatch.setattr("dcpring._C.file_system", lambda path: magic)
     planner = RingSavePlanner()
-    with caplog.at_level(logging.INFO, "dcpring"):
+    with caplog.at_level(logging.DEBUG, "dcpring"):
         dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / "new" / "deep"), planner=planner)
     report = planner.report()
     assert report.writers == writers and str(tmp_path) in report.reason

@@ -28,11 +28,12 @@ from dcpring.format.metadata import TENSOR
 from dcpring.format.properties import decode_properties
 from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
-from dcpring.options import IOStats, overrides
+from dcpring.options import overrides
 from dcpring.plan import strategy
 from dcpring.plan.flatten import Flat, flatten
 from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
+from dcpring.plan.run import LoadRun, run_of
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
 from dcpring.plan.table import BYTES_ROW, make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
 from dcpring.report import LoadReport, ReadReport
@@ -175,17 +176,15 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
-        self._phases = _trace.Phases()
-        self._report = LoadReport()
+        self._run = LoadRun()
 
     # ---- what DCP calls, in this order ----
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._phases = _trace.accept()
+        self._run = run_of(None if metadata is None else metadata.storage_meta, LoadRun)
         self._own_plan = None
-        self._report = LoadReport()
         flat = self._flat(state_dict)
         if any(_is_meta(value) for value in flat.values.values()):
             init_state_dict(state_dict)
@@ -251,14 +250,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
         items: Any = ReadItems(match, wanted, chunks.table)
         if self._stored_names:
             return self._stored_as(LoadPlan(list(items)))
-        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
+        reads = _reads(match, chunks, self.process_group)
+        self._run.rank = None if reads is None else reads.rank
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads)
         self._add_needs(self._own_plan)
         return self._own_plan
 
     @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
-        self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
+        self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_answer(plan, None) for plan in global_plan]
@@ -267,7 +268,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 refuse_group(needs)
             return [_answer(plan, None) for plan in global_plan]
         sharing = plan_sharing(needs)
-        self._report.share = needs[0].share if sharing[0].rounds else "off"
+        self._run.report.share = needs[0].share if sharing[0].rounds else "off"
         return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.step(_trace.READ)
@@ -279,8 +280,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if not self.is_coordinator:
             is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
             share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
-            self._report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
-        logger.info("load plan: %s", self._report.summary())
+            self._run.report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
+        logger.info("load plan: %s", self._run.report.summary())
         return self._own_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -292,17 +293,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def report(self) -> LoadReport:
         """What the last load's plan did. On the coordinator it covers all ranks, elsewhere this one."""
-        return self._report
+        return self._run.report
 
-    def note_read(self, stats: IOStats) -> None:
-        """Called by RingReader when this rank has read."""
-        own = self._own_plan.reads.rank if self._own_plan and self._own_plan.reads else None
-        for read in self._report.ranks:
-            if read.rank == own:
-                read.read_bytes, read.sent_bytes, read.received_bytes = (
-                    *(stats.bytes, stats.sent_bytes),
-                    stats.received_bytes,
-                )
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._run.phases
 
     # ---- for RingReader ----
 

@@ -28,12 +28,13 @@ from dcpring import _C
 from dcpring.base.groups import host_id, rank_in, world_size
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
-from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
-from dcpring.options import IOStats, overrides
+from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
+from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
 from dcpring.plan.messages import Answer, ByItems, Gathering, LocalMessage, Message, Piece, Pieces, RingPlan, Unsealed
+from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
 from dcpring.report import PlanReport, RankReport
@@ -46,13 +47,6 @@ __all__ = ["RingSavePlanner"]
 logger = logging.getLogger("dcpring")
 
 _OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
-
-_REPORTED = {
-    **{_trace.LOCAL_PLAN: "local plan", _trace.GATHER_PLANS: "gather", _trace.GLOBAL_PLAN: "plan"},
-    **{_trace.SCATTER_PLANS: "scatter", _trace.WRITE: "write"},
-    **dict.fromkeys((_trace.GATHER_RESULTS, _trace.COMMIT, _trace.CLEAN_UP), "commit"),
-}
-"""The names of phases in a PlanReport."""
 
 _MOST_NAMED = 10
 """Keys that one warning about differing replicas names."""
@@ -120,7 +114,6 @@ class RingSavePlanner(DefaultSavePlanner):
         self.check_replicas = check_replicas
         self.split_bytes = split_bytes
         self.key_map = None if key_map is None else KeyMap(key_map)
-        self.key_table: KeyTable | None = None
         self._plan_caching = enable_plan_caching
         self._cache_key = f"dcpring-{uuid.uuid4()}"
         keep_plans_apart(self, self._cache_key)
@@ -143,8 +136,7 @@ class RingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._save = _Save(phases=_trace.accept())
-        self.key_table = None
+        self._save = _Save(run_of(storage_meta, SaveRun))
         self._phases.begin(_trace.LOCAL_PLAN)
         if self.flatten_state_dict:
             self._save.flat = flatten(state_dict)
@@ -155,7 +147,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if self.key_map is not None:
             names = self.key_map.rename(self._save.flat.values)
             self._save.flat = rename_flat(self._save.flat, names)
-            self.key_table = self.key_map.used(names)
+            self._run.key_table = self.key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
         self.is_coordinator = self._phases.is_coordinator = is_coordinator
@@ -225,10 +217,10 @@ class RingSavePlanner(DefaultSavePlanner):
                 return self.plan
         self._phases.begin(_trace.WRITE)
         self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
-        if not self._save.report.ranks:
-            self._save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
-        self._note_seconds()
-        logger.info("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
+        if not self._run.report.ranks:
+            self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
+        self._run.note_seconds()
+        logger.info("save plan of rank %d: %s", self._run.report.ranks[0].rank, self._run.report.summary())
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -311,7 +303,7 @@ class RingSavePlanner(DefaultSavePlanner):
         items = list(plan.items)
         wanted = {(item.index.fqn, item.index.offset) for item in items}
         pieces = {place: piece for each in planned for place, piece in _pieces_of(each).items() if place in wanted}
-        own, report = self._save.report.ranks[rank], self._save.report
+        own, report = self._run.report.ranks[rank], self._run.report
         report.ranks[rank] = replace(own, items=len(items), bytes=_tensor_bytes(items))
         report.writers, report.reason = str(_BY_ITEMS.writers), _BY_ITEMS.reason
         return ByItems(_BY_ITEMS, replace(report.ranks[rank]), pieces)
@@ -401,7 +393,7 @@ class RingSavePlanner(DefaultSavePlanner):
     def _note_plan(
         self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]
     ) -> None:
-        self._save.report = PlanReport(
+        self._run.report = PlanReport(
             writers=str(choice.writers),
             reason=choice.reason,
             ranks=[replace(rank) for rank in ranks],
@@ -413,38 +405,19 @@ class RingSavePlanner(DefaultSavePlanner):
     # ---- the report ----
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._save.phases
+    def _run(self) -> SaveRun:
+        return self._save.run
 
-    def _note_seconds(self) -> None:
-        """The phases that are over, by the report's names."""
-        names = _REPORTED | ({} if self.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
-        seconds = self._save.report.seconds = {}
-        for phase, taken in self._phases.seconds().items():
-            if phase in names:
-                seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._save.run.phases
 
     def report(self) -> PlanReport:
         """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
 
         On the coordinator it covers all ranks, elsewhere this one.
         """
-        return self._save.report
-
-    def note_written(self, stats: IOStats) -> None:
-        """Called by RingWriter when this rank's files are written."""
-        self._phases.begin(_trace.GATHER_RESULTS) if self.is_coordinator else self._phases.end()
-        self._note_seconds()
-        if len(self._save.report.ranks) == 1:
-            _note_io(self._save.report.ranks[0], stats)
-
-    def note_committed(self, stats: Sequence[IOStats]) -> None:
-        """Called by RingWriter on the coordinator when the checkpoint is committed, with the stats of all ranks."""
-        self._phases.end()
-        self._note_seconds()
-        for rank, one in zip(self._save.report.ranks, stats, strict=False):
-            _note_io(rank, one)
-        logger.info("saved: %s", self._save.report.summary())
+        return self._run.report
 
 
 # ---- what is sent, and kept from save to save ----
@@ -480,9 +453,10 @@ def _stored_rows(table: _C.Table) -> list[int]:
 
 @dataclass
 class _Save:
-    """What a planner knows of the save it is at.
+    """What a planner alone knows of the save it is at.
 
     Attributes:
+        run: the storage's.
         flat: the state dict.
         fingerprints: of the rows that are hashed.
         ties: rows that are the same memory.
@@ -490,9 +464,9 @@ class _Save:
         pieces: parts of tensors that this rank writes.
         gathering: on the coordinator, until it has made the global plan.
         checkpoint: where the checkpoint goes, None where the storage does not say.
-        phases: of the save; RingWriter's where that writes.
     """
 
+    run: SaveRun = field(default_factory=SaveRun)
     flat: Flat = field(default_factory=Flat)
     fingerprints: bytes = b""
     ties: tuple[tuple[int, int], ...] = ()
@@ -500,8 +474,6 @@ class _Save:
     pieces: Pieces = field(default_factory=dict)
     gathering: Gathering | None = None
     checkpoint: Any = None
-    phases: _trace.Phases = field(default_factory=_trace.Phases)
-    report: PlanReport = field(default_factory=PlanReport)
 
 
 @dataclass
@@ -723,10 +695,6 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise PlanError(f"{what}: {error}") from error
-
-
-def _note_io(rank: RankReport, stats: IOStats) -> None:
-    rank.files, rank.write_seconds = stats.files, stats.seconds
 
 
 def rename_flat(flat: Flat, names: Mapping[str, str]) -> Flat:

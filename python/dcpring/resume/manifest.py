@@ -85,15 +85,15 @@ class OnceReader(RingReader):
     a load leaves out is for another one: nothing is said of it.
     """
 
-    _kept: Metadata | None = None
+    _kept: Metadata | None = None  # of which each load gets a run of its own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.policy = replace(self.policy, unexpected="ignore")
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def _find_metadata(self, rank: int | None) -> Metadata:
         if self._kept is None or isinstance(self._kept, LazyMetadata):
-            self._kept = super().read_metadata(*args, **kwargs)
+            self._kept = super()._find_metadata(rank)
         return self._kept
 
 

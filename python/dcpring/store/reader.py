@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +36,31 @@ from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
+from dcpring.plan.run import LoadRun, with_run
 from dcpring.store import layout
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.watch import phases as _trace
-from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingReader"]
 
 logger = logging.getLogger("dcpring")
 
 
-@dataclass
-class _Load:
-    """What a reader knows of the load it is at.
+class _Loads(threading.local):
+    """The load that a reader is at: DCP makes all calls of one on one thread, and several threads may load at a time.
 
     Attributes:
+        run: what its planner knows of it, too.
         metadata: of the checkpoint, as DCP has it.
-        meter: counts the bytes that are read.
         storage_data: where items are stored; None until somebody asks.
     """
 
-    metadata: Metadata | None = None
-    meter: Meter = field(default_factory=Meter)
-    storage_data: dict[MetadataIndex, Any] | None = None
-
-
-class _Loads(threading.local):
-    """A reader's loads: DCP makes all calls of one on one thread, and several threads may load at a time."""
-
     def __init__(self) -> None:
-        self.current = _Load()
+        self.run = LoadRun()
+        self.run.phases.join(False)
+        self.metadata: Metadata | None = None
+        self.storage_data: dict[MetadataIndex, Any] | None = None
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
@@ -126,7 +120,7 @@ class RingReader(FileSystemReader):
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._tracer = _trace.Tracer(trace)
-        self._loads = _Loads()
+        self._load = _Loads()
         layout.require_local(path)
         super().__init__(path, _extension_registry)
         self.options = IOOptions(
@@ -146,14 +140,15 @@ class RingReader(FileSystemReader):
 
     @property
     def _phases(self) -> _trace.Phases:
-        return self._tracer.phases
+        return self._load.run.phases
 
     @_trace.step()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
         # DCP asks with a rank once it has failed to get the metadata of all ranks.
         if kwargs.get("rank") is None or self._phases.is_sure:
-            self._tracer.start("load", self.path)
+            self._phases.abandon()
+            self._load.run = LoadRun(self._tracer.start("load", self.path))
         self._phases.begin(_trace.READ_METADATA)
         try:
             metadata = self._find_metadata(kwargs.get("rank"))
@@ -161,8 +156,9 @@ class RingReader(FileSystemReader):
             if kwargs.get("rank") is not None and drops_metadata_errors:
                 self._tell_why(error)
             raise
+        metadata.storage_meta = with_run(metadata.storage_meta, self._load.run)
+        metadata.storage_meta.load_id = self.load_id
         self._phases.begin(_trace.LOCAL_PLAN)
-        _trace.offer(self._phases)
         return metadata
 
     def _tell_why(self, error: Exception) -> None:
@@ -198,14 +194,9 @@ class RingReader(FileSystemReader):
         parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
-            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)
+            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id)
             return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
-        metadata = unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         layout.require_local(checkpoint_id)
@@ -220,8 +211,8 @@ class RingReader(FileSystemReader):
         use_collectives: bool = True,
         **kwargs: Any,
     ) -> None:
-        meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._loads.current = _Load(metadata, meter)
+        self._load.run.meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        self._load.metadata, self._load.storage_data = metadata, None
         self.rank = rank
         self.use_collectives = use_collectives
         self._phases.join(is_coordinator, not use_collectives)
@@ -237,7 +228,7 @@ class RingReader(FileSystemReader):
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
         """Where items are stored, as the metadata has it."""
-        load = self._loads.current
+        load = self._load
         if load.storage_data is None:
             load.storage_data = {} if load.metadata is None else load.metadata.storage_data
         assert load.storage_data is not None
@@ -245,7 +236,7 @@ class RingReader(FileSystemReader):
 
     @storage_data.setter
     def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
-        self._loads.current.storage_data = value
+        self._load.storage_data = value
 
     @_trace.step(_trace.READ, then=_trace.NOTHING)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -253,7 +244,7 @@ class RingReader(FileSystemReader):
         _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
-        load = self._loads.current
+        load = self._load
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
         loader = Loader(
@@ -265,21 +256,20 @@ class RingReader(FileSystemReader):
             stats=stats,
             rank=self._rank(),
             casts=self.policy.casts,
-            meter=load.meter,
+            meter=load.run.meter,
             phases=self._phases,
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank())
-        with load.meter:
-            self._load(loader, plan, planner)
+        with load.run.meter:
+            self._read(loader, plan, planner)
         stats.seconds = time.perf_counter() - started
-        if isinstance(planner, RingLoadPlanner):
-            planner.note_read(stats)
+        load.run.read(stats)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
         if chunks is not None and chunks.places is not None and not makes_tensors(planner):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
@@ -291,7 +281,7 @@ class RingReader(FileSystemReader):
                     exchange.fail(error)
                 raise
             return
-        metadata = self._loads.current.metadata
+        metadata = self._load.metadata
         assert metadata is not None
         loader.load(list(plan.items), ObjectCatalog(metadata, self.storage_data), planner)
 

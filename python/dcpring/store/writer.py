@@ -8,9 +8,7 @@ import os
 import re
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,36 +59,18 @@ from dcpring.names.key_map import (
 )
 from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
 from dcpring.plan.messages import RingPlan
+from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import describes_itself
 from dcpring.store import layout
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes
 from dcpring.watch import phases as _trace
-from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
-
-
-@dataclass
-class _Save:
-    """What a writer knows of the save it is at; each has its own, so that one which failed leaves nothing behind.
-
-    Attributes:
-        meter: counts the bytes that it writes.
-        group_id: with ``use_collectives=False``, what all ranks call the save.
-        world_size: how many they are then.
-        plans: those of all ranks, on the coordinator.
-        planner: dcpring's, where that plans, from ``write_data`` on.
-    """
-
-    meter: Meter = field(default_factory=Meter)
-    group_id: str = ""
-    world_size: int = 0
-    plans: list[SavePlan] = field(default_factory=list)
-    planner: Callable[[], RingSavePlanner | None] = lambda: None
 
 
 class RingWriter(FileSystemWriter):
@@ -191,16 +171,8 @@ class RingWriter(FileSystemWriter):
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
         self._tracer = _trace.Tracer(trace)
-        self._save = _Save()
+        self._run = SaveRun()
         self.stats: IOStats | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each."""
-        return {name: value for name, value in self.__dict__.items() if name != "_save"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._save = _Save()
 
     @property
     def _directory(self) -> Path:
@@ -213,7 +185,7 @@ class RingWriter(FileSystemWriter):
 
     @property
     def _phases(self) -> _trace.Phases:
-        return self._tracer.phases
+        return self._run.phases
 
     def stage(self, state_dict: Any) -> Any:
         with _trace.Staging.timed() as staging:
@@ -226,15 +198,15 @@ class RingWriter(FileSystemWriter):
         self._tracer.staged(staging)
 
     def storage_meta(self) -> Any:
-        """DCP asks for it first of all."""
+        """DCP asks for it first of all, and gives it to the planner."""
         self._begin_save()
-        return super().storage_meta()
+        return with_run(super().storage_meta(), self._run)
 
     def _begin_save(self) -> None:
-        self._save = _Save()
+        self._phases.abandon()
+        self._run = SaveRun(self._tracer.start("save", self.path))
+        self._phases.begin(_trace.LOCAL_PLAN)
         self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
-        self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
-        _trace.offer(self._phases)
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -257,8 +229,8 @@ class RingWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._phases.span(_trace.CLEAN_UP):
             layout.remove_leftovers(self._directory, self._own_rank_only)
-        self._save.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
-        return self._save.plans
+        self._run.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        return self._run.plans
 
     @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -268,12 +240,10 @@ class RingWriter(FileSystemWriter):
             check_one_map(self.key_map, planner.key_map)
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
-        with self._save.meter:
+        with self._run.meter:
             results = self._write_files(plan, planner, stats)
         stats.seconds = time.perf_counter() - started
-        if isinstance(planner, RingSavePlanner):
-            planner.note_written(stats)
-            self._save.planner = weakref.ref(planner)
+        self._run.written(stats)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -281,11 +251,11 @@ class RingWriter(FileSystemWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         rank, tag = self._plan_rank(plan), new_tag()
         source = source_of(plan.items, planner)
-        self._save.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
+        self._run.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
         placed: dict[int, Placed] = {}
         judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
-        watch = make_watch(self._save.meter.counter, self._phases.room)
+        watch = make_watch(self._run.meter.counter, self._phases.room)
         downloader = Downloader(self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
@@ -340,8 +310,7 @@ class RingWriter(FileSystemWriter):
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
         refused = _refused_in(results)
-        planner = self._save.planner()
-        table: KeyTable | None = None if planner is None else planner.key_table
+        table = self._run.key_table
         if self.key_map is not None and table is None:
             names = self.key_map.rename(metadata.state_dict_metadata)
             made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
@@ -357,9 +326,7 @@ class RingWriter(FileSystemWriter):
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
         if refused:
             logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
-        self._save.plans = []
-        if planner is not None and all(isinstance(part, Results) for part in results):
-            planner.note_committed([part.stats for part in results])
+        self._run.committed([part.stats for part in results if isinstance(part, Results | ResultList)])
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
@@ -382,7 +349,7 @@ class RingWriter(FileSystemWriter):
         return sizes, join_metadata(pickle_metadata(metadata), self._trailer(sorted(sizes), metadata))
 
     def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
-        return part.of(self._save.plans[rank].items) if isinstance(part, Results) else part
+        return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
@@ -418,20 +385,20 @@ class RingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if self._phases.is_sure:  # nobody has asked for storage_meta()
+        if self._phases.is_sure or not self._phases.name:  # nobody has asked for storage_meta()
             self._begin_save()
-        self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        self._run.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._phases.join(is_coordinator, not self.use_collectives)
         if not self.use_collectives:
             members = members_of_caller()
-            self._save.group_id, self._save.world_size = agree_on_id(str(self.path), members), len(members)
-        self._phases.share(self._save.group_id)
+            self._run.group_id, self._run.world_size = agree_on_id(str(self.path), members), len(members)
+        self._phases.share(self._run.group_id)
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
-            trailer.group_id = self._save.group_id
-            trailer.world_size = self._save.world_size
+            trailer.group_id = self._run.group_id
+            trailer.world_size = self._run.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 

@@ -15,10 +15,9 @@ from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
+from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Placed, Trailer, join_metadata, load_metadata
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
-from dcpring.move.save import Placed
 from dcpring.plan.flatten import path_code
 from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing

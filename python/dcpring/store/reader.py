@@ -31,7 +31,7 @@ from dcpring.format.metadata import (
     unpickle_metadata,
 )
 from dcpring.move.handon import exchange_of
-from dcpring.move.load import Loader, ObjectCatalog
+from dcpring.move.load import Loader, Matched, wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import Direct, Engine, IOOptions, IOStats
@@ -248,6 +248,7 @@ class RingReader(FileSystemReader):
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
         loader = Loader(
+            planner,
             path=str(self.path),
             transforms=self.transforms,
             options=self.options,
@@ -256,8 +257,7 @@ class RingReader(FileSystemReader):
             stats=stats,
             rank=self._rank(),
             casts=self.policy.casts,
-            meter=load.run.meter,
-            phases=self._phases,
+            run=load.run,
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank())
@@ -275,7 +275,7 @@ class RingReader(FileSystemReader):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
             exchange = exchange_of(plan, planner.process_group)
             try:
-                loader.load_matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
+                loader.load_matched(Matched(plan.items, chunks, planner, exchange))  # type: ignore[arg-type]
             except BaseException as error:
                 if exchange is not None:
                     exchange.fail(error)
@@ -283,7 +283,7 @@ class RingReader(FileSystemReader):
             return
         metadata = self._load.metadata
         assert metadata is not None
-        loader.load(list(plan.items), ObjectCatalog(metadata, self.storage_data), planner)
+        loader.load(wanted_by_items(plan.items, metadata, self.storage_data, str(self.path)))
 
     def _rank(self) -> int:
         if self.rank is not None:

@@ -11,7 +11,7 @@ import functools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -112,6 +112,10 @@ class _Committed:
         return load_metadata(Path(self.path), trusted=True)[0]
 
 
+class _Source(Protocol):
+    def load(self) -> Metadata: ...
+
+
 class LazyMetadata(Metadata):
     """A ``Metadata`` that is made from ``source`` at the first look.
 
@@ -127,7 +131,7 @@ class LazyMetadata(Metadata):
         storage_meta: StorageMeta | None = None,
         version: str | None = None,
         *,
-        source: Chunks | _Committed | None = None,
+        source: _Source | None = None,
     ) -> None:
         self._source = source
         self._values: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import array
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -26,7 +26,7 @@ from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
 from dcpring.format.properties import decode_properties
-from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
+from dcpring.names.key_map import KeyMap, KeyMapLike, one_map, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.options import overrides
 from dcpring.plan import strategy
@@ -47,12 +47,18 @@ logger = logging.getLogger("dcpring")
 
 
 class ReadItems(Sequence[ReadItem]):
-    """DCP's ReadItems of a match, made when they are looked at."""
+    """DCP's ReadItems of a match, made when they are looked at.
 
-    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table) -> None:
+    Attributes:
+        match: what of the checkpoint's rows goes into what of the wanted ones.
+        wanted, stored: these rows, under the checkpoint's names.
+    """
+
+    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table, names: Mapping[str, str]) -> None:
         self.match = match
         self.wanted = wanted
         self.stored = stored
+        self._names = names
 
     @functools.cached_property
     def _first_rows(self) -> dict[str, int]:
@@ -65,14 +71,14 @@ class ReadItems(Sequence[ReadItem]):
     def make(self, position: int) -> ReadItem:
         wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
         name, _, _, dest, _, _, _ = self.wanted.row(wanted)
+        own = self._names.get(name, name)
         _, kind, _, place, _, _, _ = self.stored.row(stored)
         if kind == BYTES_ROW:
             zero = torch.Size((0,))
-            index = MetadataIndex(name)
-            return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+            return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(own), zero, MetadataIndex(name), zero, zero)
         return ReadItem(
             type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, dest),
+            dest_index=MetadataIndex(own, dest),
             dest_offsets=torch.Size(dest_offsets),
             storage_index=MetadataIndex(name, place, stored - self._first_rows[name]),
             storage_offsets=torch.Size(storage_offsets),
@@ -170,7 +176,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if allow_partial_load and missing == "error":
             missing = "allow"
         self.policy = LoadPolicy(missing, allow_missing, unexpected)
-        self._stored_names: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         if share not in ("auto", "host", "all", "off"):
             raise ValueError(f'share={share!r}: must be "auto", "host", "all" or "off"')
         self.process_group = process_group
@@ -198,58 +204,46 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
-    def _rename(self) -> None:
-        """Shows this planner the checkpoint under the state dict's names."""
-        assert self.metadata is not None
-        self._stored_names = {}
-        if self.key_map is None:
-            return
-        if (done := renamed_by(self.metadata)) is not None:
-            check_one_map(done, self.key_map)
-            if self.key_map.given != "normalize":  # which does no harm twice, and sees both sides here
-                return
-        names = match_names(self.key_map, list(self.state_dict), list(self.metadata.state_dict_metadata))
-        self._stored_names = {new: old for old, new in names.items() if new != old}
-        if self._stored_names:
-            self.metadata = rename_metadata(self.metadata, names, storage=False)
-
-    def _stored_as(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with items that ask the storage for the checkpoint's own names."""
-        items = [
-            replace(item, storage_index=rename_index(item.storage_index, self._stored_names)) for item in plan.items
-        ]
-        return replace(plan, items=items)
-
     def _explain(self, error: ValueError | None = None) -> None:
         """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
         assert self.metadata is not None
+        metadata = self._run.stored or self.metadata
+        if self._names:
+            metadata = rename_metadata(metadata, self._names, storage=False)
         try:
-            self.policy.check(self.state_dict, self.metadata, rank_in())
+            self.policy.check(self.state_dict, metadata, rank_in())
         except KeyMismatchError as mismatch:
             raise mismatch from error
+
+    def _renamed(self, chunks: Chunks) -> dict[str, Any]:
+        """What is wanted, under the checkpoint's names: here alone a key map is applied that RingLoadPlanner knows."""
+        self._names = {}
+        key_map = one_map(self._run.key_map, self.key_map)
+        if key_map is None:
+            return self.state_dict
+        self._names = match_names(key_map, list(self.state_dict), list(dict.fromkeys(chunks.table.names())))
+        stored = {new: old for old, new in self._names.items()}
+        return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
 
     @_trace.step()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        self._rename()
-        chunks = _chunks_of(self.metadata)
-        codes = [b""] * len(self.state_dict)
-        wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
+        chunks = _chunks_of(self._run.stored or self.metadata)
+        values = self._renamed(chunks)
+        wanted = make_table(Flat(values, {}, [b""] * len(values)), rows_of=rows_to_fill)
         try:
             match = _C.Match(wanted, chunks.table)
         except ValueError as error:
             self._explain(error)
             raise
-        missing = match.missing()
+        missing = match.missing() or len(values) < len(self.state_dict)
         if missing and self._is_of_version_2_3(chunks):
             return super().create_local_plan()
         if missing and self.policy.missing != "allow":
             self._explain()
         else:
             self._report_unexpected(chunks)
-        items: Any = ReadItems(match, wanted, chunks.table)
-        if self._stored_names:
-            return self._stored_as(LoadPlan(list(items)))
+        items: Any = ReadItems(match, wanted, chunks.table, self._names)
         reads = _reads(match, chunks, self.process_group)
         self._run.rank = None if reads is None else reads.rank
         self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads)
@@ -316,13 +310,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def targets(self, wanted: _C.Table) -> list[Tensor | None]:
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
-        return memory_of_rows(wanted, self.state_dict)
+        if not self._names:
+            return memory_of_rows(wanted, self.state_dict)
+        return memory_of_rows(wanted, {name: self.state_dict[self._names[name]] for name in wanted.names()})
 
     # ---- helpers ----
 
     def _report_unexpected(self, chunks: Chunks) -> None:
         if self.policy.looks_at_unexpected:
-            left = dict.fromkeys(chunks.table.names()).keys() - self.state_dict.keys()
+            stored = {self._names.get(name, name) for name in chunks.table.names()}
+            left = stored - self.state_dict.keys()
             self.policy.report(sorted(left), rank_in())
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
@@ -407,7 +404,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             return False
         old = names_as_2_3(self.original_state_dict) - self.state_dict.keys()
-        return not old.isdisjoint(chunks.table.names())
+        return not old.isdisjoint(self._names.get(name, name) for name in chunks.table.names())
 
 
 def _answer(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcpring.names.key_map import KeyTable
+from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, PlanReport, RankReport
 from dcpring.watch import phases as _trace
@@ -41,10 +41,12 @@ class Run:
     Attributes:
         phases: what it does, and when.
         meter: counts the bytes that are written or read.
+        key_map: the storage's.
     """
 
     phases: Phases = field(default_factory=Phases)
     meter: Meter = field(default_factory=Meter)
+    key_map: KeyMap | None = None
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.phases.abandon)
@@ -58,7 +60,8 @@ class SaveRun(Run):
     """One save.
 
     Attributes:
-        key_table: the names that the planner has changed, None where it has no key map.
+        key_table: the names that the planner has changed, None where it has no key map: the storage's is applied when
+            it commits, to the names of all ranks.
         plans: those of all ranks, on the coordinator.
         report: what RingSavePlanner has planned.
         group_id: with ``use_collectives=False``, what all ranks call the save.
@@ -106,10 +109,12 @@ class LoadRun(Run):
     """One load.
 
     Attributes:
+        stored: the metadata under the checkpoint's own names, where the storage has a key map.
         report: what RingLoadPlanner has planned.
         rank: of this process in the report.
     """
 
+    stored: Metadata | None = None
     report: LoadReport = field(default_factory=LoadReport)
     rank: int | None = None
 

@@ -28,7 +28,7 @@ from dcpring import _C
 from dcpring.base.groups import host_id, rank_in, world_size
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
-from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
+from dcpring.names.key_map import KeyMap, KeyMapLike, new_path, one_map
 from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
@@ -145,6 +145,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if self.flatten_sharded_tensors:
             self._save.flat = open_sharded_tensors(self._save.flat)
         if self.key_map is not None:
+            one_map(self._run.key_map, self.key_map)
             names = self.key_map.rename(self._save.flat.values)
             self._save.flat = rename_flat(self._save.flat, names)
             self._run.key_table = self.key_map.used(names)

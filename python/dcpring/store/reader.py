@@ -32,7 +32,7 @@ from dcpring.format.metadata import (
 )
 from dcpring.move.handon import exchange_of
 from dcpring.move.load import Loader, Matched, wanted_by_items
-from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
+from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import Direct, Engine, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
@@ -64,6 +64,17 @@ class _Loads(threading.local):
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
+
+
+class _Renamed:
+    """A checkpoint's metadata under other names, for planners that are not dcpring's."""
+
+    def __init__(self, metadata: Metadata, key_map: KeyMap) -> None:
+        self._metadata = metadata
+        self._key_map = key_map
+
+    def load(self) -> Metadata:
+        return rename_metadata(self._metadata, self._key_map.rename(self._metadata.state_dict_metadata))
 
 
 class RingReader(FileSystemReader):
@@ -148,7 +159,7 @@ class RingReader(FileSystemReader):
         # DCP asks with a rank once it has failed to get the metadata of all ranks.
         if kwargs.get("rank") is None or self._phases.is_sure:
             self._phases.abandon()
-            self._load.run = LoadRun(self._tracer.start("load", self.path))
+            self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
         self._phases.begin(_trace.READ_METADATA)
         try:
             metadata = self._find_metadata(kwargs.get("rank"))
@@ -156,8 +167,12 @@ class RingReader(FileSystemReader):
             if kwargs.get("rank") is not None and drops_metadata_errors:
                 self._tell_why(error)
             raise
-        metadata.storage_meta = with_run(metadata.storage_meta, self._load.run)
-        metadata.storage_meta.load_id = self.load_id
+        about = with_run(metadata.storage_meta, self._load.run)
+        about.load_id = self.load_id
+        if self.key_map is not None:
+            self._load.run.stored = metadata
+            metadata = LazyMetadata(source=_Renamed(metadata, self.key_map), version=getattr(metadata, "version", None))
+        metadata.storage_meta = about
         self._phases.begin(_trace.LOCAL_PLAN)
         return metadata
 
@@ -180,10 +195,7 @@ class RingReader(FileSystemReader):
             _refuse_superseded(directory, rank)
             refuse_mixed(directory, rank)
             path = directory / layout.rank_metadata_name(rank)
-        metadata = self._read_metadata(path)
-        if self.key_map is not None:
-            return renamed(metadata, self.key_map)
-        return metadata
+        return self._read_metadata(path)
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:
@@ -281,9 +293,12 @@ class RingReader(FileSystemReader):
                     exchange.fail(error)
                 raise
             return
-        metadata = self._load.metadata
+        metadata, storage_data = self._load.metadata, self.storage_data
+        if isinstance(plan, RingLoadPlan) and self._load.run.stored is not None:
+            metadata = self._load.run.stored
+            storage_data = metadata.storage_data
         assert metadata is not None
-        loader.load(wanted_by_items(plan.items, metadata, self.storage_data, str(self.path)))
+        loader.load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 
     def _rank(self) -> int:
         if self.rank is not None:

@@ -263,7 +263,7 @@ def test_names_may_change_places(by: str, factor: float, tmp_path: Path) -> None
     dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
     assert torch.equal(loaded["a"]["w"], saved["a"]["v"] * factor) and loaded["a"]["n"] == 1
     assert torch.equal(loaded["a"]["v"], saved["a"]["w"] * factor)
-    assert plans[0].chunks.places is not None and len(plans[0].items) == 3
+    assert plans[0].chunks.storage is not None and len(plans[0].items) == 3
     assert {item.dest_index.fqn: item.storage_index.fqn for item in plans[0].items} == SWAPPED
 
 

@@ -75,7 +75,7 @@ def storage_info(placed: Placed) -> StorageInfo:
 
 
 def placed_of(info: Any, key: str, path: str) -> Placed:
-    """What metadata say of where a record is stored: the reverse of ``storage_info``, checked.
+    """What metadata say of where a record is stored: the reverse of ``storage_info``, checked but for its end.
 
     Raises:
         CorruptCheckpointError: it can't be; with the metadata's path.
@@ -92,7 +92,7 @@ def placed_of(info: Any, key: str, path: str) -> Placed:
             and (kind in (TENSOR, BYTES) or ring is None)
             and 0 <= offset <= begin
             and min(length, size) >= 0
-            and begin + size <= offset + length < 1 << 63
+            and begin + size <= offset + length
             and (crcs is None or type(crcs) is bytes)
         )
     except (TypeError, ValueError):

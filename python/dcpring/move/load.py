@@ -130,7 +130,7 @@ class Matched:
 
     Attributes:
         items: all of them.
-        places: where the checkpoint's rows are stored.
+        storage: where the checkpoint's rows are stored.
         tensors: where each wanted row goes, for the core; stand-ins for what is not plain memory.
         mask: 1 for each item that can be read straight into its target.
         exchange: hands on between ranks; None: this rank reads all for itself.
@@ -139,15 +139,15 @@ class Matched:
     def __init__(
         self, items: ReadItems, chunks: Chunks, planner: RingLoadPlanner, exchange: Exchange | None = None
     ) -> None:
-        assert chunks.places is not None
-        self.items, self.places, self.exchange = items, chunks.places, exchange
+        assert chunks.storage is not None
+        self.items, self.storage, self.exchange = items, chunks.storage, exchange
         self._planner = planner
         self._table = chunks.table
         self._targets = [
             _NOT_PLAIN if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
         ]
         self.tensors = _C.Tensors(self._targets)
-        self.mask = _C.straight(items.match, self.places, self.tensors)
+        self.mask = _C.straight(items.match, self.storage, self.tensors)
 
     def rest(self, path: str) -> dict[int, Wanted]:
         """What takes another way, by the positions of the items. ``path`` is for errors."""
@@ -155,7 +155,7 @@ class Matched:
         properties = self._table.properties()
         wanted: dict[int, Wanted] = {}
         for position in (position for position, good in enumerate(self.mask) if not good):
-            place = self.places.get(rows[position])
+            place = self.storage.get(rows[position])
             name, kind, _, offsets, lengths, number, _ = self._table.row(rows[position])
             if place is None:
                 raise _not_stored(name, offsets, path)
@@ -186,7 +186,7 @@ class Matched:
         ]
         ranges = [(taken[at][0], *taken[at][1].byte_range) for at in in_core]
         memory = _C.Tensors([taken[at][2] for at in in_core])
-        _C.take_matched(match, self.places, self.tensors, ranges, memory)
+        _C.take_matched(match, self.storage, self.tensors, ranges, memory)
         rows = array.array("I", match.wanted_rows())
         self.note_filled(rows[position] for position, _, _ in ranges)
         for at in set(range(len(taken))).difference(in_core):
@@ -279,8 +279,8 @@ class Loader:
     def load_matched(self, matched: Matched) -> None:
         """Loads a compact plan."""
         self._matched = matched
-        self._load(matched.rest(self._path), list(matched.places.file_sizes()))
-        self._stats.files = len(matched.items.match.file_bytes(matched.places))
+        self._load(matched.rest(self._path), list(matched.storage.file_sizes()))
+        self._stats.files = len(matched.items.match.file_bytes(matched.storage))
 
     def _load(self, wanted: Mapping[int, Wanted], files: list[str]) -> None:
         self._wanted = wanted
@@ -327,6 +327,8 @@ class Loader:
         unknown: list[int] = []
         numbers = self._inputs.numbers
         for position, (item, place, stored) in self._wanted.items():
+            if place.offset + place.length >= 1 << 63:
+                raise CorruptCheckpointError(f"{self._name(position)} ends where no file can", self._path)
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
             elif place.descriptors or place.kind == BYTES:
@@ -514,7 +516,7 @@ class Loader:
         """
         boxes: list[tuple[Any, ...]] = []
         for piece, _ in pieces:
-            stored = matched.places.get(piece.row)
+            stored = matched.storage.get(piece.row)
             assert stored is not None
             place = Placed(*stored)
             if place.payload_bytes != piece.record_bytes:
@@ -533,7 +535,7 @@ class Loader:
     def _read_matched(self, matched: Matched, mask: bytes) -> None:
         if not any(mask):
             return
-        match, where = matched.items.match, (matched.places, matched.tensors, mask, self._options)
+        match, where = matched.items.match, (matched.storage, matched.tensors, mask, self._options)
         with self._explaining(itertools.compress(range(len(mask)), mask)):
             self._read(lambda: _C.load_matched(self._inputs.core, match, *where))
         matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))

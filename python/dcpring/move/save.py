@@ -413,7 +413,7 @@ class Results(Sequence[WriteResult]):
     """What a rank reports of a compact plan: DCP's WriteResults, made when they are looked at.
 
     Attributes:
-        packed: the encoded ``_C.Places`` of its items, in order.
+        packed: the encoded ``_C.StorageIndex`` of its items, in order.
         stats: of the rank's ``write_data``.
     """
 
@@ -424,11 +424,11 @@ class Results(Sequence[WriteResult]):
 
     def of(self, items: Any) -> list[WriteResult]:
         """The results, given the items they are for."""
-        places = _C.decode_places(self.packed)
-        return [result_of(item, Placed(*place_at(places, i))) for i, item in enumerate(items)]
+        storage = _C.decode_storage_index(self.packed)
+        return [result_of(item, Placed(*place_at(storage, i))) for i, item in enumerate(items)]
 
     def __len__(self) -> int:
-        return len(_C.decode_places(self.packed))
+        return len(_C.decode_storage_index(self.packed))
 
     def __getitem__(self, index: Any) -> Any:
         if self._items is None:
@@ -441,8 +441,8 @@ class Results(Sequence[WriteResult]):
         return Results, (self.packed, self.stats)
 
 
-def place_at(places: _C.Places, index: int) -> tuple[Any, ...]:
-    place = places.get(index)
+def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
+    place = storage.get(index)
     if place is None:
         raise CheckpointError("a rank reported an item as not stored")
     return place

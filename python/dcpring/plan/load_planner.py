@@ -111,7 +111,7 @@ class RingLoadPlan(LoadPlan):
         chunks: the checkpoint's; only on its own rank.
         reads: the rank's part of the report.
         needs: what the rank will read, where ranks hand on.
-        sharing: the coordinator's answer to that.
+        sharing: the coordinator's reply to that.
         pieces: what each row of the needs stands for; only on its own rank.
     """
 
@@ -256,14 +256,14 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
-            return [_answer(plan, None) for plan in global_plan]
+            return [_reply(plan, None) for plan in global_plan]
         if not are_those_of(needs):
             if self.share != "auto":
                 refuse_group(needs)
-            return [_answer(plan, None) for plan in global_plan]
+            return [_reply(plan, None) for plan in global_plan]
         sharing = plan_sharing(needs)
         self._run.report.share = needs[0].share if sharing[0].rounds else "off"
-        return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
+        return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.step(_trace.READ)
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -325,36 +325,36 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _add_needs(self, plan: RingLoadPlan) -> None:
         """Describes what this rank will read, where ranks are to hand on."""
         items: Any = plan.items
-        group, places = self.process_group, plan.chunks.places if plan.chunks else None
-        if group is None or places is None or self.share == "off" or makes_tensors(self):
+        group, storage = self.process_group, plan.chunks.storage if plan.chunks else None
+        if group is None or storage is None or self.share == "off" or makes_tensors(self):
             return
         share = self._share()
         wanted = items.match.interleaved() if share == "off" else items.match.sizes()
-        positions = self._same_as_stored(items, places, [at for at, size in enumerate(wanted) if size])
+        positions = self._same_as_stored(items, storage, [at for at, size in enumerate(wanted) if size])
         share = "host" if share == "off" else share
-        plan.pieces = self._pieces(items, places, positions)
-        names = [self._name_of(piece, places, share) for piece in plan.pieces]
+        plan.pieces = self._pieces(items, storage, positions)
+        names = [self._name_of(piece, storage, share) for piece in plan.pieces]
         units = units_table(names, [piece.size_bytes for piece in plan.pieces])
         plan.needs = Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
 
-    def _same_as_stored(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[int]:
+    def _same_as_stored(self, items: ReadItems, storage: _C.StorageIndex, positions: list[int]) -> list[int]:
         """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
         if not positions:
             return []
         dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
         targets = self.targets(items.wanted)
         wanted, stored = (array.array("I", rows) for rows in (items.match.wanted_rows(), items.match.stored_rows()))
-        return [at for at in positions if self._is_same(targets[wanted[at]], places, stored[at], dtypes, items)]
+        return [at for at in positions if self._is_same(targets[wanted[at]], storage, stored[at], dtypes, items)]
 
     def _is_same(
-        self, target: Tensor | None, places: _C.Places, stored: int, dtypes: list[torch.dtype], items: ReadItems
+        self, target: Tensor | None, storage: _C.StorageIndex, stored: int, dtypes: list[torch.dtype], items: ReadItems
     ) -> bool:
-        place = places.get(stored)
+        place = storage.get(stored)
         if target is None or target.layout != torch.strided or place is None or place[1] != TENSOR:
             return False
         return target.dtype == dtypes[items.stored.row(stored)[5]]
 
-    def _pieces(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[Piece]:
+    def _pieces(self, items: ReadItems, storage: _C.StorageIndex, positions: list[int]) -> list[Piece]:
         """What is read for these overlaps, each once: pieces that other ranks may read as well."""
         found: dict[Piece, list[int]] = {}
         wider: set[Piece] = set()
@@ -369,15 +369,15 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 wider.add(whole)
         pieces: list[Piece] = []
         for whole, overlaps in found.items():
-            place = places.get(whole.row)
+            place = storage.get(whole.row)
             assert place is not None
             whole = replace(whole, overlaps=tuple(overlaps), is_exact=whole not in wider)
             pieces.extend(cut(whole, place[4]))
         return pieces
 
-    def _name_of(self, piece: Piece, places: _C.Places, share: Share) -> str:
+    def _name_of(self, piece: Piece, storage: _C.StorageIndex, share: Share) -> str:
         """The same on all ranks that want the same bytes."""
-        place = places.get(piece.row)
+        place = storage.get(piece.row)
         assert place is not None
         text = f"{place[0]}:{place[2]}:{piece}"
         return f"{host_id()}:{text}" if share == "host" else text
@@ -407,16 +407,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return not old.isdisjoint(self._names.get(name, name) for name in chunks.table.names())
 
 
-def _answer(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:
+def _reply(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:
     return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
 
 
 def _reads(match: _C.Match, chunks: Chunks, group: dist.ProcessGroup | None) -> ReadReport | None:
     """How much of what is wanted lies in files that a rank of this number, in the group or else in all, wrote."""
-    if chunks.places is None:
+    if chunks.storage is None:
         return None
     rank = rank_in(group)
-    files = match.file_bytes(chunks.places)
+    files = match.file_bytes(chunks.storage)
     own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
     return ReadReport(rank, own, sum(files.values()) - own)
 

@@ -33,7 +33,7 @@ from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
-from dcpring.plan.messages import Answer, ByItems, Gathering, LocalMessage, Message, Piece, Pieces, RingPlan, Unsealed
+from dcpring.plan.messages import ByItems, Gathering, LocalMessage, Message, Piece, Pieces, Reply, RingPlan, Unsealed
 from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
@@ -202,9 +202,9 @@ class RingSavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._end_gathering()
         message = getattr(new_plan, "message", None)
-        if isinstance(new_plan, RingPlan) and isinstance(message, (Answer, Unsealed)):
+        if isinstance(new_plan, RingPlan) and isinstance(message, (Reply, Unsealed)):
             message = new_plan.sealed()
-        if isinstance(message, Answer) and self._save.sent is not None:
+        if isinstance(message, Reply) and self._save.sent is not None:
             _check_addressee(message)
             kept = self._cache.finish(self._save.sent.digest, message.kept)
             items = self._save.sent.items(kept)
@@ -276,27 +276,27 @@ class RingSavePlanner(DefaultSavePlanner):
         cache = self._cache
         layouts = cache.restore(messages)
         outcome = self._outcome(messages, layouts, cache)
-        items = [Items(layout, answer) for layout, answer in zip(layouts, outcome.answers, strict=True)]
+        items = [Items(layout, reply) for layout, reply in zip(layouts, outcome.replies, strict=True)]
         plans: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
-            known = cache.has_answer(rank, messages, outcome)
-            kept = None if known else outcome.answers[rank]
-            answered = RingPlan(
+            known = cache.has_reply(rank, messages, outcome)
+            kept = None if known else outcome.replies[rank]
+            replied = RingPlan(
                 items[rank],  # type: ignore[arg-type]
                 plan.storage_data,
                 plan.planner_data,
-                message=Answer(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
-                seal=functools.partial(RingSavePlanner._seal_answer, weakref.proxy(self), rank, items),
+                message=Reply(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
+                seal=functools.partial(RingSavePlanner._seal_reply, weakref.proxy(self), rank, items),
                 described=items[rank],
             )
-            plans.append(answered)
+            plans.append(replied)
         cache.keep(layouts, messages, outcome)
         self._note_plan(messages, outcome.choice, outcome.ranks, plans)
         flattened = any(message.flattened for message in messages)
         return plans, LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
 
-    def _seal_answer(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
-        """What a rank is sent: the answer, or the items as they are now if a subclass has changed them."""
+    def _seal_reply(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
+        """What a rank is sent: the reply, or the items as they are now if a subclass has changed them."""
         if not plan.is_changed:
             assert plan.message is not None
             return plan.message
@@ -399,7 +399,7 @@ class RingSavePlanner(DefaultSavePlanner):
             reason=choice.reason,
             ranks=[replace(rank) for rank in ranks],
             gathered_bytes=sum(len(m.layout or b"") + len(m.fingerprints) for m in messages),
-            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans if isinstance(plan.message, Answer)),
+            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans if isinstance(plan.message, Reply)),
             cached=sum(message.layout is None for message in messages),
         )
 
@@ -432,9 +432,9 @@ class _Sent:
     own_items: list[WriteItem] | None
     digest: str
 
-    def items(self, answer: bytes) -> Any:
-        """The items that the answer leaves to this rank."""
-        planned = Items(self.table, answer)
+    def items(self, reply: bytes) -> Any:
+        """The items that the reply leaves to this rank."""
+        planned = Items(self.table, reply)
         if self.own_items is None:
             return planned
         by_row = {row: item for row, item in zip(_stored_rows(self.table), self._in_rows(), strict=True)}
@@ -484,14 +484,14 @@ class _Outcome:
     Attributes:
         table: the checkpoint's chunks.
         items: by rank, the rows of the table that it writes, in order, as uint32.
-        answers: by rank, what is sent back.
+        replies: by rank, what is sent back.
         wish: what was asked for; another wish needs another outcome.
     """
 
     choice: Choice
     table: _C.Table
     items: list[bytes]
-    answers: list[bytes]
+    replies: list[bytes]
     ranks: list[RankReport]
     wish: Any
 
@@ -503,7 +503,7 @@ class _Outcome:
             choice=choice,
             table=merge.table(),
             items=[merge.items(rank) for rank in world],
-            answers=[merge.answer(rank) for rank in world],
+            replies=[merge.reply(rank) for rank in world],
             ranks=[RankReport(rank, *sums[rank]) for rank in world],
             wish=wish,
         )
@@ -523,7 +523,7 @@ class _Cache:
     # -- every rank --
 
     def may_skip(self, digest: str) -> bool:
-        """Whether a layout need not be sent again. Not after a save that skipped it and did not get an answer."""
+        """Whether a layout need not be sent again. Not after a save that skipped it and did not get a reply."""
         if self.skipped:
             self.digest = ""
         self.skipped = digest == self.digest
@@ -561,10 +561,10 @@ class _Cache:
         same = self.outcome is not None and self.outcome.wish == wish
         return self.outcome if same and self.digests == [message.digest for message in messages] else None
 
-    def has_answer(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
+    def has_reply(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
         if messages[place].layout is not None or self.outcome is None:
             return False
-        return self.outcome.answers[place] == outcome.answers[place]
+        return self.outcome.replies[place] == outcome.replies[place]
 
     def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: _Outcome) -> None:
         self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
@@ -675,10 +675,10 @@ def _are_changed(plans: list[SavePlan], messages: list[LocalMessage]) -> bool:
     )
 
 
-def _check_addressee(answer: Answer) -> None:
-    if answer.to != rank_in():
+def _check_addressee(reply: Reply) -> None:
+    if reply.to != rank_in():
         raise CheckpointError(
-            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {answer.to}; move items "
+            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {reply.to}; move items "
             "from plan to plan instead, with dataclasses.replace(plan, items=...)"
         )
 

@@ -386,13 +386,13 @@ def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOption
 
 
 def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
-    table, places = chunks.table, chunks.places
-    assert places is not None
+    table, storage = chunks.table, chunks.storage
+    assert storage is not None
     properties_of = [decode_properties(encoded) for encoded in table.properties()]
     entries: dict[str, Entry] = {}
     for index in range(len(table)):
         key, kind, size, offsets, lengths, properties, _ = table.row(index)
-        place = places.get(index)
+        place = storage.get(index)
         if place is None:
             raise CorruptCheckpointError(f"the metadata lists {key!r}, but not where it is stored")
         is_object = kind == BYTES_ROW

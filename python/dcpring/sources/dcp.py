@@ -230,9 +230,9 @@ class DcpTarget:
         names = [item.name for item in self._items]
         mappings = {item.name: _plain_path(item.path) for item in self._items}
         table = table_of_chunks(names, [path_code(mappings, name) for name in names], chunks)
-        places = _C.Places(len(table))
-        places.put([place[:7] for place in placed])
-        made = Chunks(table, True, places)
+        storage = _C.StorageIndex(len(table))
+        storage.put([place[:7] for place in placed])
+        made = Chunks(table, True, storage)
         save_id = new_tag()
         version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         pickled = made.pickled(StorageMeta(str(self._path), save_id), version)

@@ -283,7 +283,7 @@ class RingReader(FileSystemReader):
 
     def _read(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
-        if chunks is not None and chunks.places is not None and not makes_tensors(planner):
+        if chunks is not None and chunks.storage is not None and not makes_tensors(planner):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
             exchange = exchange_of(plan, planner.process_group)
             try:

@@ -285,9 +285,9 @@ class RingWriter(FileSystemWriter):
         """DCP's WriteResults; of a compact plan, in compact form."""
         if not isinstance(source, TableSource) or self.transforms.extensions:
             return ResultList(map(result_of, items, placed), stats)
-        places = _C.Places(len(placed))
-        places.put([where[:7] for where in placed])
-        return Results(places.encode(), stats, items)
+        storage = _C.StorageIndex(len(placed))
+        storage.put([where[:7] for where in placed])
+        return Results(storage.encode(), stats, items)
 
     def _buckets(self, count: int) -> Iterable[Sequence[int] | None]:
         """Which items go into each file; None: all of them."""
@@ -327,11 +327,11 @@ class RingWriter(FileSystemWriter):
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
-        places = _C.Places(len(chunks.table))
+        storage = _C.StorageIndex(len(chunks.table))
         for rank, part in enumerate(results):
-            places.merge(_C.decode_places(part.packed), chunks.items[rank])
-        chunks.places = places
-        sizes = places.file_sizes()
+            storage.merge(_C.decode_storage_index(part.packed), chunks.items[rank])
+        chunks.storage = storage
+        sizes = storage.file_sizes()
         pickled = chunks.pickled(metadata.storage_meta, metadata.version)
         return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index())
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -34,7 +34,7 @@ from dcpring.move.handon import exchange_of
 from dcpring.move.load import Loader, Matched, wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
-from dcpring.options import Direct, Engine, IOOptions, IOStats
+from dcpring.options import IOArguments, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.store import layout
@@ -86,7 +86,6 @@ class RingReader(FileSystemReader):
 
     Args:
         path: directory of the checkpoint.
-        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
         safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
         key_map: other names for what is in the checkpoint: "normalize", a dict, the path of a JSON table, or a
@@ -100,6 +99,8 @@ class RingReader(FileSystemReader):
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
         trace: path of a trace of all loads, as for ``RingWriter``.
+        io: engine, direct, queue_depth, block_size_bytes, workers and checksum, as ``dcpring.options.IOOptions`` has
+            them.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
@@ -116,12 +117,6 @@ class RingReader(FileSystemReader):
         path: str | os.PathLike[str],
         _extension_registry: Any = None,
         *,
-        engine: Engine = "auto",
-        direct: Direct = "auto",
-        queue_depth: int = 8,
-        block_size_bytes: int = 4 << 20,
-        workers: int = 2,
-        checksum: bool = True,
         trusted: bool = False,
         safe_globals: Sequence[Any] = (),
         key_map: KeyMapLike = None,
@@ -129,19 +124,13 @@ class RingReader(FileSystemReader):
         casts: Casts = "safe",
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
+        **io: Unpack[IOArguments],
     ) -> None:
         self._tracer = _trace.Tracer(trace)
         self._load = _Loads()
         layout.require_local(path)
         super().__init__(path, _extension_registry)
-        self.options = IOOptions(
-            engine=engine,
-            direct=direct,
-            queue_depth=queue_depth,
-            block_size_bytes=block_size_bytes,
-            workers=workers,
-            checksum=checksum,
-        )
+        self.options = IOOptions(**io)
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -56,7 +56,7 @@ from dcpring.names.key_map import (
     rename_metadata,
     rename_results,
 )
-from dcpring.options import Direct, Engine, IOOptions, IOStats, make_watch
+from dcpring.options import IOArguments, IOOptions, IOStats, make_watch
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.save_planner import makes_tensors
@@ -83,12 +83,11 @@ class RingWriter(FileSystemWriter):
         path: directory of the checkpoint, made if missing.
         single_file_per_rank: one file per rank, else one per item.
         sync_files: make everything durable before the save ends.
-        thread_count: as ``workers``, where that is not given.
+        thread_count: as ``workers`` (see ``io``), where that is not given.
         per_thread_copy_ahead: bytes copied ahead from an accelerator.
         cache_staged_state_dict: see ``FileSystemWriter``.
         overwrite: replace a checkpoint that is there; else ``RuntimeError``.
         serialization_format: only ``TORCH_SAVE``.
-        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         keep_superseded: leave the data files of the checkpoint that is replaced, for readers that are still at it;
             the save after this one removes them.
         key_map: other names for the keys in the checkpoint: "normalize", a dict, the path of a JSON table, or a
@@ -104,6 +103,8 @@ class RingWriter(FileSystemWriter):
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
             With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
             ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
+        io: engine, direct, queue_depth, block_size_bytes, workers and checksum, as ``dcpring.options.IOOptions`` has
+            them. Of workers there are at least two, and as many as ``thread_count``, where none are given.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data`` in this process, None before.
@@ -125,18 +126,13 @@ class RingWriter(FileSystemWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
-        engine: Engine = "auto",
-        direct: Direct = "auto",
-        queue_depth: int = 8,
-        block_size_bytes: int = 4 << 20,
-        workers: int | None = None,
-        checksum: bool = True,
         keep_superseded: bool = False,
         key_map: KeyMapLike = None,
         progress: ProgressOption = False,
         objects: ObjectPolicy = "warn",
         safe_globals: Sequence[Any] = (),
         trace: str | os.PathLike[str] | None = None,
+        **io: Unpack[IOArguments],
     ) -> None:
         if objects not in ("warn", "error", "allow"):
             raise ValueError(f'objects={objects!r}: must be "warn", "error" or "allow"')
@@ -156,14 +152,9 @@ class RingWriter(FileSystemWriter):
             overwrite=overwrite,
             _extensions=_extensions,
         )
-        self.options = IOOptions(
-            engine=engine,
-            direct=direct,
-            queue_depth=queue_depth,
-            block_size_bytes=block_size_bytes,
-            workers=max(2, thread_count) if workers is None else workers,
-            checksum=checksum,
-        )
+        if io.get("workers") is None:
+            io["workers"] = max(2, thread_count)
+        self.options = IOOptions(**io)
         self.keep_superseded = keep_superseded
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.progress = checked_progress(progress)

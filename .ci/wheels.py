@@ -16,8 +16,8 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import abi3info
@@ -28,17 +28,46 @@ WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
-SOURCES = {
-    "liburing_2.3-3": ("liburing_2.3.orig.tar.gz", "2eac26f880125d83f75ba8641fde5d88226dd352d3cee95d45a9128758a8f1be"),
-    "libdeflate_1.14-1": (
-        "libdeflate_1.14.orig.tar.gz",
-        "89e7df898c37c3427b0f39aadcf733731321a278771d20fc553f92da8d4808ac",
-    ),
-}
-"""Of Debian 12, whose libraries the tests run with: by source package, upstream's archive and its SHA-256."""
 FLAGS = "-O2 -g0 -fPIC -fvisibility=hidden"
 UNUSED = "-Wno-unused-function"
 """clang warns of functions that only assertions call, which are off."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A source package of Debian 12, whose libraries the tests run with.
+
+    Attributes:
+        name: the package's.
+        version: the package's, with Debian's revision.
+        sha256: of upstream's archive.
+        made: what its makefile is asked for.
+        headers: the folder with its headers, or the only one.
+        license: the text that has to go with a copy.
+    """
+
+    name: str
+    version: str
+    sha256: str
+    made: str
+    headers: str
+    license: str
+
+    @property
+    def archive(self) -> str:
+        return f"{self.name}_{self.version.partition('-')[0]}.orig.tar.gz"
+
+
+LIBRARIES = (
+    Library(
+        *("liburing", "2.3-3", "2eac26f880125d83f75ba8641fde5d88226dd352d3cee95d45a9128758a8f1be"),
+        *("src/liburing.a", "src/include", "LICENSE"),
+    ),
+    Library(
+        *("libdeflate", "1.14-1", "89e7df898c37c3427b0f39aadcf733731321a278771d20fc553f92da8d4808ac"),
+        *("libdeflate.a", "libdeflate.h", "COPYING"),
+    ),
+)
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
@@ -57,9 +86,9 @@ def unpack(archive: Path, folder: Path) -> Path:
 # ---- the libraries ----
 
 
-def fetch(package: str, name: str, digest: str) -> Path:
-    """A source package's archive, by apt-get, which is given lists of its own: the system's stay as they are."""
-    archive = WORK / "sources" / name
+def fetch(library: Library) -> Path:
+    """Upstream's archive, by apt-get, which is given lists of its own: the system's stay as they are."""
+    archive = WORK / "sources" / library.archive
     if not archive.exists():
         apt = WORK / "apt"
         for folder in ("lists/partial", "cache/archives/partial", "parts"):
@@ -77,11 +106,11 @@ def fetch(package: str, name: str, digest: str) -> Path:
         archive.parent.mkdir(parents=True, exist_ok=True)
         try:
             run(*command, "update")
-            run(*command, "source", "--download-only", package.replace("_", "="), cwd=archive.parent)
+            run(*command, "source", "--download-only", f"{library.name}={library.version}", cwd=archive.parent)
         except (OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"{error}: put {name} (SHA-256 {digest}) into {archive.parent}, where there is no Debian 12.")
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != digest:
-        sys.exit(f"{archive} is not the file that .ci/wheels.py names: its SHA-256 is not {digest}.")
+            sys.exit(f"{error}: where there is no Debian 12, put {library.archive} into {archive.parent} first.")
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != library.sha256:
+        sys.exit(f"{archive} is not the file that .ci/wheels.py names: its SHA-256 is not {library.sha256}.")
     return archive
 
 
@@ -101,19 +130,21 @@ def compiler(folder: Path, architecture: str) -> Path:
 
 
 def build_libraries(folder: Path, cc: Path) -> None:
-    """lib/*.a and include/ of both libraries, by their own makefiles."""
-    uring, deflate = (unpack(fetch(package, *of), folder / package) for package, of in SOURCES.items())
-    tools = (f"CC={cc}", f"AR={cc.with_name('ar')}", f"CFLAGS={FLAGS}")
-    run("./configure", f"--cc={cc}", cwd=uring)
-    run("make", "-s", "-C", "src", "liburing.a", *tools, cwd=uring)
-    run("make", "-s", "libdeflate.a", *tools, cwd=deflate)
-    for name in ("include", "lib"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    shutil.copytree(uring / "src" / "include", folder / "include")
-    shutil.copy(deflate / "libdeflate.h", folder / "include")
-    (folder / "lib").mkdir()
-    for archive in (uring / "src" / "liburing.a", deflate / "libdeflate.a"):
-        shutil.copy(archive, folder / "lib")
+    """lib/*.a, include/ and licenses/ of all, by their own makefiles."""
+    for name in ("include", "lib", "licenses"):
+        (folder / name).mkdir()
+    for library in LIBRARIES:
+        source = unpack(fetch(library), folder / library.name)
+        if (source / "configure").exists():
+            run("./configure", f"--cc={cc}", cwd=source)
+        made, headers = source / library.made, source / library.headers
+        run("make", "-s", made.name, f"CC={cc}", f"AR={cc.with_name('ar')}", f"CFLAGS={FLAGS}", cwd=made.parent)
+        shutil.copy(made, folder / "lib")
+        if headers.is_dir():
+            shutil.copytree(headers, folder / "include", dirs_exist_ok=True)
+        else:
+            shutil.copy(headers, folder / "include")
+        shutil.copy(source / library.license, folder / "licenses" / f"LICENSE.{library.name}")
 
 
 def check_headers(folder: Path, cc: Path) -> None:
@@ -133,6 +164,7 @@ def check_headers(folder: Path, cc: Path) -> None:
 
 def build_wheel(source: Path, folder: Path, cc: Path, architecture: str) -> Path:
     """The wheel as setup.py makes it, for that architecture's Linux in general."""
+    shutil.copytree(folder / "licenses", source, dirs_exist_ok=True)
     run(
         sys.executable, "setup.py", "-q", "build", "--build-base", folder / "build",
         "bdist_wheel", "--bdist-dir", folder / "bdist", "--dist-dir", folder, "--plat-name", f"linux_{architecture}",
@@ -172,11 +204,10 @@ def make_wheel(source: Path, architecture: str) -> None:
 
 
 def main() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(WORK / "cache"))
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", DIST)
-    (sdist,) = DIST.glob(f"dcpring-{version}.tar.gz")
+    (sdist,) = DIST.glob("*.tar.gz")
     source = unpack(sdist, WORK / "source")
     for architecture in sys.argv[1:] or ARCHITECTURES:
         make_wheel(source, architecture)

@@ -22,8 +22,7 @@ import pytest
 from dcpring import _C
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "Makefile")
-FOLDERS = ("csrc", "python", "docs")
+NOT_SOURCES = [*(ROOT / ".gitignore").read_text().replace("/", "").split(), ".git"]
 LIBC = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-aarch64.so.1"}
 """What is part of glibc, and what old ones had beside it."""
 
@@ -37,33 +36,34 @@ def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProc
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is in the repository, without anything that was built."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        shutil.copy(ROOT / name, copy / name)
-    for name in FOLDERS:
-        shutil.copytree(
-            ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", "*.o")
-        )
+    copy = tmp_path_factory.mktemp("source") / "tree"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCES))
     return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    made = run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", folder, cwd=source)
+    assert made.returncode == 0, made.stderr
+    (packed,) = folder.iterdir()
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
+    return unpacked
 
 
 @pytest.fixture(scope="module")
 def wheel(request: pytest.FixtureRequest) -> Path:
     if given := os.environ.get("DCPRING_WHEEL"):
         return Path(given).resolve()
-    source: Path = request.getfixturevalue("source")
-    made = run(sys.executable, "setup.py", "-q", "sdist", cwd=source)
-    assert made.returncode == 0, made.stderr
-    (sdist,) = (source / "dist").glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(source / "unpacked", filter="data")
-    (unpacked,) = (source / "unpacked").iterdir()
+    sdist: Path = request.getfixturevalue("sdist")
     built = run(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", source / "wheels", ".",
-        cwd=unpacked,
-    )  # fmt: skip
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", "wheels", ".", cwd=sdist
+    )
     assert built.returncode == 0, built.stderr
-    (path,) = (source / "wheels").glob("*.whl")
+    (path,) = (sdist / "wheels").glob("*.whl")
     return path
 
 
@@ -91,6 +91,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+def test_sdist_holds_everything(source: Path, sdist: Path) -> None:
+    def files(folder: Path) -> set[str]:
+        return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+    assert files(source) - files(sdist) == set()
+
+
 def test_wheel_is_for_every_python_from_311_on(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
 
@@ -103,6 +110,9 @@ def test_wheel_holds_the_package_and_its_types(wheel: Path) -> None:
     }
     assert modules | {"dcpring/_C.abi3.so", "dcpring/py.typed"} <= names
     assert not any(name.endswith((".c", ".h", ".pyc")) for name in names)
+    licenses = {path.name for path in map(Path, names) if path.parent.name == "licenses"}
+    linked = {"LICENSE.liburing", "LICENSE.libdeflate"} if "DCPRING_WHEEL" in os.environ else set()
+    assert licenses == {"LICENSE"} | linked
 
 
 def test_wheel_works_by_itself(installed: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TESTS=tests/test_kinds.py]
 #                         the Python tests with another torch, in an environment of its own (up to 7 GB below build/torch)
 #   make clean-torch      removes these environments
+#   make wheels           what a release consists of, in dist/: the sdist, and a wheel for each architecture
+#   make docs             the documents as a site, in build/site
 #   make bench            benchmarks/save_load.py with everything in it
 #   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
 #   make example-hsdp     who writes what, with each strategy, on 4 processes
@@ -24,7 +26,7 @@ PY := $(VENV)/bin/python
 TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
 DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
-TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh
+TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh qemu-user
 CSRC_SOURCES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch])
 SOURCES := $(CSRC_SOURCES) setup.py pyproject.toml
 C_SOURCES := $(CSRC_SOURCES) $(wildcard tests/c/*.[ch] tests/fuzz/*.[ch])
@@ -32,7 +34,7 @@ PYTEST := $(PY) -m pytest -q
 comma := ,
 PACKAGES ?= all
 
-.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash soak sdist clean
+.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash soak docs wheels clean
 
 setup: build/.installed
 
@@ -151,8 +153,15 @@ soak: setup build/.test-system
 crash: setup
 	@$(PY) tests/crash/explore.py --full $(if $(SEED),--seed $(SEED))
 
-sdist: setup
-	@$(PY) setup.py -q sdist bdist_wheel
+build/.wheel-tools: .ci/wheels.txt
+	@mkdir -p build; $(PYTHON) -m venv --clear build/wheels/tools
+	@build/wheels/tools/bin/python $(PIP_QUIET) --require-hashes -r $<
+	@touch $@
+
+# Each is looked at by the tests that look at a user's; that of another architecture is not run.
+wheels: setup build/.test-system build/.wheel-tools
+	@build/wheels/tools/bin/python .ci/wheels.py
+	@for wheel in dist/*.whl; do echo "== $$wheel"; DCPRING_WHEEL=$$wheel $(PYTEST) tests/test_packaging.py || exit 1; done
 
 clean:
 	rm -rf build dist python/*.egg-info python/dcpring/*.so

@@ -1,7 +1,7 @@
 """Builds the extension dcpring._C; everything else is in pyproject.toml.
 
 liburing and libdeflate are linked statically where their archives are there (and usable in a shared object),
-else dynamically. None of their symbols are exported.
+else dynamically. None of their symbols are exported. The wheels of a release are built by .ci/wheels.py.
 
 DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror). Assertions are off (NDEBUG), as a wheel has them;
 DCPRING_CFLAGS=-UNDEBUG turns them on, and that is how the tests are run.
@@ -22,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.install_lib import install_lib
 
+EXPORTS = "csrc/py/exports.map"
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
 LIBRARIES = {
     "uring": ("#include <liburing.h>", "struct io_uring r; return io_uring_queue_init(1, &r, 0);", "liburing-dev"),
@@ -117,11 +118,11 @@ setup(
         Extension(
             "dcpring._C",
             sources=sorted(str(path) for path in Path("csrc").rglob("*.c")),
-            depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
+            depends=[EXPORTS, *sorted(str(path) for path in Path("csrc").rglob("*.h"))],
             include_dirs=["csrc/core"],
             define_macros=[("_GNU_SOURCE", None), ("NDEBUG", None)],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
-            extra_link_args=["-pthread", "-lm", "-Wl,--exclude-libs,ALL", *extra],
+            extra_link_args=["-pthread", "-lm", f"-Wl,--version-script={EXPORTS}", *extra],
             py_limited_api=True,
         )
     ],

@@ -171,16 +171,16 @@ class Stopwatch:
 
 
 @dataclass
-class Answered:
+class Replied:
     """What the coordinator has made. `loads` gives the bytes that each rank will write."""
 
-    answers: list[bytes]
+    replies: list[bytes]
     metadata: Metadata
     strategy: str
     loads: Callable[[], list[int]]
 
 
-def _stock_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Answered:
+def _stock_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Replied:
     steps = {
         "dedup_save_plans": DEDUP,
         "create_default_global_save_plan": METADATA,
@@ -190,30 +190,30 @@ def _stock_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Answered:
     plans = watch.timed(UNPICKLE, _unpickled)(gathered)
     with patch.multiple(default_planner, **timed):
         global_plans, metadata = DefaultSavePlanner().create_global_plan(plans)
-    answers = watch.timed(PICKLE, _pickled)(global_plans)
-    return Answered(answers, metadata, "default", lambda: [_stock_load(plan) for plan in global_plans])
+    replies = watch.timed(PICKLE, _pickled)(global_plans)
+    return Replied(replies, metadata, "default", lambda: [_stock_load(plan) for plan in global_plans])
 
 
 def _stock_load(plan: SavePlan) -> int:
     return sum(chunk_bytes(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None)
 
 
-def _ring_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Answered:
+def _ring_coordinator(gathered: Sequence[bytes], watch: Stopwatch) -> Replied:
     plans = watch.timed(UNPICKLE, _unpickled)(gathered)
     coordinator = RingSavePlanner()
     core = SimpleNamespace(**{**vars(_C), "Merge": lambda world: _TimedMerge(world, watch)})
     with patch.object(save_planner, "_C", core):
         global_plans, metadata = coordinator.create_global_plan(plans)
-    answers = watch.timed(PICKLE, _pickled)(global_plans)
+    replies = watch.timed(PICKLE, _pickled)(global_plans)
     report = coordinator.report()
-    return Answered(answers, metadata, report.writers, lambda: [rank.bytes for rank in report.ranks])
+    return Replied(replies, metadata, report.writers, lambda: [rank.bytes for rank in report.ranks])
 
 
 _STEP_OF = {
     "add": UNPICKLE,
     "assign": DEDUP,
     "sums": DEDUP,
-    "answer": DEDUP,
+    "reply": DEDUP,
     "items": METADATA,
     "table": METADATA,
     "check": VALIDATE,
@@ -248,30 +248,30 @@ def measure(path: Path, job: Job, who: str, number: int) -> PlanSample:
     release_free_memory()
     watch = Stopwatch()
     with Meter() as meter:
-        answered = (_stock_coordinator if who == STOCK else _ring_coordinator)(gathered, watch)
+        replied = (_stock_coordinator if who == STOCK else _ring_coordinator)(gathered, watch)
     spent = meter.reading().whole
     watch.all_done(spent.cpu_seconds)
-    loads, gathered_bytes = answered.loads(), sum(map(len, gathered))
-    pickle_seconds, metadata_bytes = _pickle_metadata(answered.metadata)
-    materialise_seconds = _materialise(answered.metadata) if job.items <= MOST_OBJECTS else None
+    loads, gathered_bytes = replied.loads(), sum(map(len, gathered))
+    pickle_seconds, metadata_bytes = _pickle_metadata(replied.metadata)
+    materialise_seconds = _materialise(replied.metadata) if job.items <= MOST_OBJECTS else None
     return PlanSample(
         layout=job.layout.key,
         tensors=job.tensor_count,
         ranks=job.ranks,
         who=who,
         round=number,
-        strategy=answered.strategy,
+        strategy=replied.strategy,
         seconds=spent.end - spent.begin,
         cpu_seconds=spent.cpu_seconds,
         steps=watch.seconds,
         materialise_seconds=materialise_seconds,
         metadata_pickle_seconds=pickle_seconds,
         gathered_bytes=gathered_bytes,
-        scattered_bytes=sum(map(len, answered.answers)),
+        scattered_bytes=sum(map(len, replied.replies)),
         metadata_bytes=metadata_bytes,
         peak_bytes=None if spent.peak_bytes is None else spent.peak_bytes + gathered_bytes,
         balance=max(loads) * len(loads) / sum(loads),
-        content=None if materialise_seconds is None else _content(answered.metadata),
+        content=None if materialise_seconds is None else _content(replied.metadata),
     )
 
 

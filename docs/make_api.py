@@ -25,8 +25,8 @@ Every public class and function of `dcpring`, from their docstrings (`python doc
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source")
 HOOKS = frozenset(
     {name for base in (dcp.SavePlanner, dcp.LoadPlanner, dcp.StorageWriter, dcp.StorageReader) for name in vars(base)}
-    | {"exchange", "load_object", "lookup_object", "lookup_tensor", "note_committed", "note_read", "note_staged"}
-    | {"note_written", "origin", "place", "seek", "stage", "storage_data", "takes_objects", "targets"}
+    | {"exchange", "load_object", "lookup_object", "lookup_tensor", "note_staged"}
+    | {"origin", "place", "seek", "stage", "storage_data", "takes_objects", "targets"}
 )
 """What DCP, planners and storages call of each other; users do not."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a script starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "DCPRING_SANITIZED" in os.environ:  # whose allocator may be locked in what is forked from a process with threads
+        multiprocessing.set_start_method("forkserver")
     config.addinivalue_line("markers", "slow(but=()): run with --slow only, but for the parameters with these ids")
     for message in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingReader, RingWriter
-from dcpring.format.metadata import ring_info
+from dcpring.format.metadata import placed_of
 
 STATE = small_state(1)
 
@@ -185,9 +185,8 @@ def test_flipped_bits(tmp_path: Path, mode: dict[str, Any]) -> None:
     save(state, tmp_path)
     for key in state:
         info = storage_of(tmp_path, key)
-        ring = ring_info(info, key)
-        assert ring is not None
-        first, size = ring.payload_offset, ring.payload_bytes
+        placed = placed_of(info, key, "")
+        first, size = placed.payload_offset, placed.payload_bytes
         places = {0, size - 1, size // 2, *range(MIB // 2, size, MIB)}
         for place in sorted(places):
             flip_is_caught(tmp_path, state, tmp_path / info.relative_path, first + place, key, **mode)
@@ -236,10 +235,9 @@ def test_flipped_bits_in_slices(tmp_path: Path) -> None:
     state = {"weight": torch.arange(4 * MIB // 4, dtype=torch.int32).reshape(1024, 1024)}
     save(state, tmp_path)
     info = storage_of(tmp_path, "weight")
-    ring = ring_info(info, "weight")
-    assert ring is not None
+    placed = placed_of(info, "weight", "")
     file = tmp_path / info.relative_path
-    flip_bit(file, ring.payload_offset + 2 * MIB + 5)  # rows 512 to 767
+    flip_bit(file, placed.payload_offset + 2 * MIB + 5)  # rows 512 to 767
 
     def load_rows(first: int, count: int) -> torch.Tensor:
         target = {"weight": torch.zeros(1024, 1024, dtype=torch.int32)}
@@ -262,9 +260,8 @@ def test_checksum_off(tmp_path: Path) -> None:
     state = tensor_state(1, mib=2, count=1)
     save(state, tmp_path)
     info = storage_of(tmp_path, "weight.0")
-    ring = ring_info(info, "weight.0")
-    assert ring is not None
-    flip_bit(tmp_path / info.relative_path, ring.payload_offset + 4 * 100)
+    placed = placed_of(info, "weight.0", "")
+    flip_bit(tmp_path / info.relative_path, placed.payload_offset + 4 * 100)
     loaded = load(state, tmp_path, checksum=False)
     assert (loaded["weight.0"] != state["weight.0"]).nonzero().flatten().tolist() == [100]
     assert loaded["weight.0"][100] == state["weight.0"][100] ^ 1
@@ -281,9 +278,8 @@ def test_an_error_that_comes_late_says_what_has_changed(tmp_path: Path) -> None:
     state = tensor_state(1, mib=8, count=2)
     save(state, tmp_path)
     info = storage_of(tmp_path, "weight.1")
-    ring = ring_info(info, "weight.1")
-    assert ring is not None
-    flip_bit(tmp_path / info.relative_path, ring.payload_offset + ring.payload_bytes - 1)
+    placed = placed_of(info, "weight.1", "")
+    flip_bit(tmp_path / info.relative_path, placed.payload_offset + placed.payload_bytes - 1)
     target = blank(state)
     with pytest.raises(CheckpointException) as caught:
         dcp.load(target, storage_reader=RingReader(tmp_path, workers=1, queue_depth=1), no_dist=True)

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_type_hints
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcpring import CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring.options import IOArguments, IOOptions
 
 
 def _state(seed: int = 0) -> dict[str, Any]:
@@ -102,7 +103,22 @@ def test_arguments_are_stocks_and_more(ours: type, stock: type) -> None:
     theirs = list(inspect.signature(stock).parameters.values())
     mine = list(inspect.signature(ours).parameters.values())
     assert [(p.name, p.default, p.kind) for p in mine[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in mine[len(theirs) :])
+    own = mine[len(theirs) :]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own[:-1])
+    assert own[-1].kind is inspect.Parameter.VAR_KEYWORD and own[-1].annotation == "Unpack[IOArguments]"
+
+
+@pytest.mark.parametrize("cls", (RingWriter, RingReader))
+def test_options_of_io_are_taken_by_name(cls: type, tmp_path: Path) -> None:
+    assert get_type_hints(IOArguments) == get_type_hints(IOOptions)
+    assert cls(tmp_path).options == IOOptions()
+    given: dict[str, Any] = {"engine": "threads", "direct": False, "queue_depth": 3, "block_size_bytes": 1 << 20}
+    given |= {"workers": 5, "checksum": False}
+    assert cls(tmp_path, **given).options == IOOptions(**given)
+    with pytest.raises(TypeError, match="enigne"):
+        cls(tmp_path, enigne="threads")
+    with pytest.raises(ValueError, match="queue_depth=0"):
+        cls(tmp_path, queue_depth=0)
 
 
 def test_strings_and_paths(tmp_path: Path) -> None:

@@ -204,9 +204,9 @@ def raising(where: str) -> tuple[type[RingLoadPlanner], type[RingReader]]:
             fail("after read_data")
             return future
 
-        def _load(self, *given: Any) -> None:
+        def _read(self, *given: Any) -> None:
             fail("before the exchange")
-            super()._load(*given)
+            super()._read(*given)
 
     return Planner, Reader
 

@@ -234,6 +234,51 @@ def test_a_map_on_load(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded["b.w"], saved["a.w"])
 
 
+SWAPPED = {"a.w": "a.v", "a.v": "a.w", "a.n": "a.n"}
+
+
+def swap(name: str) -> str:
+    return SWAPPED[name]
+
+
+class Halved(RingLoadPlanner):
+    """Changes what has been read, so that it is asked for each tensor."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor *= 0.5
+
+
+@pytest.mark.parametrize("by", ("reader", "planner", "both"))
+@pytest.mark.parametrize("factor", (1.0, 0.5))
+def test_names_may_change_places(by: str, factor: float, tmp_path: Path) -> None:
+    """What a planner of ours plans under other names stays a compact plan of the checkpoint's tables."""
+    saved = {"a": {"w": torch.rand(3), "v": torch.rand(3), "n": 1}}
+    dcp.save(saved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner(), no_dist=True)
+    loaded = {"a": {"w": torch.zeros(3), "v": torch.zeros(3), "n": 0}}
+    reader = RingReader(tmp_path, key_map=swap if by != "planner" else None)
+    planner = (RingLoadPlanner if factor == 1 else Halved)(key_map=swap if by != "reader" else None)
+    plans: list[Any] = []
+    finish = planner.finish_plan
+    planner.finish_plan = lambda plan: plans.append(finish(plan)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
+    dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(loaded["a"]["w"], saved["a"]["v"] * factor) and loaded["a"]["n"] == 1
+    assert torch.equal(loaded["a"]["v"], saved["a"]["w"] * factor)
+    assert plans[0].chunks.storage is not None and len(plans[0].items) == 3
+    assert {item.dest_index.fqn: item.storage_index.fqn for item in plans[0].items} == SWAPPED
+
+
+@pytest.mark.parametrize("by", ("reader", "planner"))
+def test_a_name_that_is_another_key_by_now_is_missing(by: str, tmp_path: Path) -> None:
+    _save(tmp_path, _state(a=(2,), b=(2,)))
+    options: dict[str, dict[str, Any]] = {"reader": {}, "planner": {}}
+    options[by]["key_map"] = {"a": "c"}
+    error = _failure(tmp_path, _state(a=(2,), b=(2,)), RingLoadPlanner(**options["planner"]), **options["reader"])
+    assert isinstance(error, KeyMismatchError) and "'a'" in str(error), error
+    loaded = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    _load(tmp_path, loaded, RingLoadPlanner(missing="allow", **options["planner"]), **options["reader"])
+    assert not loaded["a"].any() and loaded["c"].all()
+
+
 SAVERS: dict[str, Any] = {
     "writer": lambda path, key_map: (RingWriter(path, key_map=key_map), None),
     "writer with a planner": lambda path, key_map: (RingWriter(path, key_map=key_map), RingSavePlanner()),

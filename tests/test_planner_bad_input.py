@@ -1,4 +1,4 @@
-"""Plans, answers and places that are garbled, or wrongly typed: errors, never a crash, and nothing leaks."""
+"""Plans, replies and storage indices that are garbled, or wrongly typed: errors, never a crash, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def plan() -> bytes:
     return make({"step": None, "weights": chunks, "scalar": row((), (), ()), "elsewhere": ..., "größe": row()}).encode()
 
 
-def places() -> bytes:
-    made = _C.Places(3)
+def storage_index() -> bytes:
+    made = _C.StorageIndex(3)
     made.put(
         [("__0_0.distcp", 0, 0, 100, 64, 8, b"crc!"), ("f", 1, 100, 50, 100, 50, None), ("f", 2, 150, 9, 0, 0, None)]
     )
@@ -87,14 +87,14 @@ def coordinate(sent: list[bytes]) -> None:
     for strategy in range(5):
         merge.assign(strategy, 1, bytes(4 * len(sent)), 1)
         for rank, data in enumerate(sent):
-            items = Items(data, merge.answer(rank))
+            items = Items(data, merge.reply(rank))
             assert len(items.kept) == merge.sums()[rank][0]
         look_at(merge.table())
 
 
-@pytest.mark.parametrize("decode", [_C.decode_table, _C.decode_places], ids=["table", "places"])
+@pytest.mark.parametrize("decode", [_C.decode_table, _C.decode_storage_index], ids=["table", "storage_index"])
 def test_every_truncation_and_changed_byte_is_refused(decode: Callable[[bytes], Any]) -> None:
-    data = plan() if decode is _C.decode_table else places()
+    data = plan() if decode is _C.decode_table else storage_index()
     assert len(decode(data))
     for size in range(len(data)):
         for cut in (data[:size], with_crc(data[:size])) if size >= 8 else (data[:size],):
@@ -121,15 +121,15 @@ def test_mutated_plans() -> None:
     assert survivors > 100
 
 
-def test_mutated_places() -> None:
+def test_mutated_storage_index() -> None:
     survivors = 0
-    for data in mutations(places(), 1500):
+    for data in mutations(storage_index(), 1500):
         try:
-            decoded = _C.decode_places(data)
+            decoded = _C.decode_storage_index(data)
         except ValueError:
             continue
         survivors += 1
-        assert _C.decode_places(decoded.encode()).encode() == decoded.encode()
+        assert _C.decode_storage_index(decoded.encode()).encode() == decoded.encode()
         try:
             decoded.file_sizes()
             [decoded.get(index) for index in range(len(decoded))]
@@ -138,26 +138,26 @@ def test_mutated_places() -> None:
     assert survivors > 100
 
 
-def test_mutated_answers() -> None:
+def test_mutated_replies() -> None:
     merge = _C.Merge(2)
     for _ in range(2):
         merge.add(make({f"w{index}": row((64, 8), (0, 0), (64, 8)) for index in range(20)}).encode(), b"")
     merge.check(True)
     merge.assign(1, 0, bytes(8), 1)
-    answer = merge.answer(0)
-    assert any(isinstance(kept, tuple) for kept in _C.read_answer(answer, 20))
+    reply = merge.reply(0)
+    assert any(isinstance(kept, tuple) for kept in _C.read_reply(reply, 20))
     for rows in (0, 19, 21, -1, -(1 << 62)):
         with pytest.raises(ValueError):
-            _C.read_answer(answer, rows)
+            _C.read_reply(reply, rows)
     with pytest.raises(ValueError):
-        _C.read_answer(b"\xff" * 9 + b"\1", -1)
+        _C.read_reply(b"\xff" * 9 + b"\1", -1)
     rng = random.Random(1)
     for _ in range(1000):
-        changed = bytearray(answer[: rng.randrange(len(answer) + 1)])
+        changed = bytearray(reply[: rng.randrange(len(reply) + 1)])
         if changed:
             changed[rng.randrange(len(changed))] = rng.randrange(256)
         try:
-            _C.read_answer(bytes(changed), 20)
+            _C.read_reply(bytes(changed), 20)
         except ValueError:
             continue
 
@@ -226,15 +226,16 @@ def test_bad_names() -> None:
 
 
 def test_calls_in_the_wrong_order_or_of_the_wrong_kind() -> None:
-    merge, table, stored = _C.Merge(2), make({"a": row()}), _C.Places(1)
+    merge, table, stored = _C.Merge(2), make({"a": row()}), _C.StorageIndex(1)
     calls: list[Callable[[], Any]] = [
-        merge.sums, merge.table, lambda: merge.answer(0), lambda: merge.items(0), lambda: merge.differing(1),
+        merge.sums, merge.table, lambda: merge.reply(0), lambda: merge.items(0), lambda: merge.differing(1),
         lambda: merge.assign(0, 0, bytes(8), 1), lambda: merge.check(True),
         lambda: merge.add("text", b""), lambda: merge.add(b"", b""), lambda: _C.Merge("2"), lambda: table.row(1),
         lambda: table.row(-1), lambda: table.row("0"), lambda: stored.get(1), lambda: stored.put([]),
         lambda: stored.put([("f", 3, 0, 0, 0, 0, None)]), lambda: stored.put([("f", 0, 0, 9, 0, 9, b"123")]),
         lambda: stored.put(["no place"]), lambda: stored.merge(table, b""), lambda: stored.merge(stored, bytes(4)),
-        lambda: table.pickle(_C.Places(2), [b"N"], b"N", b"N", True), lambda: table.pickle(None, [], b"N", b"N", True),
+        lambda: table.pickle(_C.StorageIndex(2), [b"N"], b"N", b"N", True),
+        lambda: table.pickle(None, [], b"N", b"N", True),
         lambda: table.pickle(None, ["N"], b"N", b"N", True), lambda: _C.Match(table, stored),
         lambda: _C.decode_table(1),
     ]  # fmt: skip
@@ -269,8 +270,8 @@ def test_nothing_leaks() -> None:
                 coordinate([plan(), data])
             except ERRORS:
                 continue
-        stored = _C.decode_places(places())
-        _C.Places(3).merge(stored, b"".join(i.to_bytes(4, "little") for i in range(3)))
+        stored = _C.decode_storage_index(storage_index())
+        _C.StorageIndex(3).merge(stored, b"".join(i.to_bytes(4, "little") for i in range(3)))
         stored.file_sizes()
         for value in (row(size=(-1, 2)), "no tensor", [row(), 1]):
             try:

@@ -326,8 +326,8 @@ def test_a_core_without_planner() -> None:
         merge.check(True)
         for strategy in range(3):
             merge.assign(strategy, 0, bytes(4 * layout.world), 1)
-            answers = [merge.answer(rank) for rank in range(layout.world)]
-            written = [list(Items(made, answer)) for made, answer in zip(tables, answers, strict=True)]
+            replies = [merge.reply(rank) for rank in range(layout.world)]
+            written = [list(Items(made, reply)) for made, reply in zip(tables, replies, strict=True)]
             check_written_once(layout, written)
             assert [total for _, total, _, _ in merge.sums()] == loads_of(written)
 

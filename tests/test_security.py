@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingReader, UntrustedCheckpointError, saved_key_map
-from dcpring.format.metadata import load_metadata, ring_info
+from dcpring.format.metadata import OPAQUE, load_metadata, placed_of
 
 STATE = small_state(1)
 
@@ -640,7 +640,7 @@ def stock_record(tensor: torch.Tensor, tmp_path: Path) -> tuple[Path, int, int]:
     """A stock checkpoint of one tensor: its data file, and where the record is."""
     dcp.save({"t": tensor}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     info = storage_of(tmp_path, "t")
-    assert ring_info(info, "t") is None
+    assert placed_of(info, "t", "").kind == OPAQUE
     return tmp_path / info.relative_path, info.offset, info.length
 
 

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.options import IOOptions, make_watch
-from dcpring.plan.save_planner import _REPORTED
+from dcpring.plan.run import _REPORTED
 from dcpring.tools.trace.read import Part, read_operations
 from dcpring.watch import trace_file as _trace_file
 

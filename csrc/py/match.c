@@ -198,13 +198,13 @@ static bool has_lengths(const struct tensor_view *view, const int64_t *lengths, 
 }
 
 /* Whether an overlap can be read straight into its target's memory. */
-static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_storage_index *places,
+static bool is_straight(const struct match *self, const struct dr_overlap *o, const struct dr_storage_index *storage,
                         const struct tensor_view *view) {
     const struct dr_table *wanted = wanted_of(self), *stored = stored_of(self);
     const struct dr_row *want = &wanted->rows[o->wanted], *have = &stored->rows[o->stored];
     if (!dr_row_is_tensor(want) || !dr_row_is_tensor(have))
         return false; /* it is an object */
-    if (places->entries[o->stored].kind != DR_STORAGE_TENSOR)
+    if (storage->entries[o->stored].kind != DR_STORAGE_TENSOR)
         return false; /* where its payload lies is not known */
     if (view->kind != TENSOR_PLAIN)
         return false; /* the target's memory is elsewhere */
@@ -218,17 +218,17 @@ static bool is_straight(const struct match *self, const struct dr_overlap *o, co
 /* {file: bytes of tensors read from it}: every file that has something wanted. */
 static PyObject *file_bytes(PyObject *object, PyObject *argument) {
     const struct match *self = (struct match *)object;
-    const struct dr_storage_index *places = places_of(state_of(object), argument);
-    if (!places)
+    const struct dr_storage_index *storage = storage_index_of(state_of(object), argument);
+    if (!storage)
         return NULL;
-    if (places->count != stored_of(self)->count)
-        return PyErr_Format(PyExc_ValueError, "places are not those of the match's table");
-    size_t count = places->files.name_count;
+    if (storage->count != stored_of(self)->count)
+        return PyErr_Format(PyExc_ValueError, "the storage index is not that of the match's table");
+    size_t count = storage->files.name_count;
     uint64_t *bytes = PyMem_Calloc(count + 1, sizeof *bytes);
     uint8_t *used = PyMem_Calloc(count + 1, 1);
     PyObject *dict = bytes && used ? PyDict_New() : PyErr_NoMemory();
     for (size_t i = 0; dict && i < self->core.count; i++) {
-        const struct dr_storage_entry *place = &places->entries[self->core.overlaps[i].stored];
+        const struct dr_storage_entry *place = &storage->entries[self->core.overlaps[i].stored];
         if (place->kind == DR_STORAGE_NONE)
             continue;
         used[place->file] = 1;
@@ -238,7 +238,7 @@ static PyObject *file_bytes(PyObject *object, PyObject *argument) {
         if (!used[f])
             continue;
         PyObject *name =
-            PyUnicode_DecodeUTF8(dr_table_text(&places->files, f), (Py_ssize_t)places->files.names[f].size, NULL);
+            PyUnicode_DecodeUTF8(dr_table_text(&storage->files, f), (Py_ssize_t)storage->files.names[f].size, NULL);
         PyObject *sum = PyLong_FromUnsignedLongLong(bytes[f]);
         if (!name || !sum || PyDict_SetItem(dict, name, sum) < 0)
             Py_CLEAR(dict);
@@ -252,44 +252,44 @@ static PyObject *file_bytes(PyObject *object, PyObject *argument) {
 
 struct planned {
     struct match *match;
-    const struct dr_storage_index *places;
+    const struct dr_storage_index *storage;
     const struct tensors *targets;
 };
 
-static int parse_planned(struct module_state *state, PyObject *match, PyObject *places, PyObject *targets,
+static int parse_planned(struct module_state *state, PyObject *match, PyObject *storage, PyObject *targets,
                          struct planned *out) {
     if ((PyObject *)Py_TYPE(match) != state->match_type) {
         PyErr_SetString(PyExc_TypeError, "expected a Match");
         return -1;
     }
-    *out = (struct planned){(struct match *)match, places_of(state, places), held_tensors(state, targets)};
-    if (!out->places || !out->targets)
+    *out = (struct planned){(struct match *)match, storage_index_of(state, storage), held_tensors(state, targets)};
+    if (!out->storage || !out->targets)
         return -1;
-    if (out->places->count == stored_of(out->match)->count &&
+    if (out->storage->count == stored_of(out->match)->count &&
         (size_t)out->targets->count == wanted_of(out->match)->count)
         return 0;
-    PyErr_SetString(PyExc_ValueError, "places and targets are not those of the match's tables");
+    PyErr_SetString(PyExc_ValueError, "storage index and targets are not those of the match's tables");
     return -1;
 }
 
 static PyObject *straight(PyObject *module, PyObject *args) {
-    PyObject *match, *places, *targets;
+    PyObject *match, *storage, *targets;
     struct planned p;
-    if (!PyArg_ParseTuple(args, "OOO", &match, &places, &targets) ||
-        parse_planned(module_state(module), match, places, targets, &p) < 0)
+    if (!PyArg_ParseTuple(args, "OOO", &match, &storage, &targets) ||
+        parse_planned(module_state(module), match, storage, targets, &p) < 0)
         return NULL;
     const struct dr_match *core = &p.match->core;
     PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)core->count);
     for (size_t i = 0; mask && i < core->count; i++)
         PyBytes_AsString(mask)[i] =
-            (char)is_straight(p.match, &core->overlaps[i], p.places, &p.targets->views[core->overlaps[i].wanted]);
+            (char)is_straight(p.match, &core->overlaps[i], p.storage, &p.targets->views[core->overlaps[i].wanted]);
     return mask;
 }
 
 static void describe_read(const struct planned *p, const struct dr_overlap *o, struct dr_read *read) {
     const struct dr_table *stored = stored_of(p->match);
     const struct dr_row *row = &stored->rows[o->stored];
-    const struct dr_storage_entry *place = &p->places->entries[o->stored];
+    const struct dr_storage_entry *place = &p->storage->entries[o->stored];
     const struct tensor_view *view = &p->targets->views[o->wanted];
     const int64_t *dims = p->match->core.dims + o->dims;
     int64_t skip = 0;
@@ -304,22 +304,22 @@ static void describe_read(const struct planned *p, const struct dr_overlap *o, s
         .lengths = dims + 2 * row->ndim,
         .memory = (char *)view->data + skip * (int64_t)view->dtype->item_size,
         .strides = view->strides,
-        .crcs = place->has_crcs ? p->places->crcs.data + place->crcs : NULL,
+        .crcs = place->has_crcs ? p->storage->crcs.data + place->crcs : NULL,
     };
 }
 
 static int describe_reads(const struct planned *p, const char *mask, struct job *job) {
     Py_ssize_t count = job->count;
     job->count = 0;
-    if (job->input->count < p->places->files.name_count) {
-        PyErr_SetString(PyExc_ValueError, "fewer files than the places name");
+    if (job->input->count < p->storage->files.name_count) {
+        PyErr_SetString(PyExc_ValueError, "fewer files than the storage index names");
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct dr_overlap *o = &p->match->core.overlaps[i];
         if (!mask[i])
             continue;
-        if (!is_straight(p->match, o, p->places, &p->targets->views[o->wanted])) {
+        if (!is_straight(p->match, o, p->storage, &p->targets->views[o->wanted])) {
             PyErr_Format(PyExc_ValueError, "overlap %zd cannot be read straight into its target", i);
             return -1;
         }
@@ -332,12 +332,12 @@ static int describe_reads(const struct planned *p, const char *mask, struct job 
 static PyObject *load_matched(PyObject *module, PyObject *args) {
     const char *mask;
     Py_ssize_t mask_size;
-    PyObject *match, *places, *targets, *input, *options, *result = NULL;
+    PyObject *match, *storage, *targets, *input, *options, *result = NULL;
     struct planned p;
     struct module_state *state = module_state(module);
-    if (!PyArg_ParseTuple(args, "OOOOy#O!", &input, &match, &places, &targets, &mask, &mask_size, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOOOy#O!", &input, &match, &storage, &targets, &mask, &mask_size, &PyTuple_Type,
                           &options) ||
-        parse_planned(state, match, places, targets, &p) < 0)
+        parse_planned(state, match, storage, targets, &p) < 0)
         return NULL;
     if ((size_t)mask_size != p.match->core.count)
         return PyErr_Format(PyExc_ValueError, "a mask of the wrong length");
@@ -369,7 +369,7 @@ static int describe_taking(const struct planned *p, PyObject *entry, const struc
     const struct dr_overlap *o = &p->match->core.overlaps[position];
     struct dr_read read;
     uint64_t payload;
-    if (!is_straight(p->match, o, p->places, &p->targets->views[o->wanted]))
+    if (!is_straight(p->match, o, p->storage, &p->targets->views[o->wanted]))
         PyErr_Format(PyExc_ValueError, "overlap %llu cannot be copied straight into its target", position);
     else if (describe_read(p, o, &read), !dr_shape_bytes(&read.chunk, &payload) || first > end || end > payload)
         PyErr_SetString(PyExc_ValueError, "the bytes are not of the overlap's record");
@@ -386,11 +386,11 @@ static int describe_taking(const struct planned *p, PyObject *entry, const struc
 
 /* Copies what overlaps want of bytes that are in memory. */
 static PyObject *take_matched(PyObject *module, PyObject *args) {
-    PyObject *match, *places, *targets, *entries, *memory;
+    PyObject *match, *storage, *targets, *entries, *memory;
     struct planned p;
     struct module_state *state = module_state(module);
-    if (!PyArg_ParseTuple(args, "OOOO!O", &match, &places, &targets, &PyList_Type, &entries, &memory) ||
-        parse_planned(state, match, places, targets, &p) < 0)
+    if (!PyArg_ParseTuple(args, "OOOO!O", &match, &storage, &targets, &PyList_Type, &entries, &memory) ||
+        parse_planned(state, match, storage, targets, &p) < 0)
         return NULL;
     const struct tensors *held = held_tensors(state, memory);
     Py_ssize_t count = PyList_Size(entries);
@@ -421,7 +421,7 @@ static PyMethodDef methods[] = {
     {"sizes", sizes, METH_NOARGS, "sizes() -> the bytes of each overlap, 0 for objects"},
     {"interleaved", interleaved, METH_NOARGS,
      "interleaved() -> a byte for each overlap: 1 where reading it spans gaps between its rows"},
-    {"file_bytes", file_bytes, METH_O, "file_bytes(places) -> {file: bytes of tensors wanted from it}"},
+    {"file_bytes", file_bytes, METH_O, "file_bytes(storage) -> {file: bytes of tensors wanted from it}"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -477,12 +477,12 @@ PyMethodDef match_methods[] = {
      "tiles(lengths, [(offsets, lengths)]) -> whether the boxes make up a box of these lengths, without sharing "
      "anything"},
     {"straight", straight, METH_VARARGS,
-     "straight(match, places, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
+     "straight(match, storage, targets) -> a byte for each overlap: 1 where it can be read into its target's memory"},
     {"load_matched", load_matched, METH_VARARGS,
-     "load_matched(input, match, places, targets, mask, options) -> as load; the input's files are those of the "
-     "places"},
+     "load_matched(input, match, storage, targets, mask, options) -> as load; the input's files are those of the "
+     "storage index"},
     {"take_matched", take_matched, METH_VARARGS,
-     "take_matched(match, places, targets, [(overlap, first, end)], memory): copies what overlaps want of the bytes "
+     "take_matched(match, storage, targets, [(overlap, first, end)], memory): copies what overlaps want of the bytes "
      "[first, end) of their records, which are in memory"},
     {NULL, NULL, 0, NULL},
 };

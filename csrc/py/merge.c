@@ -209,7 +209,7 @@ static const struct dr_merge *assigned(PyObject *object, PyObject *rank_object, 
     return &self->core;
 }
 
-static PyObject *answer(PyObject *object, PyObject *rank_object) {
+static PyObject *reply(PyObject *object, PyObject *rank_object) {
     uint32_t rank;
     const struct dr_merge *merge = assigned(object, rank_object, &rank);
     if (!merge)
@@ -311,7 +311,7 @@ static PyMethodDef methods[] = {
     {"assign", assign, METH_VARARGS,
      "assign(strategy, limit, hosts, piece_bytes); strategies: 0 balanced, 1 split, 2 first replica, 3 at most `limit` "
      "writers, 4 one a host; hosts: a uint32 for each rank"},
-    {"answer", answer, METH_O, "answer(rank) -> bytes for read_answer"},
+    {"reply", reply, METH_O, "reply(rank) -> bytes for read_reply"},
     {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
     {"shared", shared, METH_NOARGS,
      "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it, "
@@ -346,7 +346,7 @@ static int keep(void *list, size_t row, int64_t start, int64_t rows) {
     return rc;
 }
 
-static PyObject *read_answer(PyObject *module, PyObject *args) {
+static PyObject *read_reply(PyObject *module, PyObject *args) {
     Py_buffer data;
     Py_ssize_t count;
     if (!PyArg_ParseTuple(args, "y*n", &data, &count))
@@ -364,7 +364,7 @@ static PyObject *read_answer(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef merge_methods[] = {
-    {"read_answer", read_answer, METH_VARARGS,
-     "read_answer(answer, rows of the plan) -> what this rank writes: a row, or (row, first row of the chunk, rows)"},
+    {"read_reply", read_reply, METH_VARARGS,
+     "read_reply(reply, rows of the plan) -> what this rank writes: a row, or (row, first row of the chunk, rows)"},
     {NULL, NULL, 0, NULL},
 };

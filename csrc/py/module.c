@@ -8,8 +8,9 @@
 #include "record/record.h"
 
 static PyMethodDef *const all_methods[] = {
-    torch_methods, reader_methods, directory_methods, fault_methods,  table_methods,   merge_methods,    places_methods,
-    match_methods, key_methods,    probe_methods,     verify_methods, compare_methods, unpickle_methods, record_methods,
+    torch_methods,  reader_methods,        directory_methods, fault_methods,  table_methods,
+    merge_methods,  storage_index_methods, match_methods,     key_methods,    probe_methods,
+    verify_methods, compare_methods,       unpickle_methods,  record_methods,
 };
 
 enum { TYPES = 8 };
@@ -24,7 +25,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[0] = (struct type_entry){"FileWriter", &writer_spec, &state->writer_type};
     out[1] = (struct type_entry){"Table", &table_spec, &state->table_type};
     out[2] = (struct type_entry){"Merge", &merge_spec, &state->merge_type};
-    out[3] = (struct type_entry){"Places", &places_spec, &state->places_type};
+    out[3] = (struct type_entry){"StorageIndex", &storage_index_spec, &state->storage_index_type};
     out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
     out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};

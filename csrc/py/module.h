@@ -24,7 +24,7 @@
 struct module_state {
     PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles; /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
-    PyObject *writer_type, *table_type, *merge_type, *places_type, *match_type, *tensors_type, *watch_type;
+    PyObject *writer_type, *table_type, *merge_type, *storage_index_type, *match_type, *tensors_type, *watch_type;
     PyObject *input_type;
     struct torch_shim torch;
 };
@@ -70,7 +70,8 @@ int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **
 
 /* ---- one per exposed part ---- */
 
-extern PyType_Spec writer_spec, table_spec, merge_spec, places_spec, match_spec, tensors_spec, watch_spec, input_spec;
+extern PyType_Spec writer_spec, table_spec, merge_spec, storage_index_spec, match_spec, tensors_spec, watch_spec,
+    input_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];
@@ -80,7 +81,7 @@ extern PyMethodDef fault_methods[];
 extern PyMethodDef record_methods[];
 extern PyMethodDef table_methods[];
 extern PyMethodDef merge_methods[];
-extern PyMethodDef places_methods[];
+extern PyMethodDef storage_index_methods[];
 extern PyMethodDef match_methods[];
 extern PyMethodDef verify_methods[];
 extern PyMethodDef compare_methods[];

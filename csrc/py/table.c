@@ -357,32 +357,32 @@ static int fragments_of(PyObject *list, struct dr_fragment *out, size_t count) {
 }
 
 static PyObject *write_pickle(struct module_state *state, const struct dr_table *table,
-                              const struct dr_storage_index *places, const struct dr_metadata_parts *parts) {
+                              const struct dr_storage_index *storage, const struct dr_metadata_parts *parts) {
     struct dr_error error;
     dr_error_clear(&error);
     struct dr_buffer out = {0};
     struct gil gil;
     gil_release_for(&gil, table->count * sizeof *table->rows + table->text_size);
-    int rc = dr_metadata_pickle(table, places, parts, &out, &error);
+    int rc = dr_metadata_pickle(table, storage, parts, &out, &error);
     gil_take(&gil);
     return bytes_of(state, rc, &out, &error);
 }
 
 static PyObject *pickle(PyObject *object, PyObject *args) {
     const struct dr_table *table = &((struct table *)object)->core;
-    PyObject *places, *list, *bytes = NULL;
+    PyObject *storage, *list, *bytes = NULL;
     struct dr_metadata_parts parts;
     Py_ssize_t storage_meta_size, version_size;
     int mappings;
     struct module_state *state = state_of(object);
-    if (!PyArg_ParseTuple(args, "OOy#y#p", &places, &list, &parts.storage_meta.data, &storage_meta_size,
+    if (!PyArg_ParseTuple(args, "OOy#y#p", &storage, &list, &parts.storage_meta.data, &storage_meta_size,
                           &parts.version.data, &version_size, &mappings))
         return NULL;
-    const struct dr_storage_index *stored = places == Py_None ? NULL : places_of(state, places);
-    if (places != Py_None && !stored)
+    const struct dr_storage_index *stored = storage == Py_None ? NULL : storage_index_of(state, storage);
+    if (storage != Py_None && !stored)
         return NULL;
     if (stored && stored->count != table->count)
-        return PyErr_Format(PyExc_ValueError, "%zu places for %zu rows", stored->count, table->count);
+        return PyErr_Format(PyExc_ValueError, "a storage index of %zu for %zu rows", stored->count, table->count);
     struct dr_fragment *fragments = PyMem_Calloc(table->property_count + 1, sizeof *fragments);
     if (!fragments)
         return PyErr_NoMemory();
@@ -405,7 +405,7 @@ static PyMethodDef methods[] = {
     {"row", row, METH_O, "row(i) -> (name, type, size, offsets, lengths, index of properties, flags)"},
     {"properties", properties, METH_NOARGS, "properties() -> [bytes]"},
     {"pickle", pickle, METH_VARARGS,
-     "pickle(places or None, pickled properties, pickled storage_meta, pickled version, mappings) -> DCP's Metadata, "
+     "pickle(storage or None, pickled properties, pickled storage_meta, pickled version, mappings) -> DCP's Metadata, "
      "pickled"},
     {NULL, NULL, 0, NULL},
 };

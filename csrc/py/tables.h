@@ -13,7 +13,7 @@ struct table {
     struct dr_table core;
 };
 
-struct places {
+struct storage_index {
     PyObject_HEAD
     struct dr_storage_index core;
 };
@@ -22,7 +22,7 @@ PyObject *table_new(struct module_state *state);
 
 /* What an object wraps, NULL with an exception when it is another kind of object. */
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
-const struct dr_storage_index *places_of(struct module_state *state, PyObject *object);
+const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object);
 
 /* Sets the exception of a core failure; returns NULL. */
 PyObject *fail(struct module_state *state, const struct dr_error *error);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from dcpring import _C
 
@@ -14,6 +14,17 @@ MAX_WORKERS = 64
 MAX_QUEUE_DEPTH = 4096
 MAX_BLOCK_BYTES = 1 << 30
 _DIRECT_CODES: dict[Direct, int] = {False: 0, True: 1, "auto": 2}
+
+
+class IOArguments(TypedDict, total=False):
+    """``IOOptions`` as ``RingWriter`` and ``RingReader`` take them: by name, any of them."""
+
+    engine: Engine
+    direct: Direct
+    queue_depth: int
+    block_size_bytes: int
+    workers: int
+    checksum: bool
 
 
 @dataclass(frozen=True)

@@ -198,14 +198,17 @@ class Round:
     def save(self, steps: list[Step]) -> float:
         """Saves that must succeed, and leave nothing behind; returns the seconds of one."""
         self._story.tell(f"save {'; '.join(map(str, steps))}")
+        self._note_kept(steps)
         answers = run(self._spec.world_size, do_saves, self._path, self._spec, steps)
         require(all(answer.ok for answer in answers), "a save failed", answers)
         for answer in answers:
             require_no_growth(answer.value)
         self._committed, self._must_be_ours = [steps[-1].version], steps[-1].is_renamed
-        self._has_kept |= any(step.options.get("keep_superseded") for step in steps)
         self._require_tidy(steps[-1])
         return max(answer.seconds for answer in answers) / len(steps)
+
+    def _note_kept(self, steps: list[Step]) -> None:
+        self._has_kept |= any(step.options.get("keep_superseded") for step in steps)
 
     def _require_tidy(self, step: Step) -> None:
         if step.ring_storage and not step.options.get("keep_superseded"):
@@ -224,6 +227,7 @@ class Round:
         world_size, fault = self._spec.world_size, step.fault
         assert fault is not None
         self._story.tell(f"save with a fault: {step}")
+        self._note_kept([step])
         with fault.around(self._path):
             disturbance = fault.disturbance(seconds)
             answers = run(world_size, do_saves, self._path, self._spec, [step], disturbance=disturbance)

@@ -2,9 +2,9 @@
  * Sharing out: every share goes to one of its holders, so that the largest load is small. See merge.h.
  *
  * Largest first, each to the least loaded of its holders; then, while it helps,
- * a share of the most loaded rank is moved to another holder, or exchanged for
- * a smaller one of that rank's. Ties go to the lower rank and the earlier
- * share, so that the same input always gives the same result.
+ * a share of the most loaded rank is moved to another holder. Ties go to the
+ * lower rank and the earlier share, so that the same input always gives the
+ * same result.
  */
 #include "plan/merge.h"
 
@@ -12,9 +12,8 @@
 
 #include <assert.h>
 
-/* Improving is for the tail of an already good result: it ends after so many looks at a share, some 0.2 s, and skips
- * exchanges among so many shares that there are small ones enough to move. */
-enum { MOST_LOOKS = 100 << 20, MOST_EXCHANGED = 4096 };
+/* Improving is for the tail of an already good result: it ends after so many looks at a share, some 0.2 s. */
+enum { MOST_LOOKS = 100 << 20 };
 
 struct work {
     struct dr_share *shares;
@@ -27,18 +26,6 @@ struct work {
 };
 
 static bool may(const struct work *work, uint32_t rank) { return !work->allowed || work->allowed[rank]; }
-
-static bool holds(const struct work *work, const struct dr_share *share, uint32_t rank) {
-    size_t lo = 0, hi = share->holder_count;
-    while (lo < hi) {
-        size_t mid = (lo + hi) / 2;
-        if (share->holders[mid] < rank)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo < share->holder_count && share->holders[lo] == rank && may(work, rank);
-}
 
 static int compare_shares(const void *a, const void *b, void *context) {
     const struct dr_share *shares = context;
@@ -67,7 +54,7 @@ static uint32_t most_loaded(const struct work *work) {
 }
 
 static void give(const struct work *work, struct dr_share *share, uint32_t rank) {
-    assert(holds(work, share, rank) && work->load[share->owner] >= share->bytes);
+    assert(may(work, rank) && work->load[share->owner] >= share->bytes);
     work->load[share->owner] -= share->bytes;
     share->owner = rank;
     work->load[rank] += share->bytes;
@@ -100,37 +87,6 @@ static bool move_one(struct work *work, uint32_t top) {
     return moved != NULL;
 }
 
-/* Exchanges a share of the most loaded rank for a smaller one of another. */
-static bool exchange_one(struct work *work, uint32_t top) {
-    uint64_t best = work->load[top];
-    struct dr_share *out = NULL, *in = NULL;
-    for (size_t i = 0; i < work->count; i++) {
-        struct dr_share *a = &work->shares[i];
-        if (a->owner != top || a->holder_count < 2)
-            continue;
-        work->looks += work->count;
-        for (size_t j = 0; j < work->count; j++) {
-            struct dr_share *b = &work->shares[j];
-            if (b->owner == top || b->bytes >= a->bytes || !holds(work, a, b->owner) || !holds(work, b, top))
-                continue;
-            uint64_t left = work->load[top] - a->bytes + b->bytes;
-            uint64_t other = work->load[b->owner] + a->bytes - b->bytes;
-            uint64_t higher = left > other ? left : other;
-            if (higher < best) {
-                best = higher;
-                out = a;
-                in = b;
-            }
-        }
-    }
-    if (!out)
-        return false;
-    uint32_t other = in->owner;
-    give(work, out, other);
-    give(work, in, top);
-    return true;
-}
-
 static int improve(struct work *work, struct dr_error *error) {
     uint64_t total = 0;
     uint32_t ranks = 0;
@@ -142,7 +98,7 @@ static int improve(struct work *work, struct dr_error *error) {
         uint32_t top = most_loaded(work);
         if (work->load[top] <= total / ranks + total / ranks / 100)
             return 0; /* within a percent of the mean */
-        if (!move_one(work, top) && (work->count > MOST_EXCHANGED || !exchange_one(work, top)))
+        if (!move_one(work, top))
             return 0;
         int rc = dr_ticker_ask(&work->ticker, error);
         if (rc)

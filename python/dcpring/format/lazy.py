@@ -11,7 +11,7 @@ import functools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -32,30 +32,30 @@ class Chunks:
     Attributes:
         table: a row for each.
         mappings: whether the names' paths are kept (``planner_data``).
-        places: where each is stored, None before it is.
+        storage: where each is stored, None before it is.
         items: by rank, the rows of the table that it writes, in order, as uint32.
     """
 
     def __init__(
-        self, table: _C.Table, mappings: bool, places: _C.Places | None = None, items: Sequence[bytes] = ()
+        self, table: _C.Table, mappings: bool, storage: _C.StorageIndex | None = None, items: Sequence[bytes] = ()
     ) -> None:
         self.table = table
         self.mappings = mappings
-        self.places = places
+        self.storage = storage
         self.items = items
 
     def pickled(self, storage_meta: StorageMeta | None, version: str | None) -> bytes:
         """``pickle.dumps`` of the Metadata, made in C."""
         properties = [pickled_fragment(decode_properties(encoded)) for encoded in self.table.properties()]
         return self.table.pickle(
-            self.places, properties, pickled_fragment(storage_meta), pickled_fragment(version), self.mappings
+            self.storage, properties, pickled_fragment(storage_meta), pickled_fragment(version), self.mappings
         )
 
     def index(self) -> bytes:
-        """What goes into the metadata file for fast reading: the table's length, the table, the places."""
-        assert self.places is not None
+        """What goes into the metadata file for fast reading: the table's length, the table, the storage index."""
+        assert self.storage is not None
         table = self.table.encode()
-        return b"".join((len(table).to_bytes(8, "little"), table, self.places.encode()))
+        return b"".join((len(table).to_bytes(8, "little"), table, self.storage.encode()))
 
     def load(self) -> Metadata:
         with collection_paused():
@@ -83,12 +83,15 @@ class StoredChunks(Chunks):
     def __init__(self, parts: Parts, path: Path, trusted: Trust, safe_globals: Sequence[Any]) -> None:
         try:
             size = int.from_bytes(parts.tables[:8], "little")
-            table, places = _C.decode_table(parts.tables[8 : 8 + size]), _C.decode_places(parts.tables[8 + size :])
+            table, storage = (
+                _C.decode_table(parts.tables[8 : 8 + size]),
+                _C.decode_storage_index(parts.tables[8 + size :]),
+            )
         except ValueError as error:
             raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
-        if len(table) != len(places):
+        if len(table) != len(storage):
             raise CorruptCheckpointError("the checkpoint's metadata is damaged (its tables do not fit)", str(path))
-        super().__init__(table, True, places)
+        super().__init__(table, True, storage)
         self._load = functools.partial(
             unpickle_metadata, parts.pickled, path, trusted=trusted, safe_globals=safe_globals
         )
@@ -113,6 +116,10 @@ class _Committed:
         return load_metadata(Path(self.path), trusted=True)[0]
 
 
+class _Source(Protocol):
+    def load(self) -> Metadata: ...
+
+
 class LazyMetadata(Metadata):
     """A ``Metadata`` that is made from ``source`` at the first look.
 
@@ -128,7 +135,7 @@ class LazyMetadata(Metadata):
         storage_meta: StorageMeta | None = None,
         version: str | None = None,
         *,
-        source: Chunks | _Committed | None = None,
+        source: _Source | None = None,
     ) -> None:
         self._source = source
         self._values: dict[str, Any] = {}

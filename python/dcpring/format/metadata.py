@@ -24,7 +24,7 @@ from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, Trust, unpickle, warn_of
 from dcpring.torchside import dcp
-from dcpring.torchside.dcp import StorageInfo, StoredProperties, attributes_of
+from dcpring.torchside.dcp import StorageInfo, StoredProperties
 
 METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
@@ -36,45 +36,70 @@ TENSOR, BYTES, OPAQUE = 0, 1, 2
 the metadata does not describe (it has no ``ring`` then)."""
 
 
-class RingInfo(NamedTuple):
-    """Where a record's payload lies: the ``ring`` attribute (as a plain tuple) of its ``StorageInfo``.
+class Placed(NamedTuple):
+    """Where a record is stored.
 
-    Stock DCP ignores it.
-
-    ``crcs`` holds a little-endian CRC-32 for every 1 MiB grid block of the file that the payload touches.
+    Attributes:
+        file: its name in the checkpoint's directory.
+        kind: one of those above.
+        offset, length: of the record in the file, in bytes.
+        payload_offset, payload_bytes: of what the record is for; they say nothing where the kind is OPAQUE.
+        crcs: a little-endian CRC-32 for every 1 MiB grid block of the file that the payload touches.
+        descriptors: DCP's, of the transforms that it has gone through.
     """
 
-    version: int
+    file: str
     kind: int
+    offset: int
+    length: int
     payload_offset: int
     payload_bytes: int
     crcs: bytes | None
+    descriptors: list[str] | None = None
 
 
 RING_VERSION = 1
 
 
-def ring_info(info: StorageInfo, key: str) -> RingInfo | None:
-    """The checked ``ring`` attribute of a record, None when it has none (stock wrote it)."""
-    packed = attributes_of(info).get("ring")
-    if packed is None:
-        return None
-    try:
-        ring = RingInfo(*packed)
-        good = (
-            ring.version == RING_VERSION
-            and ring.kind in (TENSOR, BYTES)
-            and type(ring.payload_offset) is type(ring.payload_bytes) is int
-            and 0 <= info.offset <= ring.payload_offset
-            and ring.payload_bytes >= 0
-            and ring.payload_offset + ring.payload_bytes <= info.offset + info.length < 1 << 63
-            and (ring.crcs is None or type(ring.crcs) is bytes)
+def storage_info(placed: Placed) -> StorageInfo:
+    """As DCP has it, with a plain tuple ``ring`` of what else is known, which stock ignores."""
+    info = StorageInfo(placed.file, placed.offset, placed.length)
+    if placed.descriptors:
+        info.transform_descriptors = placed.descriptors
+    if placed.kind != OPAQUE:
+        info.__dict__["ring"] = (
+            *(RING_VERSION, placed.kind, placed.payload_offset, placed.payload_bytes),
+            placed.crcs or None,
         )
-    except TypeError:
+    return info
+
+
+def placed_of(info: Any, key: str, path: str) -> Placed:
+    """What metadata say of where a record is stored: the reverse of ``storage_info``, checked but for its end.
+
+    Raises:
+        CorruptCheckpointError: it can't be; with the metadata's path.
+    """
+    fields = getattr(info, "__dict__", {})
+    known: list[Any] = [fields.get(name) for name in ("relative_path", "offset", "length", "ring")]
+    name, offset, length, ring = known
+    try:
+        version, kind, begin, size, crcs = (RING_VERSION, OPAQUE, offset, 0, None) if ring is None else ring
+        good = (
+            type(name) is str
+            and type(offset) is type(length) is type(begin) is type(size) is int
+            and version == RING_VERSION
+            and (kind in (TENSOR, BYTES) or ring is None)
+            and 0 <= offset <= begin
+            and min(length, size) >= 0
+            and begin + size <= offset + length
+            and (crcs is None or type(crcs) is bytes)
+        )
+    except (TypeError, ValueError):
         good = False
     if not good:
-        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", str(info.relative_path))
-    return ring
+        raise CorruptCheckpointError(f"the metadata of {key!r} contradicts itself", path)
+    return Placed(name, kind, offset, length, begin, size, crcs, fields.get("transform_descriptors"))
 
 
 @dataclass

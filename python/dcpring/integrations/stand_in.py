@@ -57,7 +57,13 @@ def ours() -> dict[type, Any]:
 @functools.cache
 def _taken() -> dict[type, frozenset[str]]:
     """The arguments that our classes take."""
-    return {stock: frozenset(inspect.signature(one).parameters) for stock, one in ours().items()}
+    from dcpring.options import IOArguments
+
+    named = {stock: {*inspect.signature(one).parameters} for stock, one in ours().items()}
+    return {
+        stock: frozenset(names | {*IOArguments.__annotations__} if "io" in names else names)
+        for stock, names in named.items()
+    }
 
 
 @dataclass(frozen=True)

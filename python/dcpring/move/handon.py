@@ -53,7 +53,7 @@ class Exchange:
     """One rank's part of handing on. Either ``run`` or ``fail`` should be called: the others wait, but not for long.
 
     Args:
-        sharing: the coordinator's answer.
+        sharing: the coordinator's reply.
         pieces: what each row of the units stands for.
         group: the process group.
     """

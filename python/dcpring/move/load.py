@@ -15,9 +15,8 @@ import itertools
 import logging
 import math
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import TENSOR, ring_info
+from dcpring.format.metadata import BYTES, TENSOR, Placed, placed_of
 from dcpring.format.properties import decode_properties
 from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
@@ -38,17 +37,15 @@ from dcpring.move.device import Uploader, padded
 from dcpring.move.handon import Exchange
 from dcpring.move.objects import Loaded
 from dcpring.move.objects import load as load_object
-from dcpring.move.save import Placed, storage_info
 from dcpring.names.policy import Casts
 from dcpring.options import IOOptions, IOStats, make_watch
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.placements import check_chunk
+from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
-from dcpring.torchside.dcp import StorageInfo, attributes_of
+from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import narrowed
-from dcpring.watch.phases import Phases
-from dcpring.watch.progress import Meter
 
 logger = logging.getLogger("dcpring")
 
@@ -83,8 +80,124 @@ class Inputs:
         self.core.close()
 
 
+class Wanted(NamedTuple):
+    """What is loaded of one record.
+
+    Attributes:
+        item: DCP's, by which the planner knows it.
+        place: where the record is stored.
+        stored: its sizes and dtype; None for an object, and where the metadata does not tell.
+    """
+
+    item: ReadItem
+    place: Placed
+    stored: tuple[tuple[int, ...], torch.dtype] | None
+
+
+def wanted_by_items(
+    items: Sequence[ReadItem], metadata: Metadata, storage_data: Mapping[MetadataIndex, StorageInfo], path: str
+) -> dict[int, Wanted]:
+    """What DCP's items want of a checkpoint, by their positions."""
+    wanted: dict[int, Wanted] = {}
+    for position, item in enumerate(items):
+        index = item.storage_index
+        info = storage_data.get(index)
+        if info is None:
+            raise _not_stored(index.fqn, index.offset, path)
+        wanted[position] = Wanted(item, placed_of(info, index.fqn, path), _stored_as(index, metadata))
+    return wanted
+
+
+def _not_stored(key: str, offset: Sequence[int] | None, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the metadata lists {key!r} at offset {offset}, but not where it is stored", path)
+
+
+def _stored_as(index: MetadataIndex, metadata: Metadata) -> tuple[tuple[int, ...], torch.dtype] | None:
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    chunks = entry.chunks
+    if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
+        return chunks[index.index].sizes, entry.properties.dtype
+    for chunk in chunks:
+        if index.offset is None or chunk.offsets == index.offset:
+            return chunk.sizes, entry.properties.dtype
+    return None
+
+
+class Matched:
+    """A compact plan: what can be read straight into its tensor never becomes an object of Python.
+
+    Attributes:
+        items: all of them.
+        storage: where the checkpoint's rows are stored.
+        tensors: where each wanted row goes, for the core; stand-ins for what is not plain memory.
+        mask: 1 for each item that can be read straight into its target.
+        exchange: hands on between ranks; None: this rank reads all for itself.
+    """
+
+    def __init__(
+        self, items: ReadItems, chunks: Chunks, planner: RingLoadPlanner, exchange: Exchange | None = None
+    ) -> None:
+        assert chunks.storage is not None
+        self.items, self.storage, self.exchange = items, chunks.storage, exchange
+        self._planner = planner
+        self._table = chunks.table
+        self._targets = [
+            _NOT_PLAIN if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
+        ]
+        self.tensors = _C.Tensors(self._targets)
+        self.mask = _C.straight(items.match, self.storage, self.tensors)
+
+    def rest(self, path: str) -> dict[int, Wanted]:
+        """What takes another way, by the positions of the items. ``path`` is for errors."""
+        rows = array.array("I", self.items.match.stored_rows())
+        properties = self._table.properties()
+        wanted: dict[int, Wanted] = {}
+        for position in (position for position, good in enumerate(self.mask) if not good):
+            place = self.storage.get(rows[position])
+            name, kind, _, offsets, lengths, number, _ = self._table.row(rows[position])
+            if place is None:
+                raise _not_stored(name, offsets, path)
+            stored = None if kind == BYTES_ROW else (lengths, decode_properties(properties[number]).dtype)
+            wanted[position] = Wanted(self.items.make(position), Placed(*place), stored)
+        return wanted
+
+    def size_bytes(self, mask: bytes) -> int:
+        return sum(itertools.compress(self.items.match.sizes(), mask))
+
+    def wanted_bytes(self) -> int:
+        """What this rank reads into memory, some of it for others alone."""
+        match, exchange = self.items.match, self.exchange
+        surplus = 0 if exchange is None else exchange.surplus_bytes(lambda at: match.get(at)[3:])
+        return surplus + self.size_bytes(self.mask)
+
+    def note_filled(self, rows: Iterable[int]) -> None:
+        _bump_versions([self._targets[row] for row in dict.fromkeys(rows)])
+
+    def take(self, taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
+        """Fills items with what they have of pieces that are in memory; the bytes of each."""
+        match = self.items.match
+        boxes = [match.get(position)[3:] for position, _, _ in taken]
+        in_core = [
+            at
+            for at, (position, piece, data) in enumerate(taken)
+            if self.mask[position] and piece.box is None and data.is_cpu
+        ]
+        ranges = [(taken[at][0], *taken[at][1].byte_range) for at in in_core]
+        memory = _C.Tensors([taken[at][2] for at in in_core])
+        _C.take_matched(match, self.storage, self.tensors, ranges, memory)
+        rows = array.array("I", match.wanted_rows())
+        self.note_filled(rows[position] for position, _, _ in ranges)
+        for at in set(range(len(taken))).difference(in_core):
+            position, piece, data = taken[at]
+            with torch.no_grad():
+                take(piece, data, *boxes[at], self._planner.resolve_tensor(self.items.make(position)))
+        return [common_bytes(piece, *box) for (_, piece, _), box in zip(taken, boxes, strict=True)]
+
+
 class _Source(NamedTuple):
-    """A plain tensor in a file."""
+    """A plain tensor in a file, as the core reads it."""
 
     file: int
     payload_offset: int
@@ -95,109 +208,24 @@ class _Source(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
-class _Whole:
-    """A record that is read as bytes."""
-
-    file: int
-    offset: int
-    size: int
-    crcs: bytes | None
-    info: StorageInfo
-
-
-class Catalog(Protocol):
-    """What a checkpoint's metadata says of its items."""
-
-    def info(self, index: MetadataIndex) -> StorageInfo | None:
-        """Where an item is stored."""
-        ...
-
-    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Sizes and dtype of a stored chunk; None when the metadata does not tell."""
-        ...
-
-
-class ObjectCatalog:
-    """DCP's Metadata."""
-
-    def __init__(self, metadata: Metadata, storage_data: dict[MetadataIndex, StorageInfo]) -> None:
-        self._metadata = metadata
-        self._storage_data = storage_data
-
-    def info(self, index: MetadataIndex) -> StorageInfo | None:
-        return self._storage_data.get(index)
-
-    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        entry = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        chunks = entry.chunks
-        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
-            return chunks[index.index].sizes, entry.properties.dtype
-        for chunk in chunks:
-            if index.offset is None or chunk.offsets == index.offset:
-                return chunk.sizes, entry.properties.dtype
-        return None
-
-
-class TableCatalog:
-    """The tables of a metadata file; ``rows`` has the items that will be asked for."""
-
-    def __init__(self, rows: dict[MetadataIndex, int], chunks: Chunks) -> None:
-        self._rows = rows
-        self._chunks = chunks
-        self._properties = chunks.table.properties()
-
-    def info(self, index: MetadataIndex) -> StorageInfo | None:
-        assert self._chunks.places is not None
-        place = self._chunks.places.get(self._rows[index])
-        return None if place is None else storage_info(Placed(*place))
-
-    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        _, kind, _, _, lengths, number, _ = self._chunks.table.row(self._rows[index])
-        return None if kind == BYTES_ROW else (lengths, decode_properties(self._properties[number]).dtype)
-
-
-@dataclass(slots=True)
-class Straight:
-    """A compact plan being read.
+class _Box(NamedTuple):
+    """A part of a plain tensor, and the memory that it is read into.
 
     Attributes:
-        files: all that the places name, in their order.
-        targets: where each wanted row goes; stand-ins for what is not plain memory.
-        tensors: the same for the core.
-        mask: 1 for each overlap that can be read straight into its target.
-        positions: of the items that cannot, by id().
-        exchange: hands on between ranks; None: this rank reads all for itself.
+        position: of what is wanted.
+        offsets, lengths: in the record.
     """
 
-    items: ReadItems
-    places: _C.Places
-    files: list[str]
-    targets: list[Tensor]
-    tensors: _C.Tensors
-    mask: bytes
-    positions: dict[int, int]
-    exchange: Exchange | None
-
-
-class LazyItems(Sequence[ReadItem]):
-    """Some of a match's items, for an error to name one."""
-
-    def __init__(self, items: ReadItems, chosen: list[int]) -> None:
-        self._items = items
-        self._chosen = chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items.make(self._chosen[index])
+    position: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    memory: Tensor
 
 
 class Loader:
     """See the module's docstring. One is made for every read_data.
+
+    Everything that is loaded goes by its position among the items: in ``Wanted``, among the sources, and in errors.
 
     With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
     share the open files, which are closed after the load otherwise.
@@ -205,6 +233,7 @@ class Loader:
 
     def __init__(
         self,
+        planner: LoadPlanner,
         *,
         path: str,
         transforms: Any,
@@ -214,15 +243,16 @@ class Loader:
         stats: IOStats,
         rank: int | None,
         casts: Casts = "safe",
-        meter: Meter | None = None,
-        phases: Phases | None = None,
+        run: LoadRun | None = None,
         sums: RunningCrcs | None = None,
         inputs: Inputs | None = None,
     ) -> None:
+        self._planner = planner
+        self._is_windowed = makes_tensors(planner)
         self._path = path
         self._transforms = transforms
-        self._meter = meter or Meter()
-        self._phases = phases or Phases()
+        run = run or LoadRun()
+        self._meter, self._phases = run.meter, run.phases
         self._watch = make_watch(self._meter.counter, self._phases.room)
         self._options = options.for_core(False, self._watch)
         self._checksum = options.checksum
@@ -234,272 +264,146 @@ class Loader:
         self._sums = sums
         self._shared_inputs = inputs
         self._inputs: Inputs
-        self._catalog: Catalog
+        self._wanted: Mapping[int, Wanted] = {}
+        self._matched: Matched | None = None
+        self._sources: dict[int, _Source] = {}
 
-    def load(
-        self, items: list[ReadItem], catalog: Catalog, planner: LoadPlanner, straight: Straight | None = None
-    ) -> None:
-        """Loads the items, and what can be read ``straight``, once all that can be checked before has been."""
-        self._catalog = catalog
-        if straight is None and not makes_tensors(planner):
-            _check_chunks(items, planner)
-        infos = [self._info(item) for item in items]
-        with self._opened(items, infos, straight):
-            self._load(items, infos, planner, straight)
-        self._stats.files = max(self._stats.files, len({info.relative_path for info in infos}))
+    def load(self, wanted: Mapping[int, Wanted]) -> None:
+        """Loads all that is wanted, once all that can be checked before has been."""
+        if not self._is_windowed:
+            _check_chunks((each.item for each in wanted.values()), self._planner)
+        files = {each.place.file for each in wanted.values()}
+        self._load(wanted, sorted(files))
+        self._stats.files = max(self._stats.files, len(files))
 
-    def _load(
-        self, items: list[ReadItem], infos: list[StorageInfo], planner: LoadPlanner, straight: Straight | None
-    ) -> None:
-        objects, wholes, sources = self._classify(items, infos)
-        self._check_wholes(wholes, planner)
-        if makes_tensors(planner) or straight is not None:
-            self._check_sources(sources)
-        self._meter.begin(lambda: _wanted_bytes([*objects, *wholes], sources, straight))
-        values = self._read_objects(objects)
-        if straight is None:
-            self._load_sources(sources, planner)
-        else:
-            self._load_steps(straight, sources, planner)
-        for batch in windows(wholes, lambda pair: pair[1].size, _WINDOW_BYTES):
-            self._load_wholes(batch, planner)
-        for (item, _), value in zip(objects, values, strict=True):
-            self._load_object(item, value, planner)
+    def load_matched(self, matched: Matched) -> None:
+        """Loads a compact plan."""
+        self._matched = matched
+        self._load(matched.rest(self._path), list(matched.storage.file_sizes()))
+        self._stats.files = len(matched.items.match.file_bytes(matched.storage))
 
-    def _load_sources(self, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
-        for chunk in windows(sources, _item_bytes, _WINDOW_BYTES if makes_tensors(planner) else None):
-            self._load_tensors(chunk, planner)
+    def _load(self, wanted: Mapping[int, Wanted], files: list[str]) -> None:
+        self._wanted = wanted
+        with self._opened(files):
+            objects, wholes = self._classify()
+            self._check_ends(wholes)
+            self._check_wholes(wholes)
+            if self._is_windowed or self._matched is not None:
+                self._check_ends(self._sources)  # of which the core will only see one window after the other
+            self._meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
+            values = self._read_objects(objects)
+            self._load_plain()
+            for batch in windows(wholes, lambda position: wanted[position].place.length, _WINDOW_BYTES):
+                self._load_wholes(batch)
+            for position, value in zip(objects, values, strict=True):
+                self._load_object(wanted[position].item, value)
 
-    # ---- compact plans ----
+    def _wanted_bytes(self, wholes: list[int]) -> int:
+        rest = sum(self._wanted[position].place.length for position in wholes)
+        rest += sum(map(self._source_bytes, self._sources))
+        return rest if self._matched is None else rest + self._matched.wanted_bytes()
 
-    def load_matched(
-        self,
-        items: ReadItems,
-        chunks: Chunks,
-        planner: RingLoadPlanner,
-        exchange: Exchange | None = None,
-    ) -> None:
-        """Loads a compact plan: what can be read straight into its tensor never becomes an object of Python."""
-        places = chunks.places
-        assert places is not None
-        targets = [
-            _NOT_PLAIN if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
-        ]
-        tensors = _C.Tensors(targets)
-        mask = _C.straight(items.match, places, tensors)
-        rest = {position: items.make(position) for position, good in enumerate(mask) if not good}
-        rows = array.array("I", items.match.stored_rows())
-        catalog = TableCatalog({item.storage_index: rows[position] for position, item in rest.items()}, chunks)
-        self._stats.files = len(items.match.file_bytes(places))
-        straight = Straight(
-            items,
-            places,
-            list(places.file_sizes()),
-            targets,
-            tensors,
-            mask,
-            {id(item): at for at, item in rest.items()},
-            exchange,
-        )
-        self.load(list(rest.values()), catalog, planner, straight)
-
-    def _load_steps(self, straight: Straight, sources: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
-        if straight.exchange is None:
-            self._read_straight(straight, straight.mask)
-            self._load_sources(sources, planner)
-            return
-        where = {straight.positions[id(item)]: (item, source) for item, source in sources}
-        everything = {position for position, good in enumerate(straight.mask) if good} | where.keys()
-
-        def read(positions: set[int]) -> None:
-            mask = bytes(good and position in positions for position, good in enumerate(straight.mask))
-            self._read_straight(straight, mask)
-            self._load_sources([pair for position, pair in where.items() if position in positions], planner)
-
-        def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
-            self._read_pieces(straight, pieces, filled)
-
-        def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
-            return _take(straight, taken, planner)
-
-        straight.exchange.run(everything, read, read_pieces, take, self._stats, self._phases, self._meter.advance)
-
-    def _read_pieces(self, straight: Straight, pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
-        """Reads pieces of records as bytes.
-
-        Args:
-            filled: overlaps that have been overwritten already, for an error to say so.
-        """
-        numbers = self._inputs.numbers
-        boxes: list[tuple[Any, ...]] = []
-        for piece, _ in pieces:
-            place = straight.places.get(piece.row)
-            assert place is not None
-            name, _, _, _, offset, size, crcs, *_ = place
-            if size != piece.record_bytes:
-                raise CorruptCheckpointError(
-                    f"{self._name(straight.items.make(piece.overlaps[0]))}: the record has {size} bytes, its shape and "
-                    f"dtype need {piece.record_bytes}",
-                    f"{self._path}/{name}",
-                    offset,
-                )
-            boxes.append((numbers[name], offset, size, crcs or None, None, *piece.as_bytes()))
-        targets = [memory.view(box[-1]) for box, (_, memory) in zip(boxes, pieces, strict=True)]
-        try:
-            with self._phases.core(self._watch, "read tensors", self._inputs.names):
-                stats = _C.load(self._inputs.core, boxes, targets, self._options)
-        except _CORE_ERRORS as error:
-            first = [piece.overlaps[0] for piece, _ in pieces]
-            vars(error)["changed"] = list(range(len(first), len(first) + len(filled)))  # and not what was just read
-            raise self._explained(error, LazyItems(straight.items, [*first, *filled])) from error
-        self._count(stats)
-
-    def _read_straight(self, straight: Straight, mask: bytes) -> None:
-        if not any(mask):
-            return
-        match = straight.items.match
-        try:
-            with self._phases.core(self._watch, "read tensors", self._inputs.names):
-                stats = _C.load_matched(
-                    self._inputs.core, match, straight.places, straight.tensors, mask, self._options
-                )
-        except _CORE_ERRORS as error:
-            chosen = [position for position, good in enumerate(mask) if good]
-            raise self._explained(error, LazyItems(straight.items, chosen)) from error
-        self._count(stats)
-        rows = dict.fromkeys(itertools.compress(array.array("I", match.wanted_rows()), mask))
-        _bump_versions([straight.targets[row] for row in rows])
-        self._stats.tensor_bytes += sum(itertools.compress(match.sizes(), mask))
+    def _source_bytes(self, position: int) -> int:
+        return math.prod(self._wanted[position].item.lengths) * self._sources[position].dtype.itemsize
 
     # ---- what each item is ----
 
-    def _info(self, item: ReadItem) -> StorageInfo:
-        info = self._catalog.info(item.storage_index)
-        if info is None:
-            raise CorruptCheckpointError(
-                f"the metadata lists {item.storage_index.fqn!r} at offset {item.storage_index.offset}, but not where "
-                "it is stored",
-                self._path,
-            )
-        fields = attributes_of(info)
-        good = [type(fields.get(name)) for name in ("relative_path", "offset", "length")] == [str, int, int]
-        if not good or info.offset < 0 or info.length < 0 or info.offset + info.length >= 1 << 63:
-            raise CorruptCheckpointError(f"the metadata of {item.storage_index.fqn!r} contradicts itself", self._path)
-        return info
-
     @contextlib.contextmanager
-    def _opened(self, items: list[ReadItem], infos: list[StorageInfo], straight: Straight | None) -> Iterator[None]:
+    def _opened(self, files: list[str]) -> Iterator[None]:
         """All files that are read. Each is looked at once, when something of it is wanted, and stays open."""
         if self._shared_inputs is not None:
             self._inputs = self._shared_inputs
             yield
             return
-        names = straight.files if straight else sorted({info.relative_path for info in infos})
-        try:
-            self._inputs = Inputs(self._path, names)
-        except _CORE_ERRORS as error:
-            raise self._explained(error, items) from error
+        with self._explaining(()):
+            self._inputs = Inputs(self._path, files)
         with contextlib.closing(self._inputs):
             yield
 
-    def _classify(
-        self, items: list[ReadItem], infos: list[StorageInfo]
-    ) -> tuple[list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Whole]], list[tuple[ReadItem, _Source]]]:
-        objects: list[tuple[ReadItem, _Whole]] = []
-        wholes: list[tuple[ReadItem, _Whole]] = []
-        sources: list[tuple[ReadItem, _Source]] = []
-        unknown: list[tuple[ReadItem, StorageInfo]] = []
-        for item, info in zip(items, infos, strict=True):
-            ring = ring_info(info, item.storage_index.fqn)
-            if item.type == LoadItemType.BYTE_IO:
-                objects.append((item, self._whole(info, ring.crcs if ring else None)))
-            elif info.transform_descriptors or (ring is not None and ring.kind != TENSOR):
-                wholes.append((item, self._whole(info, ring.crcs if ring else None)))
-            elif ring is not None and (stored := self._stored_as(item)) is not None:
-                sizes, dtype = stored
-                file = self._inputs.numbers[info.relative_path]
-                source = _Source(file, ring.payload_offset, ring.payload_bytes, ring.crcs, None, sizes, dtype)
-                sources.append((item, source))
-            else:
-                unknown.append((item, info))
-        for item, found in self._locate(unknown):
-            if isinstance(found, _Source):
-                sources.append((item, found))
-            else:
-                wholes.append((item, found))
-        return objects, wholes, sources
-
-    def _whole(self, info: StorageInfo, crcs: bytes | None) -> _Whole:
-        return _Whole(self._inputs.numbers[info.relative_path], info.offset, info.length, crcs, info)
-
-    def _stored_as(self, item: ReadItem) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return self._catalog.stored_as(item.storage_index)
-
-    def _locate(self, unknown: list[tuple[ReadItem, StorageInfo]]) -> Iterator[tuple[ReadItem, _Source | _Whole]]:
-        """Looks into records that the metadata says nothing more about: those that stock wrote."""
-        if not unknown:
-            return
+    def _classify(self) -> tuple[list[int], list[int]]:
+        """Finds the sources of plain tensors; gives the positions of objects, and of records that are read whole."""
+        objects: list[int] = []
+        wholes: list[int] = []
+        unknown: list[int] = []
         numbers = self._inputs.numbers
-        unknown = sorted(unknown, key=lambda pair: (numbers[pair[1].relative_path], pair[1].offset))
-        wanted = [(numbers[info.relative_path], info.offset, info.length) for _, info in unknown]
-        try:
-            found = _C.locate(self._inputs.core, wanted)
-        except _CORE_ERRORS as error:
-            raise self._explained(error, [item for item, _ in unknown]) from error
-        for (item, info), located in zip(unknown, found, strict=True):
+        for position, (item, place, stored) in self._wanted.items():
+            if place.offset + place.length >= 1 << 63:
+                raise CorruptCheckpointError(f"{self._name(position)} ends where no file can", self._path)
+            if item.type == LoadItemType.BYTE_IO:
+                objects.append(position)
+            elif place.descriptors or place.kind == BYTES:
+                wholes.append(position)
+            elif place.kind == TENSOR and stored is not None:
+                where = numbers[place.file], place.payload_offset, place.payload_bytes
+                self._sources[position] = _Source(*where, place.crcs, None, *stored)
+            else:
+                unknown.append(position)
+        return objects, wholes + self._locate(unknown)
+
+    def _locate(self, unknown: list[int]) -> list[int]:
+        """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""
+        if not unknown:
+            return []
+        unknown = sorted(unknown, key=lambda position: self._range_of(position)[:2])
+        with self._explaining(unknown):
+            found = _C.locate(self._inputs.core, [self._range_of(position) for position in unknown])
+        for position, located in zip(unknown, found, strict=True):
             if located is None:
-                yield item, self._whole(info, None)
                 continue
             offset, size, crc, dtype_name, sizes = located
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            stored = self._stored_as(item)
+            file, record, _ = self._range_of(position)
+            stored = self._wanted[position].stored
             if stored is not None and tuple(stored[0]) != sizes:
                 raise CorruptCheckpointError(
-                    f"{self._name(item)}: the record has shape {list(sizes)}, the metadata says {list(stored[0])}",
-                    info.relative_path,
-                    info.offset,
+                    f"{self._name(position)}: the record has shape {list(sizes)}, the metadata says {list(stored[0])}",
+                    self._inputs.names[file],
+                    record,
                 )
             # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
-            yield item, _Source(self._inputs.numbers[info.relative_path], offset, size, None, crc or None, sizes, dtype)
+            self._sources[position] = _Source(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
+        return [position for position, located in zip(unknown, found, strict=True) if located is None]
+
+    def _range_of(self, position: int) -> tuple[int, int, int]:
+        """Of a record: its file's number, its offset and its length."""
+        place = self._wanted[position].place
+        return self._inputs.numbers[place.file], place.offset, place.length
+
+    def _check_ends(self, positions: Iterable[int]) -> None:
+        """Whether files are there and reach to where what is wanted ends: the core checks this before it reads."""
+        chosen = list(positions)
+        if chosen:
+            with self._explaining(chosen):
+                _C.load_bytes(self._inputs.core, [(*self._end_of(each), 0, None) for each in chosen], self._options)
+
+    def _end_of(self, position: int) -> tuple[int, int]:
+        source = self._sources.get(position)
+        if source is not None:
+            return source.file, source.payload_offset + source.payload_bytes
+        file, offset, length = self._range_of(position)
+        return file, offset + length
 
     # ---- objects and whole records ----
 
-    def _check_ends(self, items: list[ReadItem], ends: list[tuple[int, int]]) -> None:
-        """Whether files are there and reach to where what is wanted ends."""
-        try:
-            if ends:
-                _C.load_bytes(self._inputs.core, [(*end, 0, None) for end in ends], self._options)
-        except _CORE_ERRORS as error:
-            raise self._explained(error, items) from error
+    def _check_wholes(self, wholes: list[int]) -> None:
+        for position in wholes:
+            item, _, stored = self._wanted[position]
+            if stored is not None and not self._is_windowed:
+                self._check_target(position, self._planner.resolve_tensor(item), stored[1])
 
-    def _check_sources(self, sources: list[tuple[ReadItem, _Source]]) -> None:
-        """The checks that the core makes before it reads, for what it will only see window by window."""
-        ends = [(source.file, source.payload_offset + source.payload_bytes) for _, source in sources]
-        self._check_ends([item for item, _ in sources], ends)
-
-    def _check_wholes(self, wholes: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
-        self._check_ends([item for item, _ in wholes], [(whole.file, whole.offset + whole.size) for _, whole in wholes])
-        for item, _ in wholes:
-            stored = self._stored_as(item)
-            if stored is not None and not makes_tensors(planner):
-                self._check_target(item, planner.resolve_tensor(item), stored[1])
-
-    def _read_whole(self, batch: list[tuple[ReadItem, _Whole]]) -> list[io.BytesIO]:
-        wanted = [(whole.file, whole.offset, whole.size, whole.crcs) for _, whole in batch]
-        self._check_ends([item for item, _ in batch], [(whole.file, whole.offset + whole.size) for _, whole in batch])
-        try:
-            with self._phases.core(self._watch, "read objects", self._inputs.names):
-                data, stats = _C.load_bytes(self._inputs.core, wanted, self._options)
-        except _CORE_ERRORS as error:
-            raise self._explained(error, [item for item, _ in batch]) from error
+    def _read_whole(self, positions: list[int]) -> list[io.BytesIO]:
+        self._check_ends(positions)
+        places = [self._wanted[position].place for position in positions]
+        ranges = [(*self._range_of(at), place.crcs) for at, place in zip(positions, places, strict=True)]
+        with self._explaining(positions), self._phases.core(self._watch, "read objects", self._inputs.names):
+            data, stats = _C.load_bytes(self._inputs.core, ranges, self._options)
         self._count(stats)
-        values = [self._untransformed(item, whole, raw) for (item, whole), raw in zip(batch, data, strict=True)]
-        for (item, whole), value in zip(batch, values, strict=True):
-            if self._checksum and not whole.crcs:
-                self._check_archive(item, whole, value)
+        values = [self._untransformed(at, raw) for at, raw in zip(positions, data, strict=True)]
+        for position, place, value in zip(positions, places, values, strict=True):
+            if self._checksum and not place.crcs:
+                self._check_archive(position, value)
         return values
 
-    def _check_archive(self, item: ReadItem, whole: _Whole, data: io.BytesIO) -> None:
+    def _check_archive(self, position: int, data: io.BytesIO) -> None:
         """Checks the CRCs that torch.save has put into its archive, and torch.load does not look at."""
         if data.getbuffer()[:2] != b"PK":
             return
@@ -509,24 +413,27 @@ class Loader:
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
             damaged = str(error)
         if damaged is not None:
-            path = f"{self._path}/{whole.info.relative_path}"
-            raise CorruptCheckpointError(f"{self._name(item)} is damaged ({damaged})", path, whole.offset)
+            place = self._wanted[position].place
+            path = f"{self._path}/{place.file}"
+            raise CorruptCheckpointError(f"{self._name(position)} is damaged ({damaged})", path, place.offset)
         data.seek(0)
 
-    def _untransformed(self, item: ReadItem, whole: _Whole, data: bytes) -> io.BytesIO:
-        if not whole.info.transform_descriptors:
+    def _untransformed(self, position: int, data: bytes) -> io.BytesIO:
+        item, place, _ = self._wanted[position]
+        if not place.descriptors:
             return io.BytesIO(data)
-        stream = self._transforms.transform_load_stream(item, whole.info.transform_descriptors, io.BytesIO(data))
+        stream = self._transforms.transform_load_stream(item, place.descriptors, io.BytesIO(data))
         return io.BytesIO(stream.read(-1))
 
-    def _read_objects(self, objects: list[tuple[ReadItem, _Whole]]) -> list[Loaded | io.BytesIO]:
+    def _read_objects(self, objects: list[int]) -> list[Loaded | io.BytesIO]:
         """Objects, which the planner gets only after all of them have been checked; as they are, if trusted."""
         streams = self._read_whole(objects) if objects else []
         if self._trusted is True:
             return list(streams)
-        return [self._unpickle(item, stream) for (item, _), stream in zip(objects, streams, strict=True)]
+        return [self._unpickle(position, stream) for position, stream in zip(objects, streams, strict=True)]
 
-    def _load_object(self, item: ReadItem, value: Loaded | io.BytesIO, planner: LoadPlanner) -> None:
+    def _load_object(self, item: ReadItem, value: Loaded | io.BytesIO) -> None:
+        planner = self._planner
         if isinstance(value, io.BytesIO):
             planner.load_bytes(item, value)
         elif value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
@@ -534,7 +441,7 @@ class Loader:
         else:
             planner.load_object(item, value.value)
 
-    def _unpickle(self, item: ReadItem, stream: io.BytesIO) -> Loaded | io.BytesIO:
+    def _unpickle(self, position: int, stream: io.BytesIO) -> Loaded | io.BytesIO:
         """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
         try:
             return load_object(stream, self._safe)
@@ -545,136 +452,189 @@ class Loader:
                 return stream
             cure = f"the class in safe_globals=[{error.name}]" if error.name else "the class in safe_globals=[...]"
             raise UntrustedCheckpointError(
-                f"{self._name(item)} holds more than plain data and tensors, and loading it could run code: "
+                f"{self._name(position)} holds more than plain data and tensors, and loading it could run code: "
                 f"{error}. If you trust the checkpoint, pass RingReader(..., trusted=True), or {cure}."
             ) from error
         except MemoryError:
             raise
         except Exception as error:  # damaged bytes end in errors of any kind
             raise CorruptCheckpointError(
-                f"{self._name(item)} cannot be read: {_first_line(error)}", self._path
+                f"{self._name(position)} cannot be read: {_first_line(error)}", self._path
             ) from error
 
-    def _tensor_of(self, item: ReadItem, stream: io.BytesIO) -> Any:
-        loaded = stream if self._trusted is True else self._unpickle(item, stream)
+    def _tensor_of(self, position: int, stream: io.BytesIO) -> Any:
+        loaded = stream if self._trusted is True else self._unpickle(position, stream)
         if isinstance(loaded, io.BytesIO):
             return torch.load(loaded, map_location="cpu", weights_only=False)
         return loaded.value
 
-    def _load_wholes(self, batch: list[tuple[ReadItem, _Whole]], planner: LoadPlanner) -> None:
-        for (item, _), data in zip(batch, self._read_whole(batch), strict=True):
-            tensor = self._tensor_of(item, data)
+    def _load_wholes(self, batch: list[int]) -> None:
+        for position, data in zip(batch, self._read_whole(batch), strict=True):
+            item, _, stored = self._wanted[position]
+            tensor = self._tensor_of(position, data)
             if not isinstance(tensor, Tensor):
-                raise CorruptCheckpointError(f"{self._name(item)} is stored as {type(tensor).__name__}", self._path)
-            stored = self._stored_as(item)
+                raise CorruptCheckpointError(f"{self._name(position)} is stored as {type(tensor).__name__}", self._path)
             if stored is not None and tensor.size() != stored[0]:
                 raise CorruptCheckpointError(
-                    f"{self._name(item)}: the record's shape is {list(tensor.size())}, the metadata says "
+                    f"{self._name(position)}: the record's shape is {list(tensor.size())}, the metadata says "
                     f"{list(stored[0])}",
                     self._path,
                 )
             part = narrowed(tensor, item.storage_offsets, item.lengths)
-            target = planner.resolve_tensor(item)
+            target = self._planner.resolve_tensor(item)
             if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
                 target = target.detach()
-            self._check_target(item, target, tensor.dtype)
+            self._check_target(position, target, tensor.dtype)
             target.copy_(part)
-            planner.commit_tensor(item, target)
+            self._planner.commit_tensor(item, target)
             self._stats.tensor_bytes += part.numel() * part.dtype.itemsize
 
     # ---- plain tensors ----
 
-    def _load_tensors(self, chunk: list[tuple[ReadItem, _Source]], planner: LoadPlanner) -> None:
-        targets = [planner.resolve_tensor(item).detach() for item, _ in chunk]
-        straight: list[int] = []
-        through_host: list[int] = []
-        kinds = _C.Tensors([t if type(t) is Tensor else _NOT_PLAIN for t in targets]).kinds()
-        for index, ((item, source), target) in enumerate(zip(chunk, targets, strict=True)):
-            self._check_target(item, target, source.dtype)
-            plain = kinds[index] == 0 and type(target) is Tensor and target.dtype == source.dtype
-            (straight if plain and _is_plain_memory(target) else through_host).append(index)
-        self._check_sources([chunk[index] for index in through_host])
-        self._read([chunk[i] for i in straight], [targets[i] for i in straight])
-        _bump_versions([targets[i] for i in straight])
-        self._read_through_host([chunk[i] for i in through_host], [targets[i] for i in through_host])
-        for (item, _), target in zip(chunk, targets, strict=True):
-            planner.commit_tensor(item, target)
+    def _load_plain(self) -> None:
+        matched = self._matched
+        if matched is None:
+            self._load_sources(self._sources)
+        elif matched.exchange is None:
+            self._read_matched(matched, matched.mask)
+            self._load_sources(self._sources)
+        else:
+            self._load_handed_on(matched, matched.exchange)
+
+    def _load_handed_on(self, matched: Matched, exchange: Exchange) -> None:
+        def read(positions: set[int]) -> None:
+            mask = bytes(good and position in positions for position, good in enumerate(matched.mask))
+            self._read_matched(matched, mask)
+            self._load_sources([position for position in self._sources if position in positions])
+
+        def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
+            self._read_pieces(matched, pieces, filled)
+
+        everything = {position for position, good in enumerate(matched.mask) if good} | self._sources.keys()
+        exchange.run(everything, read, read_pieces, matched.take, self._stats, self._phases, self._meter.advance)
+
+    def _read_pieces(self, matched: Matched, pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
+        """Reads pieces of records as bytes.
+
+        Args:
+            filled: items that have been overwritten already, for an error to say so.
+        """
+        boxes: list[tuple[Any, ...]] = []
+        for piece, _ in pieces:
+            stored = matched.storage.get(piece.row)
+            assert stored is not None
+            place = Placed(*stored)
+            if place.payload_bytes != piece.record_bytes:
+                raise CorruptCheckpointError(
+                    f"{self._name(piece.overlaps[0])}: the record has {place.payload_bytes} bytes, its shape and dtype "
+                    f"need {piece.record_bytes}",
+                    f"{self._path}/{place.file}",
+                    place.payload_offset,
+                )
+            where = self._inputs.numbers[place.file], place.payload_offset, place.payload_bytes
+            boxes.append((*where, place.crcs, None, *piece.as_bytes()))
+        targets = [memory.view(box[-1]) for box, (_, memory) in zip(boxes, pieces, strict=True)]
+        with self._explaining((piece.overlaps[0] for piece, _ in pieces), changed=filled):
+            self._read(lambda: _C.load(self._inputs.core, boxes, targets, self._options))
+
+    def _read_matched(self, matched: Matched, mask: bytes) -> None:
+        if not any(mask):
+            return
+        match, where = matched.items.match, (matched.storage, matched.tensors, mask, self._options)
+        with self._explaining(itertools.compress(range(len(mask)), mask)):
+            self._read(lambda: _C.load_matched(self._inputs.core, match, *where))
+        matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))
+        self._stats.tensor_bytes += matched.size_bytes(mask)
+
+    def _load_sources(self, positions: Iterable[int]) -> None:
+        for window in windows(positions, self._source_bytes, _WINDOW_BYTES if self._is_windowed else None):
+            self._load_window(window)
+
+    def _load_window(self, positions: list[int]) -> None:
+        items = [self._wanted[position].item for position in positions]
+        targets = [self._planner.resolve_tensor(item).detach() for item in items]
+        kinds = _C.Tensors([target if type(target) is Tensor else _NOT_PLAIN for target in targets]).kinds()
+        in_place: list[_Box] = []
+        through_host: list[_Box] = []
+        for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
+            dtype = self._sources[position].dtype
+            self._check_target(position, target, dtype)
+            plain = kind == 0 and type(target) is Tensor and target.dtype == dtype and _is_plain_memory(target)
+            box = _Box(position, item.storage_offsets, item.lengths, target)
+            (in_place if plain else through_host).append(box)
+        self._check_ends(box.position for box in through_host)
+        self._read_boxes(in_place, self._sums)
+        _bump_versions([box.memory for box in in_place])
+        self._read_through_host(through_host)
+        for item, target in zip(items, targets, strict=True):
+            self._planner.commit_tensor(item, target)
             self._stats.tensor_bytes += target.nbytes
 
-    def _check_target(self, item: ReadItem, target: Tensor, stored: torch.dtype) -> None:
+    def _check_target(self, position: int, target: Tensor, stored: torch.dtype) -> None:
+        item = self._wanted[position].item
         if target.size() != item.lengths:
             raise PlanError(
-                f"{self._name(item)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
+                f"{self._name(position)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
                 f"{list(target.size())}; load into tensors of the shape that was saved (req {item.storage_index} "
                 f"mismatch sizes {target.size()} vs {item.lengths})"
             )
         if target.dtype == stored:
             return
+        what = f"{self._name(position)}: the checkpoint has {stored}, the state dict {target.dtype}"
         if self._casts == "never":
-            raise CheckpointError(
-                f'{self._name(item)}: the checkpoint has {stored}, the state dict {target.dtype}, and casts="never"'
-            )
+            raise CheckpointError(f'{what}, and casts="never"')
         if self._casts != "any" and not torch.can_cast(stored, target.dtype):
             raise CheckpointError(
-                f"{self._name(item)}: the checkpoint has {stored}, the state dict {target.dtype}, and that cast would "
-                f'lose data; load into a {stored} tensor and convert it, or pass RingReader(..., casts="any")'
+                f"{what}, and that cast would lose data; load into a {stored} tensor and convert it, or pass "
+                'RingReader(..., casts="any")'
             )
-        logger.info("%s is cast from %s to %s", self._name(item), stored, target.dtype)
+        logger.info("%s is cast from %s to %s", self._name(position), stored, target.dtype)
 
-    def _read_item(self, item: ReadItem, source: _Source) -> tuple[Any, ...]:
-        return (*source[:-1], item.storage_offsets, item.lengths)
-
-    def _read(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
-        items = [item for item, _ in chunk]
-        self._read_boxes(items, [self._read_item(*pair) for pair in chunk], targets, self._sums)
-
-    def _read_boxes(
-        self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor], sums: RunningCrcs | None
-    ) -> None:
+    def _read_boxes(self, boxes: list[_Box], sums: RunningCrcs | None) -> None:
         if not boxes:
             return
-        try:
-            with self._phases.core(self._watch, "read tensors", self._inputs.names):
-                stats = _C.load(self._inputs.core, boxes, targets, self._options)
-        except _CORE_ERRORS as error:
-            raise self._explained(error, items) from error
-        self._count(stats)
+        reads = [(*self._sources[box.position][:-1], box.offsets, box.lengths) for box in boxes]
+        memory = [box.memory for box in boxes]
+        with self._explaining(box.position for box in boxes):
+            self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options))
         if sums is not None and self._checksum:
-            self._check_sums(items, boxes, targets, sums)
+            self._check_sums(boxes, sums)
 
-    def _check_sums(
-        self, items: list[ReadItem], boxes: list[tuple[Any, ...]], targets: list[Tensor], sums: RunningCrcs
-    ) -> None:
+    def _check_sums(self, boxes: list[_Box], sums: RunningCrcs) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
-        names = self._inputs.names
-        for index, (box, target) in enumerate(zip(boxes, targets, strict=True)):
-            if not _sum_up(sums, names[box[0]], box, target):
-                why = f"CRC-32 of its {box[2]} bytes is not what it was when they were written"
-                error = CorruptCheckpointError(why, f"{self._path}/{names[box[0]]}", box[1])
-                vars(error).update(item=index, changed=list(range(len(items))))  # as the core says it
-                raise self._explained(error, items)
+        for box in boxes:
+            source = self._sources[box.position]
+            name = self._inputs.names[source.file]
+            if not _sum_up(sums, name, source, box):
+                why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
+                error = CorruptCheckpointError(why, f"{self._path}/{name}", source.payload_offset)
+                raise self._explained(error, box.position, [box.position for box in boxes])
 
-    def _read_through_host(self, chunk: list[tuple[ReadItem, _Source]], targets: list[Tensor]) -> None:
+    def _read_through_host(self, boxes: list[_Box]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
-        needed = sum(padded(_item_bytes(pair)) for pair in chunk)
+        needed = sum(padded(self._source_bytes(box.position)) for box in boxes)
         sums = self._sums or RunningCrcs()
-        with Uploader(targets, needed, _WINDOW_BYTES) as uploader:
-            boxes = (
-                (item, source, target, offsets, lengths)
-                for (item, source), target in zip(chunk, targets, strict=True)
-                for offsets, lengths in split_box(tuple(item.lengths), uploader.window_bytes // source.dtype.itemsize)
-            )
-            for window in windows(boxes, _box_bytes, uploader.window_bytes):
-                hosts = uploader.take((lengths, source.dtype) for _, source, _, _, lengths in window)
-                reads = [
-                    (*self._read_item(item, source)[:6], _added(item.storage_offsets, offsets), lengths)
-                    for item, source, _, offsets, lengths in window
-                ]
-                self._read_boxes([box[0] for box in window], reads, hosts, sums)
-                parts = (narrowed(target, offsets, lengths) for _, _, target, offsets, lengths in window)
-                uploader.send(zip(parts, hosts, strict=True))
+        with Uploader([box.memory for box in boxes], needed, _WINDOW_BYTES) as uploader:
+            parts = (part for box in boxes for part in self._parts_of(box, uploader.window_bytes))
+            for window in windows(parts, self._padded_bytes, uploader.window_bytes):
+                hosts = uploader.take((part.lengths, self._sources[part.position].dtype) for part in window)
+                self._read_boxes([part._replace(memory=host) for part, host in zip(window, hosts, strict=True)], sums)
+                uploader.send(zip((part.memory for part in window), hosts, strict=True))
+
+    def _parts_of(self, box: _Box, most_bytes: int) -> Iterator[_Box]:
+        for offsets, lengths in split_box(box.lengths, most_bytes // self._sources[box.position].dtype.itemsize):
+            yield _Box(box.position, _added(box.offsets, offsets), lengths, narrowed(box.memory, offsets, lengths))
+
+    def _padded_bytes(self, box: _Box) -> int:
+        return padded(math.prod(box.lengths) * self._sources[box.position].dtype.itemsize)
 
     # ---- reporting ----
+
+    def _read(self, read: Callable[[], tuple[int, int, str, bool]]) -> None:
+        """Reads tensors in the core."""
+        with self._phases.core(self._watch, "read tensors", self._inputs.names):
+            stats = read()
+        self._count(stats)
 
     def _count(self, stats: tuple[int, int, str, bool]) -> None:
         read, cached, engine, direct = stats
@@ -683,16 +643,37 @@ class Loader:
         self._stats.engine = engine or self._stats.engine
         self._stats.direct |= direct
 
-    def _name(self, item: ReadItem) -> str:
-        return repr(item.storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
+    def _item(self, position: int) -> ReadItem:
+        if position in self._wanted or self._matched is None:
+            return self._wanted[position].item
+        return self._matched.items.make(position)
 
-    def _explained(self, error: Exception, items: Sequence[ReadItem]) -> Exception:
+    def _name(self, position: int) -> str:
+        return repr(self._item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
+
+    @contextlib.contextmanager
+    def _explaining(self, positions: Iterable[int], changed: Iterable[int] | None = None) -> Iterator[None]:
+        """Of a call of the core.
+
+        Args:
+            positions: of what it is given, by whose order it says what has failed.
+            changed: what had been overwritten before; None: the core says it.
+        """
+        try:
+            yield
+        except _CORE_ERRORS as error:
+            given = list(positions)
+            index = getattr(error, "item", None)
+            failed = given[index] if index is not None and index < len(given) else None
+            known = (given[index] for index in getattr(error, "changed", [])) if changed is None else changed
+            raise self._explained(error, failed, known) from error
+
+    def _explained(self, error: Exception, failed: int | None, changed: Iterable[int]) -> Exception:
         """The same error, with the key, the rank, and which tensors had changed already."""
-        index = getattr(error, "item", None)
         whose = self._path if self._rank is None else f"rank {self._rank}"
-        where = self._name(items[index]) if index is not None and index < len(items) else whose
-        changed = [] if self._rank is None else [items[i].dest_index.fqn for i in getattr(error, "changed", [])]
-        note = f"; already overwritten in the state dict: {some_keys(changed, 5)}" if changed else ""
+        where = whose if failed is None else self._name(failed)
+        keys = [] if self._rank is None else [self._item(position).dest_index.fqn for position in changed]
+        note = f"; already overwritten in the state dict: {some_keys(keys, 5)}" if keys else ""
         if isinstance(error, CorruptCheckpointError):
             return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)
         if isinstance(error, OSError):
@@ -702,7 +683,7 @@ class Loader:
         return CorruptCheckpointError(f"{where}: {error}{note}", self._path)
 
 
-def _check_chunks(items: list[ReadItem], planner: LoadPlanner) -> None:
+def _check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
     """Items of DTensors must be filled into what this rank holds of them."""
     values = getattr(planner, "state_dict", None) or {}
     for item in items:
@@ -711,34 +692,17 @@ def _check_chunks(items: list[ReadItem], planner: LoadPlanner) -> None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
 
 
-def _take(straight: Straight, taken: list[tuple[int, Piece, Tensor]], planner: LoadPlanner) -> list[int]:
-    """Fills overlaps with what they have of pieces that are in memory; the bytes of each."""
-    match, mask = straight.items.match, straight.mask
-    places = [match.get(position)[3:] for position, _, _ in taken]
-    in_core = [
-        at for at, (position, piece, data) in enumerate(taken) if mask[position] and piece.box is None and data.is_cpu
-    ]
-    ranges = [(taken[at][0], *taken[at][1].byte_range) for at in in_core]
-    memory = _C.Tensors([taken[at][2] for at in in_core])
-    _C.take_matched(match, straight.places, straight.tensors, ranges, memory)
-    rows = array.array("I", match.wanted_rows())
-    _bump_versions([straight.targets[row] for row in {rows[position] for position, _, _ in ranges}])
-    for at in set(range(len(taken))).difference(in_core):
-        position, piece, data = taken[at]
-        with torch.no_grad():
-            take(piece, data, *places[at], planner.resolve_tensor(straight.items.make(position)))
-    return [common_bytes(piece, *place) for (_, piece, _), place in zip(taken, places, strict=True)]
-
-
-def _sum_up(sums: RunningCrcs, name: str, box: tuple[Any, ...], data: Tensor) -> bool:
+def _sum_up(sums: RunningCrcs, name: str, source: _Source, box: _Box) -> bool:
     """Takes what was read of a box; False: its record is damaged."""
-    _, payload_offset, size, _, crc, sizes, offsets, lengths = box
-    start = None if crc is None or tuple(lengths) == tuple(sizes) else box_start(sizes, offsets, lengths)
+    if source.whole_crc is None or box.lengths == source.sizes:
+        return True
+    start = box_start(source.sizes, box.offsets, box.lengths)
     if start is None:
         return True
-    data = data.contiguous()
+    data = box.memory.contiguous()
     part = buffer_at(data.data_ptr(), data.nbytes)
-    return sums.add((name, payload_offset), start * data.itemsize, part, size, crc)
+    record = name, source.payload_offset
+    return sums.add(record, start * data.itemsize, part, source.payload_bytes, source.whole_crc)
 
 
 _NOT_PLAIN = torch.empty(0)
@@ -764,25 +728,6 @@ def _bump_versions(tensors: list[Tensor]) -> None:
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
-
-
-def _item_bytes(pair: tuple[ReadItem, _Source]) -> int:
-    return math.prod(pair[0].lengths) * pair[1].dtype.itemsize
-
-
-def _box_bytes(box: tuple[Any, _Source, Any, Any, tuple[int, ...]]) -> int:
-    return padded(math.prod(box[4]) * box[1].dtype.itemsize)
-
-
-def _wanted_bytes(
-    wholes: list[tuple[ReadItem, _Whole]], sources: list[tuple[ReadItem, _Source]], straight: Straight | None
-) -> int:
-    rest = sum(whole.size for _, whole in wholes) + sum(map(_item_bytes, sources))
-    if straight is None:
-        return rest
-    match = straight.items.match
-    surplus = 0 if straight.exchange is None else straight.exchange.surplus_bytes(lambda at: match.get(at)[3:])
-    return rest + surplus + sum(itertools.compress(match.sizes(), straight.mask))
 
 
 def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

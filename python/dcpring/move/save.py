@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from dcpring import _C
 from dcpring.base.memory import is_lazy_view, same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
-from dcpring.format.metadata import BYTES, OPAQUE, RING_VERSION, TENSOR
+from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed, storage_info
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
 from dcpring.options import IOStats
@@ -29,7 +29,6 @@ from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
-from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 
 WINDOW_BYTES = 32 << 20
@@ -37,19 +36,6 @@ WINDOW_BYTES = 32 << 20
 
 _RECORD_BYTES = 1024
 """A record's head and tail, roughly; for the size hint."""
-
-
-class Placed(NamedTuple):
-    """Where an item is stored."""
-
-    file: str
-    kind: int
-    offset: int
-    length: int
-    payload_offset: int
-    payload_bytes: int
-    crcs: bytes | None
-    descriptors: list[str] | None = None
 
 
 class Source(Protocol):
@@ -427,7 +413,7 @@ class Results(Sequence[WriteResult]):
     """What a rank reports of a compact plan: DCP's WriteResults, made when they are looked at.
 
     Attributes:
-        packed: the encoded ``_C.Places`` of its items, in order.
+        packed: the encoded ``_C.StorageIndex`` of its items, in order.
         stats: of the rank's ``write_data``.
     """
 
@@ -438,11 +424,11 @@ class Results(Sequence[WriteResult]):
 
     def of(self, items: Any) -> list[WriteResult]:
         """The results, given the items they are for."""
-        places = _C.decode_places(self.packed)
-        return [result_of(item, Placed(*place_at(places, i))) for i, item in enumerate(items)]
+        storage = _C.decode_storage_index(self.packed)
+        return [result_of(item, Placed(*place_at(storage, i))) for i, item in enumerate(items)]
 
     def __len__(self) -> int:
-        return len(_C.decode_places(self.packed))
+        return len(_C.decode_storage_index(self.packed))
 
     def __getitem__(self, index: Any) -> Any:
         if self._items is None:
@@ -455,8 +441,8 @@ class Results(Sequence[WriteResult]):
         return Results, (self.packed, self.stats)
 
 
-def place_at(places: _C.Places, index: int) -> tuple[Any, ...]:
-    place = places.get(index)
+def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
+    place = storage.get(index)
     if place is None:
         raise CheckpointError("a rank reported an item as not stored")
     return place
@@ -465,15 +451,3 @@ def place_at(places: _C.Places, index: int) -> tuple[Any, ...]:
 def result_of(item: WriteItem, placed: Placed) -> WriteResult:
     info = storage_info(placed)
     return WriteResult(index=item.index, size_in_bytes=placed.length, storage_data=info)
-
-
-def storage_info(placed: Placed) -> StorageInfo:
-    info = StorageInfo(placed.file, placed.offset, placed.length)
-    if placed.descriptors:
-        info.transform_descriptors = placed.descriptors
-    if placed.kind != OPAQUE:
-        info.__dict__["ring"] = (
-            *(RING_VERSION, placed.kind, placed.payload_offset, placed.payload_bytes),
-            placed.crcs or None,
-        )
-    return info

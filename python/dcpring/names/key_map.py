@@ -288,12 +288,14 @@ class KeyMap:
         return KeyTable(changed, source=table.source, target=table.target)
 
 
-def check_one_map(storage: KeyMap, planner: KeyMap) -> None:
-    """A storage and a planner may have the same key map, which is then applied once.
+def one_map(storage: KeyMap | None, planner: KeyMap | None) -> KeyMap | None:
+    """The key map that a planner applies: its own or that of the storage. Both may have the same.
 
     Raises:
         CheckpointError: they have different ones.
     """
+    if storage is None or planner is None:
+        return storage or planner
     tables = storage.table, planner.table
     same = storage.given == planner.given if None in tables else tables[0] == tables[1]
     if not same:
@@ -301,6 +303,7 @@ def check_one_map(storage: KeyMap, planner: KeyMap) -> None:
             "the storage and the planner have different key maps, by which names would change twice; give key_map= to "
             "one of the two"
         )
+    return planner
 
 
 # ---- metadata ----
@@ -320,22 +323,6 @@ def new_path(path: Any, old: str, new: str) -> Any:
     return (*kept, rest)
 
 
-_RENAMED_BY = "dcpring_key_map"
-"""An attribute of metadata that a reader has renamed."""
-
-
-def renamed_by(metadata: Metadata) -> KeyMap | None:
-    """The key map by which a reader has renamed a checkpoint's metadata."""
-    return getattr(metadata, _RENAMED_BY, None)
-
-
-def renamed(metadata: Metadata, key_map: KeyMap) -> Metadata:
-    """A reader's metadata under new names; ``renamed_by`` knows it."""
-    new = rename_metadata(metadata, key_map.rename(metadata.state_dict_metadata))
-    setattr(new, _RENAMED_BY, key_map)
-    return new
-
-
 def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bool = True) -> Metadata:
     """A copy under new names; ``metadata`` itself, which a planner may keep, does not change.
 
@@ -351,7 +338,7 @@ def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bo
         }
     storage_data = metadata.storage_data if storage else None
     if isinstance(storage_data, Mapping):
-        storage_data = {rename_index(index, names): info for index, info in storage_data.items()}
+        storage_data = {_rename_index(index, names): info for index, info in storage_data.items()}
     return Metadata(
         {names[old]: entry for old, entry in metadata.state_dict_metadata.items()},
         planner_data,
@@ -361,13 +348,13 @@ def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bo
     )
 
 
-def rename_index(index: MetadataIndex, names: Mapping[str, str]) -> MetadataIndex:
+def _rename_index(index: MetadataIndex, names: Mapping[str, str]) -> MetadataIndex:
     new = names.get(index.fqn, index.fqn)
     return index if new == index.fqn else replace(index, fqn=new)
 
 
 def rename_results(results: list[list[WriteResult]], names: Mapping[str, str]) -> list[list[WriteResult]]:
-    return [[replace(result, index=rename_index(result.index, names)) for result in part] for part in results]
+    return [[replace(result, index=_rename_index(result.index, names)) for result in part] for part in results]
 
 
 # ---- the file beside the checkpoint ----

@@ -27,12 +27,12 @@ class Items(MutableSequence[WriteItem]):
 
     Args:
         table: the rows, or their encoded form, or what gives that.
-        answer: the core's answer that says which of them are to be written, None for all.
+        reply: the core's reply that says which of them are to be written, None for all.
     """
 
-    def __init__(self, table: _C.Table | bytes | Callable[[], bytes], answer: bytes | None = None) -> None:
+    def __init__(self, table: _C.Table | bytes | Callable[[], bytes], reply: bytes | None = None) -> None:
         self._table = table
-        self._answer = answer
+        self._reply = reply
 
     @functools.cached_property
     def table(self) -> _C.Table:
@@ -41,10 +41,10 @@ class Items(MutableSequence[WriteItem]):
 
     @functools.cached_property
     def kept(self) -> list[Kept]:
-        if self._answer is None:
+        if self._reply is None:
             return [row for row, kind in enumerate(self.table.types()) if kind != NAME_ROW]
         try:
-            return _C.read_answer(self._answer, len(self.table))
+            return _C.read_reply(self._reply, len(self.table))
         except ValueError as error:
             raise CheckpointError(str(error)) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import array
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -26,13 +26,14 @@ from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
 from dcpring.format.properties import decode_properties
-from dcpring.names.key_map import KeyMap, KeyMapLike, check_one_map, rename_index, rename_metadata, renamed_by
+from dcpring.names.key_map import KeyMap, KeyMapLike, one_map, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
-from dcpring.options import IOStats, overrides
+from dcpring.options import overrides
 from dcpring.plan import strategy
 from dcpring.plan.flatten import Flat, flatten
 from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
+from dcpring.plan.run import LoadRun, run_of
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
 from dcpring.plan.table import BYTES_ROW, make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
 from dcpring.report import LoadReport, ReadReport
@@ -46,12 +47,18 @@ logger = logging.getLogger("dcpring")
 
 
 class ReadItems(Sequence[ReadItem]):
-    """DCP's ReadItems of a match, made when they are looked at."""
+    """DCP's ReadItems of a match, made when they are looked at.
 
-    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table) -> None:
+    Attributes:
+        match: what of the checkpoint's rows goes into what of the wanted ones.
+        wanted, stored: these rows, under the checkpoint's names.
+    """
+
+    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table, names: Mapping[str, str]) -> None:
         self.match = match
         self.wanted = wanted
         self.stored = stored
+        self._names = names
 
     @functools.cached_property
     def _first_rows(self) -> dict[str, int]:
@@ -64,14 +71,14 @@ class ReadItems(Sequence[ReadItem]):
     def make(self, position: int) -> ReadItem:
         wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
         name, _, _, dest, _, _, _ = self.wanted.row(wanted)
+        own = self._names.get(name, name)
         _, kind, _, place, _, _, _ = self.stored.row(stored)
         if kind == BYTES_ROW:
             zero = torch.Size((0,))
-            index = MetadataIndex(name)
-            return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+            return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(own), zero, MetadataIndex(name), zero, zero)
         return ReadItem(
             type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, dest),
+            dest_index=MetadataIndex(own, dest),
             dest_offsets=torch.Size(dest_offsets),
             storage_index=MetadataIndex(name, place, stored - self._first_rows[name]),
             storage_offsets=torch.Size(storage_offsets),
@@ -104,7 +111,7 @@ class RingLoadPlan(LoadPlan):
         chunks: the checkpoint's; only on its own rank.
         reads: the rank's part of the report.
         needs: what the rank will read, where ranks hand on.
-        sharing: the coordinator's answer to that.
+        sharing: the coordinator's reply to that.
         pieces: what each row of the needs stands for; only on its own rank.
     """
 
@@ -169,23 +176,21 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if allow_partial_load and missing == "error":
             missing = "allow"
         self.policy = LoadPolicy(missing, allow_missing, unexpected)
-        self._stored_names: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         if share not in ("auto", "host", "all", "off"):
             raise ValueError(f'share={share!r}: must be "auto", "host", "all" or "off"')
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
-        self._phases = _trace.Phases()
-        self._report = LoadReport()
+        self._run = LoadRun()
 
     # ---- what DCP calls, in this order ----
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._phases = _trace.accept()
+        self._run = run_of(None if metadata is None else metadata.storage_meta, LoadRun)
         self._own_plan = None
-        self._report = LoadReport()
         flat = self._flat(state_dict)
         if any(_is_meta(value) for value in flat.values.values()):
             init_state_dict(state_dict)
@@ -199,76 +204,66 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
-    def _rename(self) -> None:
-        """Shows this planner the checkpoint under the state dict's names."""
-        assert self.metadata is not None
-        self._stored_names = {}
-        if self.key_map is None:
-            return
-        if (done := renamed_by(self.metadata)) is not None:
-            check_one_map(done, self.key_map)
-            if self.key_map.given != "normalize":  # which does no harm twice, and sees both sides here
-                return
-        names = match_names(self.key_map, list(self.state_dict), list(self.metadata.state_dict_metadata))
-        self._stored_names = {new: old for old, new in names.items() if new != old}
-        if self._stored_names:
-            self.metadata = rename_metadata(self.metadata, names, storage=False)
-
-    def _stored_as(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with items that ask the storage for the checkpoint's own names."""
-        items = [
-            replace(item, storage_index=rename_index(item.storage_index, self._stored_names)) for item in plan.items
-        ]
-        return replace(plan, items=items)
-
     def _explain(self, error: ValueError | None = None) -> None:
         """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
         assert self.metadata is not None
+        metadata = self._run.stored or self.metadata
+        if self._names:
+            metadata = rename_metadata(metadata, self._names, storage=False)
         try:
-            self.policy.check(self.state_dict, self.metadata, rank_in())
+            self.policy.check(self.state_dict, metadata, rank_in())
         except KeyMismatchError as mismatch:
             raise mismatch from error
+
+    def _renamed(self, chunks: Chunks) -> dict[str, Any]:
+        """What is wanted, under the checkpoint's names: here alone a key map is applied that RingLoadPlanner knows."""
+        self._names = {}
+        key_map = one_map(self._run.key_map, self.key_map)
+        if key_map is None:
+            return self.state_dict
+        self._names = match_names(key_map, list(self.state_dict), list(dict.fromkeys(chunks.table.names())))
+        stored = {new: old for old, new in self._names.items()}
+        return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
 
     @_trace.step()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        self._rename()
-        chunks = _chunks_of(self.metadata)
-        codes = [b""] * len(self.state_dict)
-        wanted = make_table(Flat(self.state_dict, {}, codes), rows_of=rows_to_fill)
+        chunks = _chunks_of(self._run.stored or self.metadata)
+        values = self._renamed(chunks)
+        wanted = make_table(Flat(values, {}, [b""] * len(values)), rows_of=rows_to_fill)
         try:
             match = _C.Match(wanted, chunks.table)
         except ValueError as error:
             self._explain(error)
             raise
-        missing = match.missing()
+        missing = match.missing() or len(values) < len(self.state_dict)
         if missing and self._is_of_version_2_3(chunks):
             return super().create_local_plan()
         if missing and self.policy.missing != "allow":
             self._explain()
         else:
             self._report_unexpected(chunks)
-        items: Any = ReadItems(match, wanted, chunks.table)
-        if self._stored_names:
-            return self._stored_as(LoadPlan(list(items)))
-        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=_reads(match, chunks, self.process_group))
+        items: Any = ReadItems(match, wanted, chunks.table, self._names)
+        reads = _reads(match, chunks, self.process_group)
+        self._run.rank = None if reads is None else reads.rank
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads)
         self._add_needs(self._own_plan)
         return self._own_plan
 
     @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
-        self._report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
+        self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
-            return [_answer(plan, None) for plan in global_plan]
+            return [_reply(plan, None) for plan in global_plan]
         if not are_those_of(needs):
             if self.share != "auto":
                 refuse_group(needs)
-            return [_answer(plan, None) for plan in global_plan]
+            return [_reply(plan, None) for plan in global_plan]
         sharing = plan_sharing(needs)
-        self._report.share = needs[0].share if sharing[0].rounds else "off"
-        return [_answer(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
+        self._run.report.share = needs[0].share if sharing[0].rounds else "off"
+        return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.step(_trace.READ)
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -279,8 +274,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if not self.is_coordinator:
             is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
             share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
-            self._report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
-        logger.debug("load plan: %s", self._report.summary())
+            self._run.report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
+        logger.debug("load plan: %s", self._run.report.summary())
         return self._own_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -292,17 +287,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def report(self) -> LoadReport:
         """What the last load's plan did. On the coordinator it covers all ranks, elsewhere this one."""
-        return self._report
+        return self._run.report
 
-    def note_read(self, stats: IOStats) -> None:
-        """Called by RingReader when this rank has read."""
-        own = self._own_plan.reads.rank if self._own_plan and self._own_plan.reads else None
-        for read in self._report.ranks:
-            if read.rank == own:
-                read.read_bytes, read.sent_bytes, read.received_bytes = (
-                    *(stats.bytes, stats.sent_bytes),
-                    stats.received_bytes,
-                )
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._run.phases
 
     # ---- for RingReader ----
 
@@ -321,48 +310,51 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def targets(self, wanted: _C.Table) -> list[Tensor | None]:
         """What each wanted row is filled into; None for what only ``resolve_tensor`` can tell."""
-        return memory_of_rows(wanted, self.state_dict)
+        if not self._names:
+            return memory_of_rows(wanted, self.state_dict)
+        return memory_of_rows(wanted, {name: self.state_dict[self._names[name]] for name in wanted.names()})
 
     # ---- helpers ----
 
     def _report_unexpected(self, chunks: Chunks) -> None:
         if self.policy.looks_at_unexpected:
-            left = dict.fromkeys(chunks.table.names()).keys() - self.state_dict.keys()
+            stored = {self._names.get(name, name) for name in chunks.table.names()}
+            left = stored - self.state_dict.keys()
             self.policy.report(sorted(left), rank_in())
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
         """Describes what this rank will read, where ranks are to hand on."""
         items: Any = plan.items
-        group, places = self.process_group, plan.chunks.places if plan.chunks else None
-        if group is None or places is None or self.share == "off" or makes_tensors(self):
+        group, storage = self.process_group, plan.chunks.storage if plan.chunks else None
+        if group is None or storage is None or self.share == "off" or makes_tensors(self):
             return
         share = self._share()
         wanted = items.match.interleaved() if share == "off" else items.match.sizes()
-        positions = self._same_as_stored(items, places, [at for at, size in enumerate(wanted) if size])
+        positions = self._same_as_stored(items, storage, [at for at, size in enumerate(wanted) if size])
         share = "host" if share == "off" else share
-        plan.pieces = self._pieces(items, places, positions)
-        names = [self._name_of(piece, places, share) for piece in plan.pieces]
+        plan.pieces = self._pieces(items, storage, positions)
+        names = [self._name_of(piece, storage, share) for piece in plan.pieces]
         units = units_table(names, [piece.size_bytes for piece in plan.pieces])
         plan.needs = Needs(dist.get_rank(group), dist.get_world_size(group), host_id(), share, units)
 
-    def _same_as_stored(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[int]:
+    def _same_as_stored(self, items: ReadItems, storage: _C.StorageIndex, positions: list[int]) -> list[int]:
         """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
         if not positions:
             return []
         dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
         targets = self.targets(items.wanted)
         wanted, stored = (array.array("I", rows) for rows in (items.match.wanted_rows(), items.match.stored_rows()))
-        return [at for at in positions if self._is_same(targets[wanted[at]], places, stored[at], dtypes, items)]
+        return [at for at in positions if self._is_same(targets[wanted[at]], storage, stored[at], dtypes, items)]
 
     def _is_same(
-        self, target: Tensor | None, places: _C.Places, stored: int, dtypes: list[torch.dtype], items: ReadItems
+        self, target: Tensor | None, storage: _C.StorageIndex, stored: int, dtypes: list[torch.dtype], items: ReadItems
     ) -> bool:
-        place = places.get(stored)
+        place = storage.get(stored)
         if target is None or target.layout != torch.strided or place is None or place[1] != TENSOR:
             return False
         return target.dtype == dtypes[items.stored.row(stored)[5]]
 
-    def _pieces(self, items: ReadItems, places: _C.Places, positions: list[int]) -> list[Piece]:
+    def _pieces(self, items: ReadItems, storage: _C.StorageIndex, positions: list[int]) -> list[Piece]:
         """What is read for these overlaps, each once: pieces that other ranks may read as well."""
         found: dict[Piece, list[int]] = {}
         wider: set[Piece] = set()
@@ -377,15 +369,15 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 wider.add(whole)
         pieces: list[Piece] = []
         for whole, overlaps in found.items():
-            place = places.get(whole.row)
+            place = storage.get(whole.row)
             assert place is not None
             whole = replace(whole, overlaps=tuple(overlaps), is_exact=whole not in wider)
             pieces.extend(cut(whole, place[4]))
         return pieces
 
-    def _name_of(self, piece: Piece, places: _C.Places, share: Share) -> str:
+    def _name_of(self, piece: Piece, storage: _C.StorageIndex, share: Share) -> str:
         """The same on all ranks that want the same bytes."""
-        place = places.get(piece.row)
+        place = storage.get(piece.row)
         assert place is not None
         text = f"{place[0]}:{place[2]}:{piece}"
         return f"{host_id()}:{text}" if share == "host" else text
@@ -412,19 +404,19 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             return False
         old = names_as_2_3(self.original_state_dict) - self.state_dict.keys()
-        return not old.isdisjoint(chunks.table.names())
+        return not old.isdisjoint(self._names.get(name, name) for name in chunks.table.names())
 
 
-def _answer(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:
+def _reply(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:
     return replace(plan, needs=None, sharing=sharing) if isinstance(plan, RingLoadPlan) else plan
 
 
 def _reads(match: _C.Match, chunks: Chunks, group: dist.ProcessGroup | None) -> ReadReport | None:
     """How much of what is wanted lies in files that a rank of this number, in the group or else in all, wrote."""
-    if chunks.places is None:
+    if chunks.storage is None:
         return None
     rank = rank_in(group)
-    files = match.file_bytes(chunks.places)
+    files = match.file_bytes(chunks.storage)
     own = sum(count for file, count in files.items() if file.startswith(f"__{rank}_"))
     return ReadReport(rank, own, sum(files.values()) - own)
 

@@ -53,12 +53,12 @@ class Unsealed:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What the coordinator sends back.
 
     Attributes:
         to: the rank that it is for, as in the LocalMessage.
-        kept: the core's answer, None when it is that of the last save.
+        kept: the core's reply, None when it is that of the last save.
         choice: the strategy, and why.
         rank: the rank's part of the report.
     """
@@ -92,7 +92,7 @@ class ByItems:
     pieces: Pieces
 
 
-Message = LocalMessage | Unsealed | Answer | ByItems
+Message = LocalMessage | Unsealed | Reply | ByItems
 
 
 class Gathering:

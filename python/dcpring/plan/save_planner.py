@@ -29,12 +29,13 @@ from dcpring.base.groups import host_id, rank_in, world_size
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
-from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, new_path
-from dcpring.options import IOStats, overrides
+from dcpring.names.key_map import KeyMap, KeyMapLike, new_path, one_map
+from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
-from dcpring.plan.messages import Answer, ByItems, Gathering, LocalMessage, Message, Piece, Pieces, RingPlan, Unsealed
+from dcpring.plan.messages import ByItems, Gathering, LocalMessage, Message, Piece, Pieces, Reply, RingPlan, Unsealed
+from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
 from dcpring.report import PlanReport, RankReport
@@ -47,13 +48,6 @@ __all__ = ["RingSavePlanner"]
 logger = logging.getLogger("dcpring")
 
 _OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
-
-_REPORTED = {
-    **{_trace.LOCAL_PLAN: "local plan", _trace.GATHER_PLANS: "gather", _trace.GLOBAL_PLAN: "plan"},
-    **{_trace.SCATTER_PLANS: "scatter", _trace.WRITE: "write"},
-    **dict.fromkeys((_trace.GATHER_RESULTS, _trace.COMMIT, _trace.CLEAN_UP), "commit"),
-}
-"""The names of phases in a PlanReport."""
 
 _MOST_NAMED = 10
 """Keys that one warning about differing replicas names."""
@@ -121,7 +115,6 @@ class RingSavePlanner(DefaultSavePlanner):
         self.check_replicas = check_replicas
         self.split_bytes = split_bytes
         self.key_map = None if key_map is None else KeyMap(key_map)
-        self.key_table: KeyTable | None = None
         self._plan_caching = enable_plan_caching
         self._cache_key = f"dcpring-{uuid.uuid4()}"
         keep_plans_apart(self, self._cache_key)
@@ -144,8 +137,7 @@ class RingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._save = _Save(phases=_trace.accept())
-        self.key_table = None
+        self._save = _Save(run_of(storage_meta, SaveRun))
         self._phases.begin(_trace.LOCAL_PLAN)
         if self.flatten_state_dict:
             self._save.flat = flatten(state_dict)
@@ -156,9 +148,10 @@ class RingSavePlanner(DefaultSavePlanner):
         if self.flatten_sharded_tensors:
             self._save.flat = open_sharded_tensors(self._save.flat)
         if self.key_map is not None:
+            one_map(self._run.key_map, self.key_map)
             names = self.key_map.rename(self._save.flat.values)
             self._save.flat = rename_flat(self._save.flat, names)
-            self.key_table = self.key_map.used(names)
+            self._run.key_table = self.key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
         self.is_coordinator = self._phases.is_coordinator = is_coordinator
@@ -212,9 +205,9 @@ class RingSavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._end_gathering()
         message = getattr(new_plan, "message", None)
-        if isinstance(new_plan, RingPlan) and isinstance(message, (Answer, Unsealed)):
+        if isinstance(new_plan, RingPlan) and isinstance(message, (Reply, Unsealed)):
             message = new_plan.sealed()
-        if isinstance(message, Answer) and self._save.sent is not None:
+        if isinstance(message, Reply) and self._save.sent is not None:
             _check_addressee(message)
             kept = self._cache.finish(self._save.sent.digest, message.kept)
             items = self._save.sent.items(kept)
@@ -228,10 +221,10 @@ class RingSavePlanner(DefaultSavePlanner):
                 return self.plan
         self._phases.begin(_trace.WRITE)
         self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
-        if not self._save.report.ranks:
-            self._save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
-        self._note_seconds()
-        logger.debug("save plan of rank %d: %s", self._save.report.ranks[0].rank, self._save.report.summary())
+        if not self._run.report.ranks:
+            self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
+        self._run.note_seconds()
+        logger.debug("save plan of rank %d: %s", self._run.report.ranks[0].rank, self._run.report.summary())
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -286,27 +279,27 @@ class RingSavePlanner(DefaultSavePlanner):
         cache = self._cache
         layouts = cache.restore(messages)
         outcome = self._outcome(messages, layouts, cache)
-        items = [Items(layout, answer) for layout, answer in zip(layouts, outcome.answers, strict=True)]
+        items = [Items(layout, reply) for layout, reply in zip(layouts, outcome.replies, strict=True)]
         plans: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
-            known = cache.has_answer(rank, messages, outcome)
-            kept = None if known else outcome.answers[rank]
-            answered = RingPlan(
+            known = cache.has_reply(rank, messages, outcome)
+            kept = None if known else outcome.replies[rank]
+            replied = RingPlan(
                 items[rank],  # type: ignore[arg-type]
                 plan.storage_data,
                 plan.planner_data,
-                message=Answer(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
-                seal=functools.partial(RingSavePlanner._seal_answer, weakref.proxy(self), rank, items),
+                message=Reply(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
+                seal=functools.partial(RingSavePlanner._seal_reply, weakref.proxy(self), rank, items),
                 described=items[rank],
             )
-            plans.append(answered)
+            plans.append(replied)
         cache.keep(layouts, messages, outcome)
         self._note_plan(messages, outcome.choice, outcome.ranks, plans)
         flattened = any(message.flattened for message in messages)
         return plans, LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
 
-    def _seal_answer(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
-        """What a rank is sent: the answer, or the items as they are now if a subclass has changed them."""
+    def _seal_reply(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
+        """What a rank is sent: the reply, or the items as they are now if a subclass has changed them."""
         if not plan.is_changed:
             assert plan.message is not None
             return plan.message
@@ -314,7 +307,7 @@ class RingSavePlanner(DefaultSavePlanner):
         items = list(plan.items)
         wanted = {(item.index.fqn, item.index.offset) for item in items}
         pieces = {place: piece for each in planned for place, piece in _pieces_of(each).items() if place in wanted}
-        own, report = self._save.report.ranks[rank], self._save.report
+        own, report = self._run.report.ranks[rank], self._run.report
         report.ranks[rank] = replace(own, items=len(items), bytes=_tensor_bytes(items))
         report.writers, report.reason = str(_BY_ITEMS.writers), _BY_ITEMS.reason
         return ByItems(_BY_ITEMS, replace(report.ranks[rank]), pieces)
@@ -404,50 +397,31 @@ class RingSavePlanner(DefaultSavePlanner):
     def _note_plan(
         self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]
     ) -> None:
-        self._save.report = PlanReport(
+        self._run.report = PlanReport(
             writers=str(choice.writers),
             reason=choice.reason,
             ranks=[replace(rank) for rank in ranks],
             gathered_bytes=sum(len(m.layout or b"") + len(m.fingerprints) for m in messages),
-            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans if isinstance(plan.message, Answer)),
+            scattered_bytes=sum(len(plan.message.kept or b"") for plan in plans if isinstance(plan.message, Reply)),
             cached=sum(message.layout is None for message in messages),
         )
 
     # ---- the report ----
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._save.phases
+    def _run(self) -> SaveRun:
+        return self._save.run
 
-    def _note_seconds(self) -> None:
-        """The phases that are over, by the report's names."""
-        names = _REPORTED | ({} if self.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
-        seconds = self._save.report.seconds = {}
-        for phase, taken in self._phases.seconds().items():
-            if phase in names:
-                seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+    @property
+    def _phases(self) -> _trace.Phases:
+        return self._save.run.phases
 
     def report(self) -> PlanReport:
         """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
 
         On the coordinator it covers all ranks, elsewhere this one.
         """
-        return self._save.report
-
-    def note_written(self, stats: IOStats) -> None:
-        """Called by RingWriter when this rank's files are written."""
-        self._phases.begin(_trace.GATHER_RESULTS) if self.is_coordinator else self._phases.end()
-        self._note_seconds()
-        if len(self._save.report.ranks) == 1:
-            _note_io(self._save.report.ranks[0], stats)
-
-    def note_committed(self, stats: Sequence[IOStats]) -> None:
-        """Called by RingWriter on the coordinator when the checkpoint is committed, with the stats of all ranks."""
-        self._phases.end()
-        self._note_seconds()
-        for rank, one in zip(self._save.report.ranks, stats, strict=False):
-            _note_io(rank, one)
-        logger.debug("saved: %s", self._save.report.summary())
+        return self._run.report
 
 
 # ---- what is sent, and kept from save to save ----
@@ -461,9 +435,9 @@ class _Sent:
     own_items: list[WriteItem] | None
     digest: str
 
-    def items(self, answer: bytes) -> Any:
-        """The items that the answer leaves to this rank."""
-        planned = Items(self.table, answer)
+    def items(self, reply: bytes) -> Any:
+        """The items that the reply leaves to this rank."""
+        planned = Items(self.table, reply)
         if self.own_items is None:
             return planned
         by_row = {row: item for row, item in zip(_stored_rows(self.table), self._in_rows(), strict=True)}
@@ -483,9 +457,10 @@ def _stored_rows(table: _C.Table) -> list[int]:
 
 @dataclass
 class _Save:
-    """What a planner knows of the save it is at.
+    """What a planner alone knows of the save it is at.
 
     Attributes:
+        run: the storage's.
         flat: the state dict.
         fingerprints: of the rows that are hashed.
         ties: rows that are the same memory.
@@ -493,9 +468,9 @@ class _Save:
         pieces: parts of tensors that this rank writes.
         gathering: on the coordinator, until it has made the global plan.
         checkpoint: where the checkpoint goes, None where the storage does not say.
-        phases: of the save; RingWriter's where that writes.
     """
 
+    run: SaveRun = field(default_factory=SaveRun)
     flat: Flat = field(default_factory=Flat)
     fingerprints: bytes = b""
     ties: tuple[tuple[int, int], ...] = ()
@@ -503,8 +478,6 @@ class _Save:
     pieces: Pieces = field(default_factory=dict)
     gathering: Gathering | None = None
     checkpoint: Any = None
-    phases: _trace.Phases = field(default_factory=_trace.Phases)
-    report: PlanReport = field(default_factory=PlanReport)
 
 
 @dataclass
@@ -514,14 +487,14 @@ class _Outcome:
     Attributes:
         table: the checkpoint's chunks.
         items: by rank, the rows of the table that it writes, in order, as uint32.
-        answers: by rank, what is sent back.
+        replies: by rank, what is sent back.
         wish: what was asked for; another wish needs another outcome.
     """
 
     choice: Choice
     table: _C.Table
     items: list[bytes]
-    answers: list[bytes]
+    replies: list[bytes]
     ranks: list[RankReport]
     wish: Any
 
@@ -533,7 +506,7 @@ class _Outcome:
             choice=choice,
             table=merge.table(),
             items=[merge.items(rank) for rank in world],
-            answers=[merge.answer(rank) for rank in world],
+            replies=[merge.reply(rank) for rank in world],
             ranks=[RankReport(rank, *sums[rank]) for rank in world],
             wish=wish,
         )
@@ -553,7 +526,7 @@ class _Cache:
     # -- every rank --
 
     def may_skip(self, digest: str) -> bool:
-        """Whether a layout need not be sent again. Not after a save that skipped it and did not get an answer."""
+        """Whether a layout need not be sent again. Not after a save that skipped it and did not get a reply."""
         if self.skipped:
             self.digest = ""
         self.skipped = digest == self.digest
@@ -591,10 +564,10 @@ class _Cache:
         same = self.outcome is not None and self.outcome.wish == wish
         return self.outcome if same and self.digests == [message.digest for message in messages] else None
 
-    def has_answer(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
+    def has_reply(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
         if messages[place].layout is not None or self.outcome is None:
             return False
-        return self.outcome.answers[place] == outcome.answers[place]
+        return self.outcome.replies[place] == outcome.replies[place]
 
     def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: _Outcome) -> None:
         self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
@@ -716,10 +689,10 @@ def _are_changed(plans: list[SavePlan], messages: list[LocalMessage]) -> bool:
     )
 
 
-def _check_addressee(answer: Answer) -> None:
-    if answer.to != rank_in():
+def _check_addressee(reply: Reply) -> None:
+    if reply.to != rank_in():
         raise CheckpointError(
-            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {answer.to}; move items "
+            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {reply.to}; move items "
             "from plan to plan instead, with dataclasses.replace(plan, items=...)"
         )
 
@@ -737,10 +710,6 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise PlanError(f"{what}: {error}") from error
-
-
-def _note_io(rank: RankReport, stats: IOStats) -> None:
-    rank.files, rank.write_seconds = stats.files, stats.seconds
 
 
 def rename_flat(flat: Flat, names: Mapping[str, str]) -> Flat:

@@ -28,6 +28,7 @@ from dcpring.report import Metrics
 from dcpring.resume import trees
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, set_element
+from dcpring.watch.metrics import tell
 
 MANIFEST_KEY = "dcpring"
 MANIFEST_VERSION = 1
@@ -87,7 +88,7 @@ class OnceReader(RingReader):
     a load leaves out is for another one: nothing is said of it.
     """
 
-    _kept: Metadata | None = None
+    _kept: Metadata | None = None  # of which each load gets a run of its own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,18 +96,19 @@ class OnceReader(RingReader):
         self._started = time.perf_counter()
         self._told: list[Metrics] = []
 
-    def _tell(self, metrics: Metrics, is_coordinator: bool) -> None:
+    def _tell(self, metrics: Metrics) -> None:
         self._told.append(metrics)
 
     def tell(self, rank: int) -> None:
         """Tells of all its loads as of one, once they are over."""
         size, busy = sum(each.bytes for each in self._told), sum(each.slowest_seconds for each in self._told)
         took = time.perf_counter() - self._started
-        super()._tell(Metrics("load", str(self.path), size, took, 1, rank, busy), rank == 0)
+        told = Metrics("load", str(self.path), size, took, 1, rank, busy)
+        tell(told, self.metrics, is_logged=rank == 0)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def _find_metadata(self, rank: int | None) -> Metadata:
         if self._kept is None or isinstance(self._kept, LazyMetadata):
-            self._kept = super().read_metadata(*args, **kwargs)
+            self._kept = super()._find_metadata(rank)
         return self._kept
 
 

@@ -24,20 +24,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcpring import _C
 from dcpring.base.collector import as_old
 from dcpring.base.files import read_regular
+from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import StoredChunks, has_known_tables
-from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, Parts, Trailer, ring_info, split_metadata
+from dcpring.format.metadata import BYTES, METADATA_NAME, Parts, Placed, Trailer, placed_of, split_metadata
 from dcpring.format.metadata import unpickle_metadata as unpickle
 from dcpring.format.properties import decode_properties
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load import Inputs, Loader, windows
+from dcpring.move.load import Inputs, Loader, Wanted
 from dcpring.move.objects import refusal
-from dcpring.move.save import Placed, storage_info
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
-from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import narrowed
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
@@ -201,8 +200,7 @@ class Contents(Mapping[str, Entry]):
 
         Raises: as ``read``.
         """
-        items: list[ReadItem] = []
-        records: list[tuple[Entry, Record]] = []
+        wanted: list[Wanted] = []
         for number, (key, start, part) in enumerate(parts):
             entry, size = self.entries[key], tuple(part.shape)
             overlaps = ((record, overlap_of(record.offsets, record.lengths, start, size)) for record in entry.records)
@@ -212,9 +210,11 @@ class Contents(Mapping[str, Entry]):
                 where = f"of shape {list(entry.shape or ())} at {list(start)}"
                 raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
             for record, overlap in found.values():
-                items.append(_read_item(key, number, len(records), *overlap))
-                records.append((entry, record))
-        self._loader().load(items, _Records(records), _Into([part for _, _, part in parts]))
+                item = _read_item(key, number, *overlap)
+                wanted.append(
+                    Wanted(item, record.place, None if entry.dtype is None else (record.lengths, entry.dtype))
+                )
+        self._loader(_Into([part for _, _, part in parts])).load(dict(enumerate(wanted)))
 
     def read_object(self, key: str) -> io.BytesIO:
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
@@ -223,11 +223,12 @@ class Contents(Mapping[str, Entry]):
     def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
         """As ``read_object``, but one read for all."""
         into = _Into([])
-        entries = [self.entries[key] for key in keys]
         nothing = torch.Size(())
         indices = [MetadataIndex(key, index=number) for number, key in enumerate(keys)]
         items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
-        self._loader().load(items, _Records([(entry, entry.records[0]) for entry in entries]), into)
+        places = [self.entries[key].records[0].place for key in keys]
+        wanted = [Wanted(item, place, None) for item, place in zip(items, places, strict=True)]
+        self._loader(into).load(dict(enumerate(wanted)))
         return [into.objects[number] for number in range(len(keys))]
 
     def refused(self, keys: Iterable[str] | None = None) -> dict[str, str]:
@@ -264,8 +265,9 @@ class Contents(Mapping[str, Entry]):
                 for key in keys:
                     yield from self._readable([key])
 
-    def _loader(self) -> Loader:
+    def _loader(self, into: _Into) -> Loader:
         return Loader(
+            into,
             path=str(self.directory),
             transforms=FileSystemReader(self.directory).transforms,
             options=self.options,
@@ -307,20 +309,6 @@ def _empty(key: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise CheckpointError(f"{key!r}: no tensor of {list(size)} {dtype} can be made") from error
 
 
-class _Records:
-    """Some records for the Loader, which tells them by their number."""
-
-    def __init__(self, records: list[tuple[Entry, Record]]) -> None:
-        self._records = records
-
-    def info(self, index: MetadataIndex) -> StorageInfo | None:
-        return storage_info(self._records[index.index or 0][1].place)
-
-    def stored_as(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype] | None:
-        entry, record = self._records[index.index or 0]
-        return None if entry.dtype is None else (record.lengths, entry.dtype)
-
-
 def overlap_of(
     offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
@@ -337,7 +325,6 @@ def overlap_of(
 def _read_item(
     key: str,
     target: int,
-    record: int,
     in_record: tuple[int, ...],
     in_part: tuple[int, ...],
     lengths: tuple[int, ...],
@@ -346,7 +333,7 @@ def _read_item(
         LoadItemType.TENSOR,
         MetadataIndex(key, index=target),
         torch.Size(in_part),
-        MetadataIndex(key, index=record),
+        MetadataIndex(key),
         torch.Size(in_record),
         torch.Size(lengths),
     )
@@ -399,13 +386,13 @@ def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOption
 
 
 def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
-    table, places = chunks.table, chunks.places
-    assert places is not None
+    table, storage = chunks.table, chunks.storage
+    assert storage is not None
     properties_of = [decode_properties(encoded) for encoded in table.properties()]
     entries: dict[str, Entry] = {}
     for index in range(len(table)):
         key, kind, size, offsets, lengths, properties, _ = table.row(index)
-        place = places.get(index)
+        place = storage.get(index)
         if place is None:
             raise CorruptCheckpointError(f"the metadata lists {key!r}, but not where it is stored")
         is_object = kind == BYTES_ROW
@@ -429,6 +416,10 @@ def checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
 
 def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
     stored = {(index.fqn, index.offset): info for index, info in (metadata.storage_data or {}).items()}
+
+    def place(key: str, offsets: torch.Size | None) -> Placed:
+        return placed_of(stored.get((key, offsets), stored.get((key, None))), key, str(path))
+
     entries: dict[str, Entry] = {}
     for key, value in metadata.state_dict_metadata.items():
         if type(key) is not str:
@@ -437,13 +428,10 @@ def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
             shape, dtype = tuple(value.size), value.properties.dtype
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
             _check_tensor(key, shape, dtype, boxes)
-            records = [
-                Record(*box, _placed(key, stored.get((key, torch.Size(box[0])), stored.get((key, None))), path))
-                for box in boxes
-            ]
+            records = [Record(*box, place(key, torch.Size(box[0]))) for box in boxes]
             entries[key] = Entry(key, shape, dtype, records, value.properties.layout)
         else:
-            entries[key] = Entry(key, None, None, [Record((), (), _placed(key, stored.get((key, None)), path))])
+            entries[key] = Entry(key, None, None, [Record((), (), place(key, None))])
     return entries
 
 
@@ -460,16 +448,3 @@ def _check_tensor(
     is_long = len(shape) > _MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63
     if is_long or math.prod(shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"{key!r:.200} has a size that no tensor can have")
-
-
-def _placed(key: str, info: Any, path: Path) -> Placed:
-    fields = getattr(info, "__dict__", {})
-    name, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
-    if type(name) is not str or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CorruptCheckpointError(f"the metadata does not say where {key!r} is stored", str(path))
-    ring = ring_info(info, key)
-    descriptors = fields.get("transform_descriptors")
-    if ring is None:
-        return Placed(name, OPAQUE, offset, length, 0, 0, None, descriptors)
-    where = (name, ring.kind, offset, length, ring.payload_offset, ring.payload_bytes, ring.crcs)
-    return Placed(*where, descriptors)

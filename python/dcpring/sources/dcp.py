@@ -15,10 +15,9 @@ from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Trailer, join_metadata, load_metadata
+from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Placed, Trailer, join_metadata, load_metadata
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
-from dcpring.move.save import Placed
 from dcpring.plan.flatten import path_code
 from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing
@@ -231,9 +230,9 @@ class DcpTarget:
         names = [item.name for item in self._items]
         mappings = {item.name: _plain_path(item.path) for item in self._items}
         table = table_of_chunks(names, [path_code(mappings, name) for name in names], chunks)
-        places = _C.Places(len(table))
-        places.put([place[:7] for place in placed])
-        made = Chunks(table, True, places)
+        storage = _C.StorageIndex(len(table))
+        storage.put([place[:7] for place in placed])
+        made = Chunks(table, True, storage)
         save_id = new_tag()
         version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         pickled = made.pickled(StorageMeta(str(self._path), save_id), version)

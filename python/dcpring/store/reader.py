@@ -9,9 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -33,50 +32,52 @@ from dcpring.format.metadata import (
 )
 from dcpring.format.unpickler import Trust
 from dcpring.move.handon import exchange_of
-from dcpring.move.load import Loader, ObjectCatalog
-from dcpring.names.key_map import KeyMap, KeyMapLike, renamed
+from dcpring.move.load import Loader, Matched, wanted_by_items
+from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
-from dcpring.options import Direct, Engine, IOOptions, IOStats
+from dcpring.options import IOArguments, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
+from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
-from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingReader"]
 
 logger = logging.getLogger("dcpring")
 
 
-@dataclass
-class _Load:
-    """What a reader knows of the load it is at.
+class _Loads(threading.local):
+    """The load that a reader is at: DCP makes all calls of one on one thread, and several threads may load at a time.
 
     Attributes:
+        run: what its planner knows of it, too.
         metadata: of the checkpoint, as DCP has it.
-        meter: counts the bytes that are read.
         storage_data: where items are stored; None until somebody asks.
-        is_coordinator: whether this rank is.
-        started: when it began, by ``time.perf_counter``.
     """
 
-    metadata: Metadata | None = None
-    meter: Meter = field(default_factory=Meter)
-    storage_data: dict[MetadataIndex, Any] | None = None
-    is_coordinator: bool = True
-    started: float = field(default_factory=time.perf_counter)
-
-
-class _Loads(threading.local):
-    """A reader's loads: DCP makes all calls of one on one thread, and several threads may load at a time."""
-
     def __init__(self) -> None:
-        self.current = _Load()
+        self.run = LoadRun()
+        self.run.phases.join(False)
+        self.metadata: Metadata | None = None
+        self.storage_data: dict[MetadataIndex, Any] | None = None
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
+
+
+class _Renamed:
+    """A checkpoint's metadata under other names, for planners that are not dcpring's."""
+
+    def __init__(self, metadata: Metadata, key_map: KeyMap) -> None:
+        self._metadata = metadata
+        self._key_map = key_map
+
+    def load(self) -> Metadata:
+        return rename_metadata(self._metadata, self._key_map.rename(self._metadata.state_dict_metadata))
 
 
 class RingReader(FileSystemReader):
@@ -88,7 +89,6 @@ class RingReader(FileSystemReader):
 
     Args:
         path: directory of the checkpoint.
-        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
             "warn" does so too, and logs the name of each class that is more than plain data.
         safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
@@ -105,6 +105,8 @@ class RingReader(FileSystemReader):
         metrics: a function that gets a ``Metrics`` of each load when it is over on this rank. The coordinator's is
             logged at INFO, as one line.
         trace: path of a trace of all loads, as for ``RingWriter``.
+        io: engine, direct, queue_depth, block_size_bytes, workers and checksum, as ``dcpring.options.IOOptions`` has
+            them.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
@@ -121,12 +123,6 @@ class RingReader(FileSystemReader):
         path: str | os.PathLike[str],
         _extension_registry: Any = None,
         *,
-        engine: Engine = "auto",
-        direct: Direct = "auto",
-        queue_depth: int = 8,
-        block_size_bytes: int = 4 << 20,
-        workers: int = 2,
-        checksum: bool = True,
         trusted: Trust = False,
         safe_globals: Sequence[Any] = (),
         key_map: KeyMapLike = None,
@@ -135,21 +131,15 @@ class RingReader(FileSystemReader):
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
         metrics: MetricsFunction | None = None,
+        **io: Unpack[IOArguments],
     ) -> None:
         if trusted not in (True, False, "warn"):
             raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
         self._tracer = _trace.Tracer(trace)
-        self._loads = _Loads()
+        self._load = _Loads()
         layout.require_local(path)
         super().__init__(path, _extension_registry)
-        self.options = IOOptions(
-            engine=engine,
-            direct=direct,
-            queue_depth=queue_depth,
-            block_size_bytes=block_size_bytes,
-            workers=workers,
-            checksum=checksum,
-        )
+        self.options = IOOptions(**io)
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)
@@ -160,14 +150,15 @@ class RingReader(FileSystemReader):
 
     @property
     def _phases(self) -> _trace.Phases:
-        return self._tracer.phases
+        return self._load.run.phases
 
     @_trace.step()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
         # DCP asks with a rank once it has failed to get the metadata of all ranks.
         if kwargs.get("rank") is None or self._phases.is_sure:
-            self._tracer.start("load", self.path)
+            self._phases.abandon()
+            self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
         self._phases.begin(_trace.READ_METADATA)
         try:
             metadata = self._find_metadata(kwargs.get("rank"))
@@ -175,8 +166,13 @@ class RingReader(FileSystemReader):
             if kwargs.get("rank") is not None and drops_metadata_errors:
                 self._tell_why(error)
             raise
+        about = with_run(metadata.storage_meta, self._load.run)
+        about.load_id = self.load_id
+        if self.key_map is not None:
+            self._load.run.stored = metadata
+            metadata = LazyMetadata(source=_Renamed(metadata, self.key_map), version=getattr(metadata, "version", None))
+        metadata.storage_meta = about
         self._phases.begin(_trace.LOCAL_PLAN)
-        _trace.offer(self._phases)
         return metadata
 
     def _tell_why(self, error: Exception) -> None:
@@ -198,10 +194,7 @@ class RingReader(FileSystemReader):
             _refuse_superseded(directory, rank)
             refuse_mixed(directory, rank)
             path = directory / layout.rank_metadata_name(rank)
-        metadata = self._read_metadata(path)
-        if self.key_map is not None:
-            return renamed(metadata, self.key_map)
-        return metadata
+        return self._read_metadata(path)
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:
@@ -212,14 +205,9 @@ class RingReader(FileSystemReader):
         parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):
             chunks = StoredChunks(parts, path, self.trusted, self.safe_globals)
-            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id, load_id=self.load_id)
+            about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id)
             return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
-        metadata = unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         layout.require_local(checkpoint_id)
@@ -234,8 +222,8 @@ class RingReader(FileSystemReader):
         use_collectives: bool = True,
         **kwargs: Any,
     ) -> None:
-        meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._loads.current = _Load(metadata, meter, is_coordinator=is_coordinator)
+        self._load.run.meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        self._load.metadata, self._load.storage_data = metadata, None
         self.rank = rank
         self.use_collectives = use_collectives
         self._phases.join(is_coordinator, not use_collectives)
@@ -251,7 +239,7 @@ class RingReader(FileSystemReader):
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
         """Where items are stored, as the metadata has it."""
-        load = self._loads.current
+        load = self._load
         if load.storage_data is None:
             load.storage_data = {} if load.metadata is None else load.metadata.storage_data
         assert load.storage_data is not None
@@ -259,7 +247,10 @@ class RingReader(FileSystemReader):
 
     @storage_data.setter
     def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
-        self._loads.current.storage_data = value
+        self._load.storage_data = value
+
+    def _tell(self, metrics: Metrics) -> None:
+        tell(metrics, self.metrics, is_logged=self._phases.is_coordinator)
 
     @_trace.step(_trace.READ, then=_trace.NOTHING)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -267,10 +258,11 @@ class RingReader(FileSystemReader):
         _trace.receive(self._phases, plan)
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
-        load = self._loads.current
+        load = self._load
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
         loader = Loader(
+            planner,
             path=str(self.path),
             transforms=self.transforms,
             options=self.options,
@@ -279,40 +271,38 @@ class RingReader(FileSystemReader):
             stats=stats,
             rank=self._rank(),
             casts=self.policy.casts,
-            meter=load.meter,
-            phases=self._phases,
+            run=load.run,
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank())
-        with load.meter:
-            self._load(loader, plan, planner)
+        with load.run.meter:
+            self._read(loader, plan, planner)
         stats.seconds = time.perf_counter() - started
-        if isinstance(planner, RingLoadPlanner):
-            planner.note_read(stats)
-        took, rank = time.perf_counter() - load.started, self._rank()
-        self._tell(Metrics("load", str(self.path), stats.bytes, took, 1, rank, stats.seconds), load.is_coordinator)
+        load.run.read(stats)
+        took, rank = time.perf_counter() - load.run.started, self._rank()
+        self._tell(Metrics("load", str(self.path), stats.bytes, took, 1, rank, stats.seconds))
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _tell(self, metrics: Metrics, is_coordinator: bool) -> None:
-        tell(metrics, self.metrics, is_logged=is_coordinator)
-
-    def _load(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
-        if chunks is not None and chunks.places is not None and not makes_tensors(planner):
+        if chunks is not None and chunks.storage is not None and not makes_tensors(planner):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
             exchange = exchange_of(plan, planner.process_group)
             try:
-                loader.load_matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
+                loader.load_matched(Matched(plan.items, chunks, planner, exchange))  # type: ignore[arg-type]
             except BaseException as error:
                 if exchange is not None:
                     exchange.fail(error)
                 raise
             return
-        metadata = self._loads.current.metadata
+        metadata, storage_data = self._load.metadata, self.storage_data
+        if isinstance(plan, RingLoadPlan) and self._load.run.stored is not None:
+            metadata = self._load.run.stored
+            storage_data = metadata.storage_data
         assert metadata is not None
-        loader.load(list(plan.items), ObjectCatalog(metadata, self.storage_data), planner)
+        loader.load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 
     def _rank(self) -> int:
         if self.rank is not None:

@@ -9,11 +9,9 @@ import pickle
 import re
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -54,15 +52,15 @@ from dcpring.names.key_map import (
     KeyMap,
     KeyMapLike,
     KeyTable,
-    check_one_map,
     dump_tables,
     load_tables,
     rename_metadata,
     rename_results,
 )
-from dcpring.options import MAX_WORKERS, Direct, Engine, IOOptions, IOStats, make_watch
+from dcpring.options import MAX_WORKERS, IOArguments, IOOptions, IOStats, make_watch
 from dcpring.plan.messages import RingPlan
-from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
+from dcpring.plan.run import SaveRun, with_run
+from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
@@ -71,32 +69,11 @@ from dcpring.torchside.tensors import keep_attributes
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
-from dcpring.watch.progress import Meter, ProgressOption, checked_progress, start_meter
+from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
-
-
-@dataclass
-class _Save:
-    """What a writer knows of the save it is at; each has its own, so that one which failed leaves nothing behind.
-
-    Attributes:
-        meter: counts the bytes that it writes.
-        group_id: with ``use_collectives=False``, what all ranks call the save.
-        world_size: how many they are then.
-        plans: those of all ranks, on the coordinator.
-        planner: dcpring's, where that plans, from ``write_data`` on.
-        started: when it began, by ``time.perf_counter``.
-    """
-
-    meter: Meter = field(default_factory=Meter)
-    group_id: str = ""
-    world_size: int = 0
-    plans: list[SavePlan] = field(default_factory=list)
-    planner: Callable[[], RingSavePlanner | None] = lambda: None
-    started: float = field(default_factory=time.perf_counter)
 
 
 class RingWriter(FileSystemWriter):
@@ -110,12 +87,11 @@ class RingWriter(FileSystemWriter):
         path: directory of the checkpoint, made if missing.
         single_file_per_rank: one file per rank, else one per item.
         sync_files: make everything durable before the save ends.
-        thread_count: as ``workers``, where that is not given.
+        thread_count: as ``workers`` (see ``io``), where that is not given.
         per_thread_copy_ahead: bytes copied ahead from an accelerator.
         cache_staged_state_dict: see ``FileSystemWriter``.
         overwrite: replace a checkpoint that is there; else ``RuntimeError``.
         serialization_format: only ``TORCH_SAVE``.
-        engine, direct, queue_depth, block_size_bytes, workers, checksum: see ``dcpring.options.IOOptions``.
         keep_superseded: leave the data files of the checkpoint that is replaced, for readers that are still at it;
             the save after this one removes them.
         key_map: other names for the keys in the checkpoint: "normalize", a dict, the path of a JSON table, or a
@@ -133,6 +109,8 @@ class RingWriter(FileSystemWriter):
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
             With several ranks each writes its own: rank 1 "t.1.json" for "t.json". None: the environment variable
             ``DCPRING_TRACE``. A trace that cannot be written is logged as a warning, and the save goes on.
+        io: engine, direct, queue_depth, block_size_bytes, workers and checksum, as ``dcpring.options.IOOptions`` has
+            them. Of workers there are at least two, and as many as ``thread_count``, where none are given.
 
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data`` in this process, None before.
@@ -154,12 +132,6 @@ class RingWriter(FileSystemWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
-        engine: Engine = "auto",
-        direct: Direct = "auto",
-        queue_depth: int = 8,
-        block_size_bytes: int = 4 << 20,
-        workers: int | None = None,
-        checksum: bool = True,
         keep_superseded: bool = False,
         key_map: KeyMapLike = None,
         progress: ProgressOption = False,
@@ -167,6 +139,7 @@ class RingWriter(FileSystemWriter):
         safe_globals: Sequence[Any] = (),
         trace: str | os.PathLike[str] | None = None,
         metrics: MetricsFunction | None = None,
+        **io: Unpack[IOArguments],
     ) -> None:
         if objects not in ("warn", "error", "allow"):
             raise ValueError(f'objects={objects!r}: must be "warn", "error" or "allow"')
@@ -186,14 +159,9 @@ class RingWriter(FileSystemWriter):
             overwrite=overwrite,
             _extensions=_extensions,
         )
-        self.options = IOOptions(
-            engine=engine,
-            direct=direct,
-            queue_depth=queue_depth,
-            block_size_bytes=block_size_bytes,
-            workers=min(max(2, thread_count), MAX_WORKERS) if workers is None else workers,
-            checksum=checksum,
-        )
+        if io.get("workers") is None:
+            io["workers"] = min(max(2, thread_count), MAX_WORKERS)
+        self.options = IOOptions(**io)
         self.keep_superseded = keep_superseded
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.progress = checked_progress(progress)
@@ -201,15 +169,12 @@ class RingWriter(FileSystemWriter):
         self.safe_globals = tuple(safe_globals)
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
-        self._save = _Save()
+        self._run = SaveRun()
         self.stats: IOStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a save nothing is pickled: DCP's background process gets a copy of the writer for each.
-
-        Functions that only watch stay behind where they cannot be pickled, as a lambda cannot.
-        """
-        state = {name: value for name, value in self.__dict__.items() if name != "_save"}
+        """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
+        state = dict(self.__dict__)
         for name, nothing in (("progress", False), ("metrics", None)):
             if callable(state[name]) and not _pickles(state[name]):
                 say_once(
@@ -219,10 +184,6 @@ class RingWriter(FileSystemWriter):
                 )
                 state[name] = nothing
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._save = _Save()
 
     @property
     def _directory(self) -> Path:
@@ -235,7 +196,7 @@ class RingWriter(FileSystemWriter):
 
     @property
     def _phases(self) -> _trace.Phases:
-        return self._tracer.phases
+        return self._run.phases
 
     def stage(self, state_dict: Any) -> Any:
         with _trace.Staging.timed() as staging:
@@ -248,15 +209,15 @@ class RingWriter(FileSystemWriter):
         self._tracer.staged(staging)
 
     def storage_meta(self) -> Any:
-        """DCP asks for it first of all."""
+        """DCP asks for it first of all, and gives it to the planner."""
         self._begin_save()
-        return super().storage_meta()
+        return with_run(super().storage_meta(), self._run)
 
     def _begin_save(self) -> None:
-        self._save = _Save()
+        self._phases.abandon()
+        self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map)
+        self._phases.begin(_trace.LOCAL_PLAN)
         self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
-        self._tracer.start("save", self.path).begin(_trace.LOCAL_PLAN)
-        _trace.offer(self._phases)
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -279,23 +240,19 @@ class RingWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._phases.span(_trace.CLEAN_UP):
             layout.remove_leftovers(self._directory, self._own_rank_only)
-        self._save.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
-        return self._save.plans
+        self._run.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        return self._run.plans
 
     @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
         _trace.receive(self._phases, plan)
-        if isinstance(planner, RingSavePlanner) and planner.key_map is not None and self.key_map is not None:
-            check_one_map(self.key_map, planner.key_map)
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
-        with self._save.meter:
+        with self._run.meter:
             results = self._write_files(plan, planner, stats)
         stats.seconds = time.perf_counter() - started
-        if isinstance(planner, RingSavePlanner):
-            planner.note_written(stats)
-            self._save.planner = weakref.ref(planner)
+        self._run.written(stats)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -303,11 +260,11 @@ class RingWriter(FileSystemWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         rank, tag = self._plan_rank(plan), new_tag()
         source = source_of(plan.items, planner)
-        self._save.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
+        self._run.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
         placed: dict[int, Placed] = {}
         judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
-        watch = make_watch(self._save.meter.counter, self._phases.room)
+        watch = make_watch(self._run.meter.counter, self._phases.room)
         downloader = Downloader(self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES)
         try:
             for index, positions in enumerate(self._buckets(len(plan.items))):
@@ -340,9 +297,9 @@ class RingWriter(FileSystemWriter):
         """DCP's WriteResults; of a compact plan, in compact form."""
         if not isinstance(source, TableSource) or self.transforms.extensions:
             return ResultList(map(result_of, items, placed), stats)
-        places = _C.Places(len(placed))
-        places.put([where[:7] for where in placed])
-        return Results(places.encode(), stats, items)
+        storage = _C.StorageIndex(len(placed))
+        storage.put([where[:7] for where in placed])
+        return Results(storage.encode(), stats, items)
 
     def _buckets(self, count: int) -> Iterable[Sequence[int] | None]:
         """Which items go into each file; None: all of them."""
@@ -362,8 +319,7 @@ class RingWriter(FileSystemWriter):
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
         refused = _refused_in(results)
-        planner = self._save.planner()
-        table: KeyTable | None = None if planner is None else planner.key_table
+        table = self._run.key_table
         if self.key_map is not None and table is None:
             names = self.key_map.rename(metadata.state_dict_metadata)
             made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
@@ -379,9 +335,7 @@ class RingWriter(FileSystemWriter):
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
         if refused:
             logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
-        self._save.plans = []
-        if planner is not None and all(isinstance(part, Results) for part in results):
-            planner.note_committed([part.stats for part in results])
+        self._run.committed([part.stats for part in results if isinstance(part, Results | ResultList)])
         self._tell(sum(sizes.values()), results)
 
     def _tell(self, size: int, results: list[Any]) -> None:
@@ -389,17 +343,17 @@ class RingWriter(FileSystemWriter):
         parts = zip(ranks, results, strict=False)
         seconds = {rank: part.stats.seconds for rank, part in parts if isinstance(part, Results | ResultList)}
         slowest = max(seconds, key=lambda rank: seconds[rank], default=None)
-        took, longest = time.perf_counter() - self._save.started, 0.0 if slowest is None else seconds[slowest]
+        took, longest = time.perf_counter() - self._run.started, 0.0 if slowest is None else seconds[slowest]
         metrics = Metrics("save", str(self.path), size, took, len(results), slowest, longest)
         tell(metrics, self.metrics, is_logged=True)
 
     def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
-        places = _C.Places(len(chunks.table))
+        storage = _C.StorageIndex(len(chunks.table))
         for rank, part in enumerate(results):
-            places.merge(_C.decode_places(part.packed), chunks.items[rank])
-        chunks.places = places
-        sizes = places.file_sizes()
+            storage.merge(_C.decode_storage_index(part.packed), chunks.items[rank])
+        chunks.storage = storage
+        sizes = storage.file_sizes()
         pickled = chunks.pickled(metadata.storage_meta, metadata.version)
         return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index())
 
@@ -414,7 +368,7 @@ class RingWriter(FileSystemWriter):
         return sizes, join_metadata(pickle_metadata(metadata), self._trailer(sorted(sizes), metadata))
 
     def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
-        return part.of(self._save.plans[rank].items) if isinstance(part, Results) else part
+        return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
@@ -450,20 +404,20 @@ class RingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if self._phases.is_sure:  # nobody has asked for storage_meta()
+        if self._phases.is_sure or not self._phases.name:  # nobody has asked for storage_meta()
             self._begin_save()
-        self._save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        self._run.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         self._phases.join(is_coordinator, not self.use_collectives)
         if not self.use_collectives:
             members = members_of_caller()
-            self._save.group_id, self._save.world_size = agree_on_id(str(self.path), members), len(members)
-        self._phases.share(self._save.group_id)
+            self._run.group_id, self._run.world_size = agree_on_id(str(self.path), members), len(members)
+        self._phases.share(self._run.group_id)
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
-            trailer.group_id = self._save.group_id
-            trailer.world_size = self._save.world_size
+            trailer.group_id = self._run.group_id
+            trailer.world_size = self._run.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,11 +192,6 @@ def plans_for_itself(value: Any) -> bool:
 def keep_plans_apart(planner: DefaultSavePlanner, key: str) -> None:
     """Stock keeps plans by the planner's class, so that two planners would get each other's: keeps them by ``key``."""
     planner._cached_plans_key = key
-
-
-def attributes_of(info: StorageInfo) -> Mapping[str, Any]:
-    """The fields of a StorageInfo, and what else it holds. A field that is None is left out when it is pickled."""
-    return vars(info)
 
 
 _background = optional(f"{_DCP}", "_async_process_executor")

@@ -3,9 +3,6 @@
 A storage writer or reader has a ``Tracer``. For each save or load that makes an object of ``Phases`` (a reading of the
 clock for each phase, which the planners' reports need), or an ``Operation``, which also takes spans: of phases, calls
 of the core, waits, and what the core's workers do. DCP calls all of it on one thread. ``trace_file`` writes them.
-
-Planners are not told which storage they plan for: the storage offers its phases on their thread, just before DCP
-calls them.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import pickle
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -76,9 +72,6 @@ class Phases:
         self.is_over = False
         self._since = 0
         self._seconds: dict[str, float] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Phases, ()
 
     def begin(self, name: str) -> None:
         """Ends the phase that it is in, if that is another, and begins this one."""
@@ -269,18 +262,12 @@ class Tracer:
 
     Args:
         path: of the trace, None: what the environment says.
-
-    Attributes:
-        phases: of the save or load that it is at, or the last.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.phases = Phases()
-        self.phases.join(False)
         self._path = os.environ.get(ENVIRONMENT, "") if path is None else os.fspath(path)
         self._staged: Span | None = None
         self._in_background = False
-        self._finalizer: weakref.finalize | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process goes on with what was staged here: DCP's background process."""
@@ -293,18 +280,12 @@ class Tracer:
         self._in_background = self._staged is not None
 
     def start(self, kind: str, checkpoint: str | os.PathLike[str]) -> Phases:
-        """A save or a load begins; the one before is over."""
-        self.phases.abandon()
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        """A save or a load begins."""
         if not self._path and not _is_profiled():
-            self.phases = Phases()
-            return self.phases
+            return Phases()
         file = trace_file(self._path, self._in_background) if self._path else None
         staged, self._staged = self._staged, None
-        self.phases = Operation(kind, str(checkpoint), file, [] if staged is None else [staged])
-        self._finalizer = weakref.finalize(self, self.phases.abandon)
-        return self.phases
+        return Operation(kind, str(checkpoint), file, [] if staged is None else [staged])
 
     def staged(self, staging: Staging) -> None:
         """What is saved next was copied then."""
@@ -368,23 +349,6 @@ def _can_travel(error: BaseException) -> bool:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:
         return False
-
-
-# ---- from a storage to the planner ----
-
-_offers = threading.local()
-
-
-def offer(phases: Phases) -> None:
-    """To the planner that DCP calls next on this thread."""
-    _offers.phases = phases
-
-
-def accept() -> Phases:
-    """Those of the storage; new ones where it is not dcpring's."""
-    phases = getattr(_offers, "phases", None)
-    _offers.phases = None
-    return Phases() if phases is None or phases.is_over else phases
 
 
 # ---- from the coordinator to all ranks ----

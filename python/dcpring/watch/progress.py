@@ -365,9 +365,6 @@ class Meter:
     ) -> None:
         self.end(kind is not None)
 
-    def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
-        return Meter, ()  # a writer may be sent to another process, its last save's memory not
-
 
 class _SlotMeter(Meter):
     """Counts in a slot.

@@ -1,4 +1,4 @@
-/* dcpring._C.Places: where items are stored (core/plan/storage_index.h). */
+/* dcpring._C.StorageIndex: where items are stored (core/plan/storage_index.h). */
 #include "tables.h"
 
 #include "base/crc.h"
@@ -17,16 +17,16 @@ const struct dr_table *table_of(struct module_state *state, PyObject *object) {
     return self ? &self->core : NULL;
 }
 
-const struct dr_storage_index *places_of(struct module_state *state, PyObject *object) {
-    struct places *self = wrapped(object, state->places_type, "Places");
+const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object) {
+    struct storage_index *self = wrapped(object, state->storage_index_type, "StorageIndex");
     return self ? &self->core : NULL;
 }
 
-static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t count;
     if (kwargs || !PyArg_ParseTuple(args, "n", &count))
         return NULL;
-    struct places *self = (struct places *)PyType_GenericAlloc(type, 0);
+    struct storage_index *self = (struct storage_index *)PyType_GenericAlloc(type, 0);
     struct dr_error error;
     dr_error_clear(&error);
     if (self && dr_storage_index_init(&self->core, count > 0 ? (size_t)count : 0, &error) < 0) {
@@ -36,18 +36,20 @@ static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static void places_dealloc(PyObject *object) {
+static void storage_index_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    dr_storage_index_destroy(&((struct places *)object)->core);
+    dr_storage_index_destroy(&((struct storage_index *)object)->core);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
 }
 
-static Py_ssize_t places_length(PyObject *object) { return (Py_ssize_t)((struct places *)object)->core.count; }
+static Py_ssize_t storage_index_length(PyObject *object) {
+    return (Py_ssize_t)((struct storage_index *)object)->core.count;
+}
 
 /* (file, kind, offset, length, payload_offset, payload_size, crcs or None) */
-static int set_entry(struct dr_storage_index *places, Py_ssize_t index, PyObject *entry, struct dr_error *error) {
+static int set_entry(struct dr_storage_index *storage, Py_ssize_t index, PyObject *entry, struct dr_error *error) {
     const char *file;
     Py_ssize_t file_size, crcs_size = 0;
     unsigned char kind;
@@ -71,18 +73,18 @@ static int set_entry(struct dr_storage_index *places, Py_ssize_t index, PyObject
                                      .payload_offset = payload_offset,
                                      .payload_size = payload_size,
                                      .kind = kind};
-    int rc = dr_storage_index_file(places, file, (uint32_t)file_size, &place.file, error);
-    return rc ? rc : dr_storage_index_set(places, (size_t)index, &place, sums ? crcs : NULL, error);
+    int rc = dr_storage_index_file(storage, file, (uint32_t)file_size, &place.file, error);
+    return rc ? rc : dr_storage_index_set(storage, (size_t)index, &place, sums ? crcs : NULL, error);
 }
 
 static PyObject *put(PyObject *object, PyObject *list) {
-    struct dr_storage_index *places = &((struct places *)object)->core;
-    if (!PyList_Check(list) || (size_t)PyList_Size(list) != places->count)
-        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as there are places");
+    struct dr_storage_index *storage = &((struct storage_index *)object)->core;
+    if (!PyList_Check(list) || (size_t)PyList_Size(list) != storage->count)
+        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as the storage index has");
     struct dr_error error;
     dr_error_clear(&error);
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
-        if (set_entry(places, i, PyList_GetItem(list, i), &error) < 0)
+        if (set_entry(storage, i, PyList_GetItem(list, i), &error) < 0)
             return PyErr_Occurred() ? NULL : fail(state_of(object), &error);
     Py_RETURN_NONE;
 }
@@ -92,13 +94,13 @@ static PyObject *merge(PyObject *object, PyObject *args) {
     Py_buffer indices;
     if (!PyArg_ParseTuple(args, "Oy*", &other, &indices))
         return NULL;
-    const struct dr_storage_index *from = places_of(state_of(object), other);
+    const struct dr_storage_index *from = storage_index_of(state_of(object), other);
     struct dr_error error;
     dr_error_clear(&error);
     uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
     if (aligned) {
         memcpy(aligned, indices.buf, (size_t)indices.len);
-        struct dr_storage_index *into = &((struct places *)object)->core;
+        struct dr_storage_index *into = &((struct storage_index *)object)->core;
         if (dr_storage_index_merge(into, from, aligned, (size_t)indices.len / 4, &error) < 0)
             fail(state_of(object), &error);
     } else if (from) {
@@ -114,25 +116,26 @@ static PyObject *encode(PyObject *object, PyObject *unused) {
     struct dr_buffer out;
     struct dr_error error;
     dr_error_clear(&error);
-    int rc = dr_storage_index_encode(&((struct places *)object)->core, &out, &error);
+    int rc = dr_storage_index_encode(&((struct storage_index *)object)->core, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
-static PyObject *file_object(const struct dr_storage_index *places, uint32_t file) {
-    return PyUnicode_DecodeUTF8(dr_table_text(&places->files, file), (Py_ssize_t)places->files.names[file].size, NULL);
+static PyObject *file_object(const struct dr_storage_index *storage, uint32_t file) {
+    return PyUnicode_DecodeUTF8(dr_table_text(&storage->files, file), (Py_ssize_t)storage->files.names[file].size,
+                                NULL);
 }
 
 static PyObject *get(PyObject *object, PyObject *argument) {
-    const struct dr_storage_index *places = &((struct places *)object)->core;
+    const struct dr_storage_index *storage = &((struct storage_index *)object)->core;
     Py_ssize_t i = PyLong_AsSsize_t(argument);
-    if (i < 0 || (size_t)i >= places->count)
+    if (i < 0 || (size_t)i >= storage->count)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "place %zd", i);
-    const struct dr_storage_entry *p = &places->entries[i];
+    const struct dr_storage_entry *p = &storage->entries[i];
     if (p->kind == DR_STORAGE_NONE)
         Py_RETURN_NONE;
-    const char *crcs = p->has_crcs ? (const char *)places->crcs.data + p->crcs : NULL;
+    const char *crcs = p->has_crcs ? (const char *)storage->crcs.data + p->crcs : NULL;
     Py_ssize_t size = p->has_crcs ? (Py_ssize_t)(4 * dr_crc_count(p->payload_offset, p->payload_size)) : 0;
-    return Py_BuildValue("(NiKKKKy#)", file_object(places, p->file), (int)p->kind, (unsigned long long)p->offset,
+    return Py_BuildValue("(NiKKKKy#)", file_object(storage, p->file), (int)p->kind, (unsigned long long)p->offset,
                          (unsigned long long)p->length, (unsigned long long)p->payload_offset,
                          (unsigned long long)p->payload_size, crcs, size);
 }
@@ -140,17 +143,17 @@ static PyObject *get(PyObject *object, PyObject *argument) {
 /* Where each file must reach to at least. */
 static PyObject *file_sizes(PyObject *object, PyObject *unused) {
     (void)unused;
-    const struct dr_storage_index *places = &((struct places *)object)->core;
-    size_t count = places->files.name_count;
+    const struct dr_storage_index *storage = &((struct storage_index *)object)->core;
+    size_t count = storage->files.name_count;
     uint64_t *ends = PyMem_Calloc(count + 1, sizeof *ends);
     PyObject *dict = ends ? PyDict_New() : PyErr_NoMemory();
-    for (size_t i = 0; dict && i < places->count; i++) {
-        const struct dr_storage_entry *p = &places->entries[i];
+    for (size_t i = 0; dict && i < storage->count; i++) {
+        const struct dr_storage_entry *p = &storage->entries[i];
         if (p->kind != DR_STORAGE_NONE && p->offset + p->length > ends[p->file])
             ends[p->file] = p->offset + p->length;
     }
     for (uint32_t f = 0; dict && f < count; f++) {
-        PyObject *name = file_object(places, f), *end = PyLong_FromUnsignedLongLong(ends[f]);
+        PyObject *name = file_object(storage, f), *end = PyLong_FromUnsignedLongLong(ends[f]);
         if (!name || !end || PyDict_SetItem(dict, name, end) < 0)
             Py_CLEAR(dict);
         Py_XDECREF(name);
@@ -162,10 +165,10 @@ static PyObject *file_sizes(PyObject *object, PyObject *unused) {
 
 static PyMethodDef methods[] = {
     {"put", put, METH_O,
-     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all places; kinds: 0 a "
+     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all entries; kinds: 0 a "
      "plain "
      "tensor, 1 bytes, 2 other"},
-    {"merge", merge, METH_VARARGS, "merge(places, indices as uint32): copies places to these indices"},
+    {"merge", merge, METH_VARARGS, "merge(storage, indices as uint32): copies entries to these indices"},
     {"encode", encode, METH_NOARGS, "encode() -> bytes"},
     {"get", get, METH_O, "get(i) -> as put takes it; None where nothing is stored"},
     {"file_sizes", file_sizes, METH_NOARGS, "file_sizes() -> {file: bytes it must have at least}"},
@@ -173,27 +176,28 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Places(count): where items are stored"},
-    {Py_tp_new, places_new},
-    {Py_tp_dealloc, places_dealloc},
+    {Py_tp_doc, "StorageIndex(count): where items are stored"},
+    {Py_tp_new, storage_index_new},
+    {Py_tp_dealloc, storage_index_dealloc},
     {Py_tp_methods, methods},
-    {Py_sq_length, places_length},
+    {Py_sq_length, storage_index_length},
     {0, NULL},
 };
 
-PyType_Spec places_spec = {
-    .name = "dcpring._C.Places",
-    .basicsize = sizeof(struct places),
+PyType_Spec storage_index_spec = {
+    .name = "dcpring._C.StorageIndex",
+    .basicsize = sizeof(struct storage_index),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };
 
-static PyObject *decode_places(PyObject *module, PyObject *args) {
+static PyObject *decode_storage_index(PyObject *module, PyObject *args) {
     Py_buffer data;
     if (!PyArg_ParseTuple(args, "y*", &data))
         return NULL;
     struct module_state *state = module_state(module);
-    struct places *self = (struct places *)PyType_GenericAlloc((PyTypeObject *)state->places_type, 0);
+    struct storage_index *self =
+        (struct storage_index *)PyType_GenericAlloc((PyTypeObject *)state->storage_index_type, 0);
     struct dr_error error;
     dr_error_clear(&error);
     if (self) {
@@ -210,7 +214,7 @@ static PyObject *decode_places(PyObject *module, PyObject *args) {
     return (PyObject *)self;
 }
 
-PyMethodDef places_methods[] = {
-    {"decode_places", decode_places, METH_VARARGS, "decode_places(bytes) -> Places"},
+PyMethodDef storage_index_methods[] = {
+    {"decode_storage_index", decode_storage_index, METH_VARARGS, "decode_storage_index(bytes) -> StorageIndex"},
     {NULL, NULL, 0, NULL},
 };

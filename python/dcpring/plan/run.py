@@ -1,0 +1,158 @@
+"""One save or load on one rank: what its storage and its planner both have to do with.
+
+The storage makes a run when DCP first asks it for something, and owns it. DCP passes ``storage_meta`` on to the
+planner, which finds the run there; with storage that is not dcpring's, the planner makes one of its own. Nothing of a
+run is pickled. DCP makes all calls of one on one thread.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcpring.names.key_map import KeyMap, KeyTable
+from dcpring.options import IOStats
+from dcpring.report import LoadReport, PlanReport, RankReport
+from dcpring.watch import phases as _trace
+from dcpring.watch.phases import Phases
+from dcpring.watch.progress import Meter
+
+logger = logging.getLogger("dcpring")
+
+_REPORTED = {
+    **{_trace.LOCAL_PLAN: "local plan", _trace.GATHER_PLANS: "gather", _trace.GLOBAL_PLAN: "plan"},
+    **{_trace.SCATTER_PLANS: "scatter", _trace.WRITE: "write"},
+    **dict.fromkeys((_trace.GATHER_RESULTS, _trace.COMMIT, _trace.CLEAN_UP), "commit"),
+}
+"""The names of phases in a PlanReport."""
+
+
+@dataclass(eq=False)
+class Run:
+    """What saves and loads have in common.
+
+    Attributes:
+        phases: what it does, and when.
+        meter: counts the bytes that are written or read.
+        key_map: the storage's.
+        started: when it began, by ``time.perf_counter``.
+    """
+
+    phases: Phases = field(default_factory=Phases)
+    meter: Meter = field(default_factory=Meter)
+    key_map: KeyMap | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.phases.abandon)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+@dataclass(eq=False)
+class SaveRun(Run):
+    """One save.
+
+    Attributes:
+        key_table: the names that the planner has changed, None where it has no key map: the storage's is applied when
+            it commits, to the names of all ranks.
+        plans: those of all ranks, on the coordinator.
+        report: what RingSavePlanner has planned.
+        group_id: with ``use_collectives=False``, what all ranks call the save.
+        world_size: how many they are then.
+    """
+
+    key_table: KeyTable | None = None
+    plans: list[SavePlan] = field(default_factory=list)
+    report: PlanReport = field(default_factory=PlanReport)
+    group_id: str = ""
+    world_size: int = 0
+
+    def written(self, stats: IOStats) -> None:
+        """This rank's files are written."""
+        self.phases.begin(_trace.GATHER_RESULTS) if self.phases.is_coordinator else self.phases.end()
+        self.note_seconds()
+        if len(self.report.ranks) == 1:
+            _note_io(self.report.ranks[0], stats)
+
+    def committed(self, stats: Sequence[IOStats]) -> None:
+        """The checkpoint is the one that is there; on the coordinator, with what each rank's ``write_data`` did."""
+        self.plans = []
+        if self.report.ranks and len(stats) == len(self.report.ranks):
+            self.phases.end()
+            self.note_seconds()
+            for rank, one in zip(self.report.ranks, stats, strict=True):
+                _note_io(rank, one)
+            logger.debug("saved: %s", self.report.summary())
+
+    def note_seconds(self) -> None:
+        """Takes the phases that are over into the report."""
+        names = _REPORTED | ({} if self.phases.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
+        seconds = self.report.seconds = {}
+        for phase, taken in self.phases.seconds().items():
+            if phase in names:
+                seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+
+
+def _note_io(rank: RankReport, stats: IOStats) -> None:
+    rank.files, rank.write_seconds = stats.files, stats.seconds
+
+
+@dataclass(eq=False)
+class LoadRun(Run):
+    """One load.
+
+    Attributes:
+        stored: the metadata under the checkpoint's own names, where the storage has a key map.
+        report: what RingLoadPlanner has planned.
+        rank: of this process in the report.
+    """
+
+    stored: Metadata | None = None
+    report: LoadReport = field(default_factory=LoadReport)
+    rank: int | None = None
+
+    def read(self, stats: IOStats) -> None:
+        """This rank has read."""
+        for each in self.report.ranks:
+            if each.rank == self.rank:
+                each.read_bytes, each.sent_bytes = stats.bytes, stats.sent_bytes
+                each.received_bytes = stats.received_bytes
+
+
+# ---- from the storage to the planner ----
+
+
+class RunMeta(StorageMeta):
+    """DCP's StorageMeta with the run of the storage that gives it. Pickled or copied it is a plain one."""
+
+    run: Run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {name: value for name, value in vars(self).items() if name != "run"}
+        return copyreg.__newobj__, (StorageMeta,), state  # type: ignore[attr-defined]
+
+
+def with_run(about: StorageMeta | None, run: Run) -> RunMeta:
+    """What a storage gives its planner."""
+    meta = RunMeta()
+    vars(meta).update(vars(about or meta), run=run)
+    return meta
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def run_of(about: StorageMeta | None, kind: type[AnyRun]) -> AnyRun:
+    """The storage's run; a new one where the storage is not dcpring's, or that run is over."""
+    run = getattr(about, "run", None)
+    return run if isinstance(run, kind) and not run.phases.is_over else kind()

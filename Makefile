@@ -25,6 +25,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
 DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
+DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 ruff
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh qemu-user
 CSRC_SOURCES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch])
@@ -152,6 +153,18 @@ soak: setup build/.test-system
 
 crash: setup
 	@$(PY) tests/crash/explore.py --full $(if $(SEED),--seed $(SEED))
+
+build/.docs-tools: Makefile
+	@mkdir -p build; $(PYTHON) -m venv --clear build/docs-tools
+	@build/docs-tools/bin/python $(PIP_QUIET) $(DOCS_PACKAGES)
+	@touch $@
+
+# The pages lie in the site as they do here, so that links between them and to pictures hold in both. A warning is an error.
+docs: build/.docs-tools
+	@rm -rf build/pages && mkdir -p build/pages
+	@tar -c LICENSE *.md $$(find docs csrc tests -name '*.md') $$(find benchmarks docs -name '*.png' -o -name '*.css') | tar -x -C build/pages
+	@NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build -q --strict -f docs/mkdocs.yml
+	@echo "== build/site/index.html"
 
 build/.wheel-tools: .ci/wheels.txt
 	@mkdir -p build; $(PYTHON) -m venv --clear build/wheels/tools

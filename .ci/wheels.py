@@ -8,8 +8,10 @@ packages and linked statically.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,8 @@ WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
+SUITE = "trixie"
+"""Of Debian, whose source packages have the libraries: their older versions do not know what a newer clang can do."""
 FLAGS = "-O2 -g0 -fPIC -fvisibility=hidden"
 UNUSED = "-Wno-unused-function"
 """clang warns of functions that only assertions call, which are off."""
@@ -35,39 +40,23 @@ UNUSED = "-Wno-unused-function"
 
 @dataclass(frozen=True)
 class Library:
-    """A source package of Debian 12, whose libraries the tests run with.
+    """A library that is linked statically.
 
     Attributes:
-        name: the package's.
-        version: the package's, with Debian's revision.
-        sha256: of upstream's archive.
-        made: what its makefile is asked for.
+        package: Debian's source package.
+        archive: upstream's, which that has.
+        sha256: of the archive.
         headers: the folder with its headers, or the only one.
         license: the text that has to go with a copy.
+        build: makes the static library in the unpacked archive, and says where it is.
     """
 
-    name: str
-    version: str
+    package: str
+    archive: str
     sha256: str
-    made: str
     headers: str
     license: str
-
-    @property
-    def archive(self) -> str:
-        return f"{self.name}_{self.version.partition('-')[0]}.orig.tar.gz"
-
-
-LIBRARIES = (
-    Library(
-        *("liburing", "2.3-3", "2eac26f880125d83f75ba8641fde5d88226dd352d3cee95d45a9128758a8f1be"),
-        *("src/liburing.a", "src/include", "LICENSE"),
-    ),
-    Library(
-        *("libdeflate", "1.14-1", "89e7df898c37c3427b0f39aadcf733731321a278771d20fc553f92da8d4808ac"),
-        *("libdeflate.a", "libdeflate.h", "COPYING"),
-    ),
-)
+    build: Callable[[Path, Path], Path]
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
@@ -91,11 +80,12 @@ def fetch(library: Library) -> Path:
     archive = WORK / "sources" / library.archive
     if not archive.exists():
         apt = WORK / "apt"
-        for folder in ("lists/partial", "cache/archives/partial", "parts"):
-            (apt / folder).mkdir(parents=True, exist_ok=True)
+        for folder in (*(apt / name for name in ("lists/partial", "cache/archives/partial", "parts")), archive.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        installed = platform.freedesktop_os_release().get("VERSION_CODENAME", SUITE)
         listed = [path.read_text() for path in Path("/etc/apt/sources.list.d").glob("*.sources")]
-        sources = "\n\n".join(re.sub(r"^Types:.*$", "Types: deb-src", text, flags=re.MULTILINE) for text in listed)
-        (apt / "parts" / "all.sources").write_text(sources)
+        sources = re.sub(r"^Types:.*$", "Types: deb-src", "\n\n".join(listed), flags=re.MULTILINE)
+        (apt / "parts" / "all.sources").write_text(re.sub(rf"\b{installed}\b", SUITE, sources))
         options = (
             "Etc::sourcelist=-",
             f"Etc::sourceparts={apt}/parts",
@@ -103,12 +93,11 @@ def fetch(library: Library) -> Path:
             f"Cache={apt}/cache",
         )
         command = ["apt-get", "-qq", *(f"-oDir::{option}" for option in options), "-oAPT::Sandbox::User=root"]
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # all that counts is the archive
             run(*command, "update")
-            run(*command, "source", "--download-only", f"{library.name}={library.version}", cwd=archive.parent)
-        except (OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"{error}: where there is no Debian 12, put {library.archive} into {archive.parent} first.")
+            run(*command, "source", "--download-only", library.package, cwd=archive.parent)
+    if not archive.exists():
+        sys.exit(f"{archive} could not be fetched. Where there is no Debian, put it there first.")
     if hashlib.sha256(archive.read_bytes()).hexdigest() != library.sha256:
         sys.exit(f"{archive} is not the file that .ci/wheels.py names: its SHA-256 is not {library.sha256}.")
     return archive
@@ -129,22 +118,56 @@ def compiler(folder: Path, architecture: str) -> Path:
     return folder / "bin" / "cc"
 
 
+def build_liburing(source: Path, cc: Path) -> Path:
+    """With libc, without which not every compiler finds its headers."""
+    run("./configure", f"--cc={cc}", "--use-libc", cwd=source)
+    tools = (f"CC={cc}", f"AR={cc.with_name('ar')}", f"CFLAGS={FLAGS}")
+    run("make", "-s", "-C", "src", "liburing.a", *tools, cwd=source)
+    return source / "src" / "liburing.a"
+
+
+def build_libdeflate(source: Path, cc: Path) -> Path:
+    """File by file: its own way is CMake, which would only be needed for this."""
+    for path in sorted([*source.glob("lib/*.c"), *source.glob("lib/*/*.c")]):
+        name = path.relative_to(source)
+        run(cc, *FLAGS.split(), "-c", "-o", "-".join(name.with_suffix(".o").parts), name, cwd=source)
+    run(cc.with_name("ar"), "rcs", "libdeflate.a", *sorted(source.glob("*.o")), cwd=source)
+    return source / "libdeflate.a"
+
+
+LIBRARIES = (
+    Library(
+        "liburing",
+        "liburing_2.9.orig.tar.gz",
+        "57e9b36e4ac1e46b8e0351dfb1694dc59638fc25e384b4ba36d87b800b16db1a",
+        "src/include",
+        "LICENSE",
+        build_liburing,
+    ),
+    Library(
+        "libdeflate",
+        "libdeflate_1.23.orig.tar.gz",
+        "1ab18349b9fb0ce8a0ca4116bded725be7dcbfa709e19f6f983d99df1fb8b25f",
+        "libdeflate.h",
+        "COPYING",
+        build_libdeflate,
+    ),
+)
+
+
 def build_libraries(folder: Path, cc: Path) -> None:
-    """lib/*.a, include/ and licenses/ of all, by their own makefiles."""
+    """lib/*.a, include/ and licenses/ of all."""
     for name in ("include", "lib", "licenses"):
         (folder / name).mkdir()
     for library in LIBRARIES:
-        source = unpack(fetch(library), folder / library.name)
-        if (source / "configure").exists():
-            run("./configure", f"--cc={cc}", cwd=source)
-        made, headers = source / library.made, source / library.headers
-        run("make", "-s", made.name, f"CC={cc}", f"AR={cc.with_name('ar')}", f"CFLAGS={FLAGS}", cwd=made.parent)
-        shutil.copy(made, folder / "lib")
+        source = unpack(fetch(library), folder / library.package)
+        shutil.copy(library.build(source, cc), folder / "lib")
+        headers = source / library.headers
         if headers.is_dir():
             shutil.copytree(headers, folder / "include", dirs_exist_ok=True)
         else:
             shutil.copy(headers, folder / "include")
-        shutil.copy(source / library.license, folder / "licenses" / f"LICENSE.{library.name}")
+        shutil.copy(source / library.license, folder / "licenses" / f"LICENSE.{library.package}")
 
 
 def check_headers(folder: Path, cc: Path) -> None:

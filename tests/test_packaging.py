@@ -121,6 +121,20 @@ def test_wheel_works_by_itself(installed: Path, tmp_path: Path) -> None:
     assert "works here" in done.stdout
 
 
+def fast_crcs(extension: Path) -> int:
+    """How often PCLMULQDQ is in the code, or PMULL and the like for aarch64."""
+    code = extension.read_bytes()
+    if "X86-64" in run("readelf", "-h", extension, cwd=extension.parent).stdout:
+        return code.count(b"\x66\x0f\x3a\x44")
+    words = memoryview(code[: len(code) // 4 * 4]).cast("I")
+    return sum(word & 0xBFE0FC00 == 0x0EE0E000 or word & 0xFFE0FC00 == 0x9AC04C00 for word in words)
+
+
+def test_a_release_knows_the_processors_instructions_for_crcs(extension: Path) -> None:
+    """Compiled in, and chosen where it runs. Elsewhere it is the installed libdeflate that has them, or not."""
+    assert fast_crcs(extension) > 10 or "DCPRING_WHEEL" not in os.environ
+
+
 CRCS = """
 import zlib
 from dcpring import _C

@@ -169,7 +169,9 @@ class Round:
 
     def play(self) -> None:
         version = 0
-        for _ in range(self._chance.choice((1, 2, 3))):
+        for number in range(self._chance.choice((1, 2, 3))):
+            if number and self._chance.random() < 0.3:
+                self._move()
             self._story.tell(f"state: {self._spec}")
             clean = self._clean_steps(version + 1)
             seconds = self.save(clean)
@@ -182,8 +184,6 @@ class Round:
             if self._chance.random() < 0.5:
                 self._load_badly()
                 self.load()
-            if self._chance.random() < 0.3:
-                self._move()
         if self._chance.random() < 0.5:
             self.flip()
 

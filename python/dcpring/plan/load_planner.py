@@ -131,8 +131,12 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     Takes the arguments of ``DefaultLoadPlanner`` and works wherever that does, with any storage.
 
+    What is raised reaches the caller of the load inside DCP's ``CheckpointException``, with the errors of all ranks.
+
     Args:
-        flatten_state_dict, flatten_sharded_tensors, allow_partial_load: see ``DefaultLoadPlanner``.
+        flatten_state_dict: see ``DefaultLoadPlanner``.
+        flatten_sharded_tensors: likewise.
+        allow_partial_load: likewise.
         process_group: the ranks of the load, by which they hand on what several of them need. Without it every rank
             reads for itself, as it does from storage other than ``RingReader``, and from checkpoints that RingWriter
             and RingSavePlanner have not written together.
@@ -152,7 +156,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         allow_missing: shell patterns (``fnmatch``) of keys that may be missing in any case.
         unexpected: what to do about keys that the state dict lacks: "log" (at INFO), "warn", "error" or "ignore".
 
-    Raises (from the load, inside DCP's ``CheckpointException``, with the errors of all ranks):
+    Raises:
         KeyMismatchError: keys are missing or unexpected, or shapes differ; the message lists all of them, each with the
             closest candidate and the likely cause. It is a RuntimeError and a ValueError.
         ValueError: the checkpoint does not hold all of a tensor.

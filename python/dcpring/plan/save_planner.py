@@ -61,8 +61,12 @@ class RingSavePlanner(DefaultSavePlanner):
     ``create_global_plan`` is given others than the ranks have planned, that save is planned as DefaultSavePlanner
     does, by ``dedup_save_to_lowest_rank``; of the other values of ``writers`` only "first_replica" counts then.
 
+    What is raised reaches the caller of the save inside DCP's ``CheckpointException``.
+
     Args:
-        flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: see ``DefaultSavePlanner``.
+        flatten_state_dict: see ``DefaultSavePlanner``.
+        flatten_sharded_tensors: likewise.
+        dedup_replicated_tensors: likewise.
         dedup_save_to_lowest_rank: the same as ``writers="first_replica"``.
         enable_plan_caching: do not send a plan that is that of the last save with this planner (or a pickled copy).
             Any change is noticed: names, shapes, dtypes, layouts, order.
@@ -82,7 +86,7 @@ class RingSavePlanner(DefaultSavePlanner):
         key_map: as for ``RingWriter``; give it to one of the two. With this one any storage gets the new names;
             RingWriter stores the map beside the checkpoint, as the coordinator used it.
 
-    Raises (from the save, inside DCP's ``CheckpointException``):
+    Raises:
         CheckpointError: ranks disagree about a key; chunks overlap or are missing; no allowed rank holds a shard.
     """
 

@@ -87,6 +87,8 @@ class RingReader(FileSystemReader):
     that the plan needs are read, each once per rank; every 1 MiB block that is read whole is checked against its
     CRC-32. No code from the checkpoint is run.
 
+    What is raised reaches the caller of the load inside DCP's ``CheckpointException``.
+
     Args:
         path: directory of the checkpoint.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
@@ -111,7 +113,7 @@ class RingReader(FileSystemReader):
     Attributes:
         stats: ``IOStats`` of this rank's last ``read_data``, None before.
 
-    Raises (from the load, inside DCP's ``CheckpointException``):
+    Raises:
         CorruptCheckpointError: bytes are damaged, missing or contradict each other.
         UntrustedCheckpointError: the checkpoint refers to what is not allowed.
         CheckpointError: shapes or dtypes do not fit the state dict.

@@ -83,6 +83,8 @@ class RingWriter(FileSystemWriter):
     planner. The files are ones that stock DCP reads. The old checkpoint in ``path`` stays good until the new one is
     complete and durable.
 
+    What is raised reaches the caller of the save inside DCP's ``CheckpointException``.
+
     Args:
         path: directory of the checkpoint, made if missing.
         single_file_per_rank: one file per rank, else one per item.
@@ -115,7 +117,7 @@ class RingWriter(FileSystemWriter):
     Attributes:
         stats: ``IOStats`` of this rank's last ``write_data`` in this process, None before.
 
-    Raises (from the save, inside DCP's ``CheckpointException``):
+    Raises:
         OSError: with errno and path; this rank's partial files are removed.
         CheckpointError: an item cannot be saved.
     """

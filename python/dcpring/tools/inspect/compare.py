@@ -140,12 +140,14 @@ def diff_checkpoints(
     """How two checkpoints differ, whoever wrote them and however each is sharded.
 
     Args:
-        a, b: their directories.
+        a: the directory of one.
+        b: that of the other.
         key_map: makes the names of ``a`` those of ``b`` (see docs/keys.md); "normalize" is applied to both.
         only: patterns of keys, as the first checkpoint calls them after ``key_map``: "model.*.weight".
         values: compare values too, not only names, shapes and dtypes.
-        atol, rtol: elements count as different only where abs(a - b) > atol + rtol * max(abs(a), abs(b)). By default
-            all whose bits differ do.
+        atol: elements count as different only where abs(a - b) > atol + rtol * max(abs(a), abs(b)). By default all
+            whose bits differ do.
+        rtol: see ``atol``.
         rank: of saves with ``use_collectives=False``, the rank whose parts are compared; None: all, by rank.
         trusted: unpickle whatever the metadata holds. Objects are only ever loaded as plain data.
 

@@ -38,7 +38,7 @@ from dcpring.move.handon import Exchange
 from dcpring.move.objects import Loaded
 from dcpring.move.objects import load as load_object
 from dcpring.names.policy import Casts
-from dcpring.options import IOOptions, IOStats, make_watch
+from dcpring.options import IOOptions, IOStats
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.placements import check_chunk
@@ -253,7 +253,7 @@ class Loader:
         self._transforms = transforms
         run = run or LoadRun()
         self._meter, self._phases = run.meter, run.phases
-        self._watch = make_watch(self._meter.counter, self._phases.room)
+        self._watch = run.watch()
         self._options = options.for_core(False, self._watch)
         self._checksum = options.checksum
         self._trusted = trusted

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dcpring import _C
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, PlanReport, RankReport
@@ -53,6 +54,11 @@ class Run:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+    def watch(self) -> _C.Watch | None:
+        """What sees the core at work, where anybody wants to know."""
+        counter, room = self.meter.counter, self.phases.room
+        return _C.Watch(counter, room) if counter is not None or room else None
 
 
 @dataclass(eq=False)

@@ -47,7 +47,7 @@ from dcpring.names.key_map import (
     rename_metadata,
     rename_results,
 )
-from dcpring.options import IOArguments, IOOptions, IOStats, make_watch
+from dcpring.options import IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.table import describes_itself
@@ -229,7 +229,7 @@ class RingWriter(FileSystemWriter):
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
-        watch = make_watch(self._run.meter.counter, self._phases.room)
+        watch = self._run.watch()
         saving = Saving(
             plan.items,
             planner,

@@ -116,11 +116,13 @@ class LoadRun(Run):
 
     Attributes:
         stored: the metadata under the checkpoint's own names, where the storage has a key map.
+        goes_by_stored: whether the plan's items have these names.
         report: what RingLoadPlanner has planned.
         rank: of this process in the report.
     """
 
     stored: Metadata | None = None
+    goes_by_stored: bool = False
     report: LoadReport = field(default_factory=LoadReport)
     rank: int | None = None
 

@@ -284,10 +284,9 @@ class RingReader(FileSystemReader):
                     exchange.fail(error)
                 raise
             return
-        metadata, storage_data = self._load.metadata, self.storage_data
-        if isinstance(plan, RingLoadPlan) and self._load.run.stored is not None:
-            metadata = self._load.run.stored
-            storage_data = metadata.storage_data
+        run, metadata, storage_data = self._load.run, self._load.metadata, self.storage_data
+        if run.goes_by_stored and run.stored is not None:
+            metadata, storage_data = run.stored, run.stored.storage_data
         assert metadata is not None
         loader.load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 

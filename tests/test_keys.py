@@ -267,6 +267,24 @@ def test_names_may_change_places(by: str, factor: float, tmp_path: Path) -> None
     assert {item.dest_index.fqn: item.storage_index.fqn for item in plans[0].items} == SWAPPED
 
 
+class Plain(RingLoadPlanner):
+    """Makes plans of stock's class."""
+
+    def create_local_plan(self) -> Any:
+        return dcp.LoadPlan(list(super().create_local_plan().items))
+
+
+@pytest.mark.parametrize("by", ("reader", "planner"))
+def test_a_plan_of_stocks_class_goes_by_the_checkpoints_names(by: str, tmp_path: Path) -> None:
+    saved = {"a": {"w": torch.rand(3), "v": torch.rand(3), "n": 1}}
+    dcp.save(saved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner(), no_dist=True)
+    loaded = {"a": {"w": torch.zeros(3), "v": torch.zeros(3), "n": 0}}
+    own, readers = ({"key_map": swap}, {}) if by == "planner" else ({}, {"key_map": swap})
+    _load(tmp_path, loaded, Plain(**own), **readers)
+    assert torch.equal(loaded["a"]["w"], saved["a"]["v"]) and torch.equal(loaded["a"]["v"], saved["a"]["w"])
+    assert loaded["a"]["n"] == 1
+
+
 @pytest.mark.parametrize("by", ("reader", "planner"))
 def test_a_name_that_is_another_key_by_now_is_missing(by: str, tmp_path: Path) -> None:
     _save(tmp_path, _state(a=(2,), b=(2,)))

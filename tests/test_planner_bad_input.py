@@ -138,6 +138,21 @@ def test_mutated_storage_index() -> None:
     assert survivors > 100
 
 
+def test_entries_of_a_storage_index() -> None:
+    """Some at a time, in any order; those that are not set are not stored."""
+    made = _C.StorageIndex(4)
+    entries: list[Any] = [(f"f{kind}", kind, 10, 20, 12, 8, bytes(4)) for kind in range(3)]
+    made.put(entries[:2], [3, 0])
+    made.put(entries[2:], [2])
+    assert [made.get(index) for index in range(4)] == [entries[1], None, entries[2], entries[0]]
+    assert _C.decode_storage_index(made.encode()).get(3) == entries[0]
+    for indices, error in (([0, 4], IndexError), ([-1, 0], IndexError), ([0], ValueError), ([0, "1"], TypeError)):
+        with pytest.raises(error):
+            made.put(entries[:2], indices)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="as many entries"):
+        made.put(entries)
+
+
 def test_mutated_replies() -> None:
     merge = _C.Merge(2)
     for _ in range(2):

@@ -157,6 +157,13 @@ def test_a_reader_for_several_checkpoints(tmp_path: Path) -> None:
         assert torch.equal(loaded["a"]["x"], torch.full((3,), float(number)))
 
 
+def test_a_load_of_objects_alone_has_read_a_file(tmp_path: Path) -> None:
+    dcp.save({"n": [1]}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner(), no_dist=True)
+    reader = RingReader(tmp_path)
+    dcp.load({"n": 0}, storage_reader=reader, planner=RingLoadPlanner(), no_dist=True)
+    assert reader.stats is not None and reader.stats.files == 1
+
+
 # ---- several threads ----
 
 

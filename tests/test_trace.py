@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.profiler import ProfilerActivity, profile
 
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring.options import IOOptions, make_watch
-from dcpring.plan.run import _REPORTED
+from dcpring.options import IOOptions
+from dcpring.plan.run import _REPORTED, SaveRun
 from dcpring.tools.trace.read import Part, read_operations
 from dcpring.watch import trace_file as _trace_file
 
@@ -171,7 +171,7 @@ def test_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("DCPRING_TRACE", raising=False)
     writer = RingWriter(tmp_path / "c")
     dcp.save(_state(), storage_writer=writer)
-    assert writer._phases.room == 0 and make_watch(None, writer._phases.room) is None
+    assert writer._run.phases.room == 0 and writer._run.watch() is None
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -313,8 +313,13 @@ def test_the_profiler_sees_the_same(tmp_path: Path, traced: bool) -> None:
 
 
 def test_a_watch_is_only_made_for_somebody() -> None:
-    assert make_watch(None, 0) is None and IOOptions().for_core(True)[-1] is None
-    assert isinstance(make_watch(None, 5), _C.Watch) and isinstance(make_watch(bytearray(8), 0), _C.Watch)
+    run = SaveRun()
+    assert run.watch() is None and IOOptions().for_core(True)[-1] is None
+    run.meter.counter = memoryview(bytearray(8))
+    assert isinstance(run.watch(), _C.Watch)
+    run = SaveRun()
+    run.phases.room = 5
+    assert isinstance(run.watch(), _C.Watch)
 
 
 def test_an_operation_given_up_in_the_middle_of_another(tmp_path: Path) -> None:

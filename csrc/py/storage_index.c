@@ -77,15 +77,35 @@ static int set_entry(struct dr_storage_index *storage, Py_ssize_t index, PyObjec
     return rc ? rc : dr_storage_index_set(storage, (size_t)index, &place, sums ? crcs : NULL, error);
 }
 
-static PyObject *put(PyObject *object, PyObject *list) {
+/* Which entry the i-th of a list is for; -1 with an exception. */
+static Py_ssize_t index_of(const struct dr_storage_index *storage, PyObject *indices, Py_ssize_t i) {
+    PyObject *number = indices ? PyList_GetItem(indices, i) : NULL;
+    if (indices && !number)
+        return -1;
+    Py_ssize_t index = number ? PyLong_AsSsize_t(number) : i;
+    if (index >= 0 && (size_t)index < storage->count)
+        return index;
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_IndexError, "entry %zd of %zu", index, storage->count);
+    return -1;
+}
+
+static PyObject *put(PyObject *object, PyObject *args) {
     struct dr_storage_index *storage = &((struct storage_index *)object)->core;
-    if (!PyList_Check(list) || (size_t)PyList_Size(list) != storage->count)
-        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as the storage index has");
+    PyObject *list, *indices = NULL;
+    if (!PyArg_ParseTuple(args, "O!|O!", &PyList_Type, &list, &PyList_Type, &indices))
+        return NULL;
+    if (PyList_Size(list) != (indices ? PyList_Size(indices) : (Py_ssize_t)storage->count))
+        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as indices, or as there are");
     struct dr_error error;
     dr_error_clear(&error);
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
-        if (set_entry(storage, i, PyList_GetItem(list, i), &error) < 0)
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+        Py_ssize_t index = index_of(storage, indices, i);
+        if (index < 0)
+            return NULL;
+        if (set_entry(storage, index, PyList_GetItem(list, i), &error) < 0)
             return PyErr_Occurred() ? NULL : fail(state_of(object), &error);
+    }
     Py_RETURN_NONE;
 }
 
@@ -164,10 +184,9 @@ static PyObject *file_sizes(PyObject *object, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"put", put, METH_O,
-     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)]): sets all entries; kinds: 0 a "
-     "plain "
-     "tensor, 1 bytes, 2 other"},
+    {"put", put, METH_VARARGS,
+     "put([(file, kind, offset, length, payload_offset, payload_size, crcs or None)], indices): sets these entries, or "
+     "all; kinds: 0 a plain tensor, 1 bytes, 2 other"},
     {"merge", merge, METH_VARARGS, "merge(storage, indices as uint32): copies entries to these indices"},
     {"encode", encode, METH_NOARGS, "encode() -> bytes"},
     {"get", get, METH_O, "get(i) -> as put takes it; None where nothing is stored"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from dcpring import _C
 
@@ -64,16 +64,6 @@ class IOOptions:
         """The tuple that dcpring._C takes."""
         direct = _DIRECT_CODES[self.direct]
         return (self.engine, direct, self.queue_depth, self.block_size_bytes, self.workers, self.checksum, sync, watch)
-
-
-def make_watch(counter: Any, room: int) -> _C.Watch | None:
-    """What sees the core at work, where anybody wants to know.
-
-    Args:
-        counter: 8 aligned bytes in which bytes are counted, or None.
-        room: for spans.
-    """
-    return _C.Watch(counter, room) if counter is not None or room else None
 
 
 def _check_range(name: str, value: int, most: int) -> None:

@@ -1,10 +1,14 @@
-"""What is too large to be handled at once, cut: lists of items into windows of bounded bytes, tensors into boxes."""
+"""What is too large to be handled at once, cut: lists of items into windows of bounded bytes, tensors into boxes.
+
+Where windows are read, the next one may be while one is worked on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,6 +31,33 @@ def windows(
         used += size
     if window:
         yield window
+
+
+def read_ahead(
+    name: str, batches: Iterable[T], *reads: Callable[[T], Any]
+) -> Generator[tuple[T, list[Any]], None, None]:
+    """Each batch with what every one of the reads gives of it, while the next batch is being read.
+
+    Close it where not all batches are asked for.
+
+    Args:
+        name: of the threads, of which each read has one.
+    """
+    pools = [ThreadPoolExecutor(1, name) for _ in reads]
+    waiting: list[tuple[T, list[Future[Any]]]] = []
+    try:
+        for batch in batches:
+            waiting.append((batch, [pool.submit(read, batch) for pool, read in zip(pools, reads, strict=True)]))
+            if len(waiting) > 1:
+                first, found = waiting.pop(0)
+                yield first, [each.result() for each in found]
+        for first, found in waiting:
+            yield first, [each.result() for each in found]
+    finally:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown()
 
 
 def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[Box]:

@@ -6,5 +6,5 @@ pickles and unpickles what is no tensor, ``crc`` sums up records that are read i
 used again.
 
 The store calls ``save`` and ``load`` with a plan and its planner, and owns the files; ``sources`` and ``tools`` call
-``load``. A ``FileSave`` or ``Loader`` is of one call and one thread. Tensors are the planner's.
+``load``. A ``Saving`` or ``Loader`` is of one call and one thread. Tensors are the planner's.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dcpring.base.memory import is_lazy_view
-from dcpring.base.windows import split_box
+from dcpring.base.windows import split_box, windows
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
@@ -151,20 +151,12 @@ class Downloader:
 
     def _cut(self, tensors: list[Tensor]) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Pieces with their device sources; small tensors share a piece, large ones come in parts."""
-        piece, sources, used = Piece([], []), list[Tensor](), 0
-        for index, tensor in enumerate(tensors):
-            size = padded(tensor.nbytes)
-            if piece.indices and used + size > self._piece_bytes:
-                yield piece, sources
-                piece, sources, used = Piece([], []), [], 0
-            if tensor.nbytes > self._piece_bytes:
-                yield from self._cut_large(index, tensor)
-                continue
-            piece.indices.append(index)
-            sources.append(tensor)
-            used += size
-        if piece.indices:
-            yield piece, sources
+        for window in windows(range(len(tensors)), lambda index: padded(tensors[index].nbytes), self._piece_bytes):
+            chosen = [tensors[index] for index in window]
+            if chosen[0].nbytes > self._piece_bytes:
+                yield from self._cut_large(window[0], chosen[0])
+            else:
+                yield Piece(window, []), chosen
 
     def _cut_large(self, index: int, tensor: Tensor) -> Iterator[tuple[Piece, list[Tensor]]]:
         start = 0

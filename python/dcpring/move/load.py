@@ -38,7 +38,7 @@ from dcpring.move.handon import Exchange
 from dcpring.move.objects import Loaded
 from dcpring.move.objects import load as load_object
 from dcpring.names.policy import Casts
-from dcpring.options import IOOptions, IOStats, make_watch
+from dcpring.options import IOOptions, IOStats
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.placements import check_chunk
@@ -253,7 +253,7 @@ class Loader:
         self._transforms = transforms
         run = run or LoadRun()
         self._meter, self._phases = run.meter, run.phases
-        self._watch = make_watch(self._meter.counter, self._phases.room)
+        self._watch = run.watch()
         self._options = options.for_core(False, self._watch)
         self._checksum = options.checksum
         self._trusted = trusted
@@ -272,19 +272,18 @@ class Loader:
         """Loads all that is wanted, once all that can be checked before has been."""
         if not self._is_windowed:
             _check_chunks((each.item for each in wanted.values()), self._planner)
-        files = {each.place.file for each in wanted.values()}
-        self._load(wanted, sorted(files))
-        self._stats.files = max(self._stats.files, len(files))
+        self._load(wanted)
 
     def load_matched(self, matched: Matched) -> None:
         """Loads a compact plan."""
         self._matched = matched
-        self._load(matched.rest(self._path), list(matched.storage.file_sizes()))
         self._stats.files = len(matched.items.match.file_bytes(matched.storage))
+        self._load(matched.rest(self._path))
 
-    def _load(self, wanted: Mapping[int, Wanted], files: list[str]) -> None:
+    def _load(self, wanted: Mapping[int, Wanted]) -> None:
         self._wanted = wanted
-        with self._opened(files):
+        files = {each.place.file for each in wanted.values()}
+        with self._opened(sorted(files) if self._matched is None else list(self._matched.storage.file_sizes())):
             objects, wholes = self._classify()
             self._check_ends(wholes)
             self._check_wholes(wholes)
@@ -297,6 +296,7 @@ class Loader:
                 self._load_wholes(batch)
             for position, value in zip(objects, values, strict=True):
                 self._load_object(wanted[position].item, value)
+        self._stats.files = max(self._stats.files, len(files))
 
     def _wanted_bytes(self, wholes: list[int]) -> int:
         rest = sum(self._wanted[position].place.length for position in wholes)

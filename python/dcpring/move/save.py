@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -155,47 +155,52 @@ class TableSource:
         return True
 
 
-class FileSave:
-    """One data file being written: tensors first, then what has to be pickled. ``placed`` is by position."""
+class Saving:
+    """One rank's items being written, to one file or more: in each tensors first, then what has to be pickled.
+
+    Attributes:
+        source: the items.
+        storage: where they are, by position.
+    """
 
     def __init__(
         self,
+        items: Any,
+        planner: SavePlanner,
         *,
         path: str,
-        name: str,
-        source: Source,
         options: Any,
         transforms: Any,
-        downloader: Downloader,
-        windowed: bool,
+        piece_bytes: int,
         stats: IOStats,
         judge: Judge | None,
     ) -> None:
+        self.source = source_of(items, planner)
+        self.storage = _C.StorageIndex(len(items))
+        self._items = items
         self._path = path
-        self._name = name
-        self._source = source
         self._options = options
         self._transforms = transforms
-        self._downloader = downloader
-        self._windowed = windowed
+        self._downloader = Downloader(piece_bytes)
+        self._window_bytes = WINDOW_BYTES if makes_tensors(planner) else None
         self._stats = stats
         self._judge = judge
+        self._descriptors: dict[int, list[str]] = {}
+        self._name = ""
         self._written: list[int] = []
-        self.placed: dict[int, Placed] = {}
 
-    def write(self, positions: Sequence[int] | None = None) -> None:
-        """Writes the file with these of the source's items, None for all."""
-        source = self._source
-        chosen = None if positions is None else set(positions)
-        tensors = [position for position in source.tensors if chosen is None or position in chosen]
-        objects = [position for position in source.objects if chosen is None or position in chosen]
-        file = _C.FileWriter(self._path, self._name, self._size_hint(tensors), self._options)
+    def planned_bytes(self) -> int:
+        return sum(map(self.source.planned_bytes, self.source.tensors))
+
+    def write(self, name: str, tensors: list[int], objects: list[int]) -> None:
+        """Writes a file with what is at these positions."""
+        self._name = name
+        file = _C.FileWriter(self._path, name, self._size_hint(tensors), self._options)
         try:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
                 self._write_pickled(file, objects, self._object_bytes)
                 objects = []
-            limit = WINDOW_BYTES if self._windowed else None
-            for window in windows(tensors, self._source.planned_bytes, limit):
+            for window in windows(tensors, self.source.planned_bytes, self._window_bytes):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self._object_bytes)
             file.finish()
@@ -208,9 +213,15 @@ class FileSave:
         finally:
             file.close()
 
+    def results(self) -> Any:
+        """DCP's WriteResults; of a compact plan, in compact form."""
+        if isinstance(self.source, TableSource) and not self._transforms.extensions:
+            return Results(self.storage.encode(), self._stats, self._items)
+        return ResultList(_results_of(self._items, self.storage, self._descriptors), self._stats)
+
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""
-        sizes = list(map(self._source.planned_bytes, tensors))
+        sizes = list(map(self.source.planned_bytes, tensors))
         padding = _C.ALIGNMENT_BYTES * sum(size >= _C.LARGE_PAYLOAD_BYTES for size in sizes)
         return sum(sizes) + padding + _RECORD_BYTES * len(sizes)
 
@@ -223,7 +234,7 @@ class FileSave:
     def _key_of(self, error: OSError | ValueError) -> str | None:
         """The key that the core's item index stands for."""
         item = getattr(error, "item", None)
-        return self._source.name(self._written[item]) if item is not None and item < len(self._written) else None
+        return self.source.name(self._written[item]) if item is not None and item < len(self._written) else None
 
     # ---- tensors ----
 
@@ -231,7 +242,7 @@ class FileSave:
         if self._transforms.extensions:
             self._write_pickled(file, positions, self._tensor_bytes)
             return
-        tensors = self._checked(positions, self._source.resolve(positions))
+        tensors = self._checked(positions, self.source.resolve(positions))
         unresolved = tensors[:]
         handles, kinds = handles_and_kinds(tensors)
         in_memory = {index: unresolved[index] for index, kind in enumerate(kinds) if kind != _OTHER}
@@ -247,11 +258,8 @@ class FileSave:
         kept = [index for index in range(len(tensors)) if index not in same]
         distinct = [tensors[index] for index in kept]
         self._write_distinct(file, [positions[index] for index in kept], distinct, *handles_and_kinds(distinct))
-        for index, first in same.items():
-            kind = TENSOR if self._source.as_planned(positions[index], tensors[index]) else OPAQUE
-            placed = self.placed[positions[first]]._replace(kind=kind)
-            self.placed[positions[index]] = placed
-            self._stats.tensor_bytes += placed.payload_bytes
+        first = [place_at(self.storage, positions[index])[2:] for index in same.values()]
+        self._note_tensors([positions[index] for index in same], [tensors[index] for index in same], first)
 
     def _write_distinct(
         self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], handles: _C.Tensors, kinds: Any
@@ -272,12 +280,12 @@ class FileSave:
         for position, tensor in zip(positions, tensors, strict=True):
             if not isinstance(tensor, Tensor):
                 raise PlanError(
-                    f"cannot save {self._source.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
+                    f"cannot save {self.source.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
                     f"items, and it is a {type(tensor)}"
                 )
             if tensor.is_meta:
                 raise CheckpointError(
-                    f"cannot save {self._source.name(position)!r}: it is on the meta device and has no data"
+                    f"cannot save {self.source.name(position)!r}: it is on the meta device and has no data"
                 )
         return tensors
 
@@ -286,10 +294,17 @@ class FileSave:
     ) -> None:
         self._written = positions
         rows = file.write_tensors(_C.Tensors(tensors) if handles is None else handles)
-        for position, tensor, row in zip(positions, tensors, rows, strict=True):
-            kind = TENSOR if self._source.as_planned(position, tensor) else OPAQUE
-            self.placed[position] = Placed(self._name, kind, *row)
-            self._stats.tensor_bytes += row[3]
+        self._note_tensors(positions, tensors, rows)
+
+    def _note_tensors(self, positions: list[int], tensors: list[Tensor], rows: Iterable[Any]) -> None:
+        """Of tensors that lie in the file: offsets, lengths and CRCs, as the core has given them."""
+        as_planned, name = self.source.as_planned, self._name
+        entries = [
+            (name, TENSOR if as_planned(position, tensor) else OPAQUE, *row)
+            for position, tensor, row in zip(positions, tensors, rows, strict=True)
+        ]
+        self.storage.put(entries, positions)
+        self._stats.tensor_bytes += sum(entry[5] for entry in entries)
 
     def _write_from_device(self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor]) -> None:
         with contextlib.closing(self._downloader.pieces(tensors)) as pieces:
@@ -304,65 +319,51 @@ class FileSave:
         self._written = positions
         row = file.write_part(piece.tensors, tuple(tensor.shape), piece.part_offset)
         if piece.part_offset + piece.tensors[0].nbytes == tensor.nbytes:
-            kind = TENSOR if self._source.as_planned(positions[0], tensor) else OPAQUE
-            self.placed[positions[0]] = Placed(self._name, kind, *row)
-            self._stats.tensor_bytes += row[3]
+            self._note_tensors(positions, [tensor], [row])
 
     # ---- what is pickled ----
 
     def _object_bytes(self, position: int) -> io.BytesIO:
-        data = self._source.resolve([position])[0]
+        data = self.source.resolve([position])[0]
         if isinstance(data, io.BytesIO):
             return data
         raise PlanError(
-            f"cannot save {self._source.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
+            f"cannot save {self.source.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
             f"planner gave a {type(data)}"
         )
 
     def _tensor_bytes(self, position: int) -> io.BytesIO:
-        tensor = self._checked([position], self._source.resolve([position]))[0].detach().cpu()
+        tensor = self._checked([position], self.source.resolve([position]))[0].detach().cpu()
         if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
         out = io.BytesIO()
         torch.save(tensor, out)
         return out
 
-    def _transformed(self, position: int, data: io.BytesIO) -> tuple[io.BytesIO, list[str]]:
-        if not self._transforms.extensions:
-            return data, []
-        out = io.BytesIO()
-        stream, descriptors = self._transforms.transform_save_stream(self._source.item(position), out)
-        stream.write(data.getbuffer())
-        stream.close()
-        return out, descriptors
-
     def _write_pickled(
-        self, file: _C.FileWriter, positions: Sequence[int], pickled: Callable[[int], io.BytesIO]
+        self, file: _C.FileWriter, positions: Iterable[int], pickled: Callable[[int], io.BytesIO]
     ) -> None:
         """Writes items as whole byte strings, a bounded number of bytes at a time."""
-        batch: list[tuple[int, io.BytesIO, list[str]]] = []
-        size = 0
-        for position in positions:
-            plain = pickled(position)
-            if self._judge is not None:
-                self._judge.look(self._source.name(position), plain)
-            data, descriptors = self._transformed(position, plain)
-            batch.append((position, data, descriptors))
-            size += data.getbuffer().nbytes
-            if size >= WINDOW_BYTES:
-                self._write_batch(file, batch)
-                batch, size = [], 0
-        self._write_batch(file, batch)
+        made = ((position, self._judged(position, pickled(position))) for position in positions)
+        for window in windows(made, lambda pair: pair[1].getbuffer().nbytes, WINDOW_BYTES):
+            self._written = [position for position, _ in window]
+            rows = file.write_bytes([data.getbuffer() for _, data in window])
+            self.storage.put([(self._name, BYTES, *row) for row in rows], self._written)
+            if pickled == self._tensor_bytes:
+                self._stats.tensor_bytes += sum(row[3] for row in rows)
 
-    def _write_batch(self, file: _C.FileWriter, batch: list[tuple[int, io.BytesIO, list[str]]]) -> None:
-        if not batch:
-            return
-        self._written = [position for position, _, _ in batch]
-        objects = set(self._source.objects)
-        rows = file.write_bytes([data.getbuffer() for _, data, _ in batch])
-        for (position, _, descriptors), row in zip(batch, rows, strict=True):
-            self.placed[position] = Placed(self._name, BYTES, *row, descriptors or None)
-            self._stats.tensor_bytes += 0 if position in objects else row[3]
+    def _judged(self, position: int, data: io.BytesIO) -> io.BytesIO:
+        """What is written: looked at, and transformed."""
+        if self._judge is not None:
+            self._judge.look(self.source.name(position), data)
+        if not self._transforms.extensions:
+            return data
+        out = io.BytesIO()
+        stream, descriptors = self._transforms.transform_save_stream(self.source.item(position), out)
+        stream.write(data.getbuffer())
+        stream.close()
+        self._descriptors[position] = descriptors
+        return out
 
 
 _PLAIN, _DEVICE, _OTHER = 0, 1, 2
@@ -413,7 +414,7 @@ class Results(Sequence[WriteResult]):
     """What a rank reports of a compact plan: DCP's WriteResults, made when they are looked at.
 
     Attributes:
-        packed: the encoded ``_C.StorageIndex`` of its items, in order.
+        packed: the encoded storage index of its items, in order.
         stats: of the rank's ``write_data``.
     """
 
@@ -424,8 +425,7 @@ class Results(Sequence[WriteResult]):
 
     def of(self, items: Any) -> list[WriteResult]:
         """The results, given the items they are for."""
-        storage = _C.decode_storage_index(self.packed)
-        return [result_of(item, Placed(*place_at(storage, i))) for i, item in enumerate(items)]
+        return list(_results_of(items, _C.decode_storage_index(self.packed), {}))
 
     def __len__(self) -> int:
         return len(_C.decode_storage_index(self.packed))
@@ -448,6 +448,9 @@ def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
     return place
 
 
-def result_of(item: WriteItem, placed: Placed) -> WriteResult:
-    info = storage_info(placed)
-    return WriteResult(index=item.index, size_in_bytes=placed.length, storage_data=info)
+def _results_of(
+    items: Iterable[WriteItem], storage: _C.StorageIndex, descriptors: Mapping[int, list[str]]
+) -> Iterator[WriteResult]:
+    for position, item in enumerate(items):
+        placed = Placed(*place_at(storage, position))._replace(descriptors=descriptors.get(position))
+        yield WriteResult(index=item.index, size_in_bytes=placed.length, storage_data=storage_info(placed))

@@ -288,14 +288,16 @@ class KeyMap:
         return KeyTable(changed, source=table.source, target=table.target)
 
 
-def one_map(storage: KeyMap | None, planner: KeyMap | None) -> KeyMap | None:
-    """The key map that a planner applies: its own or that of the storage. Both may have the same.
+def one_map(storage: KeyMap | None, planner: KeyMap | None) -> KeyMap:
+    """The key map that a planner applies: its own, or the storage's. Both may have the same.
 
     Raises:
         CheckpointError: they have different ones.
     """
     if storage is None or planner is None:
-        return storage or planner
+        only = storage or planner
+        assert only is not None
+        return only
     tables = storage.table, planner.table
     same = storage.given == planner.given if None in tables else tables[0] == tables[1]
     if not same:

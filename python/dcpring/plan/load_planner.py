@@ -222,9 +222,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _renamed(self, chunks: Chunks) -> dict[str, Any]:
         """What is wanted, under the checkpoint's names: here alone a key map is applied that RingLoadPlanner knows."""
         self._names = {}
-        key_map = one_map(self._run.key_map, self.key_map)
-        if key_map is None:
+        if self._run.key_map is None and self.key_map is None:
             return self.state_dict
+        key_map = one_map(self._run.key_map, self.key_map)
         self._names = match_names(key_map, list(self.state_dict), list(dict.fromkeys(chunks.table.names())))
         stored = {new: old for old, new in self._names.items()}
         return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
@@ -247,6 +247,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
             self._explain()
         else:
             self._report_unexpected(chunks)
+        self._run.goes_by_stored = self._run.stored is not None
         items: Any = ReadItems(match, wanted, chunks.table, self._names)
         reads = _reads(match, chunks, self.process_group)
         self._run.rank = None if reads is None else reads.rank

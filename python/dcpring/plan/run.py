@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dcpring import _C
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, PlanReport, RankReport
@@ -56,6 +57,11 @@ class Run:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+    def watch(self) -> _C.Watch | None:
+        """What sees the core at work, where anybody wants to know."""
+        counter, room = self.meter.counter, self.phases.room
+        return _C.Watch(counter, room) if counter is not None or room else None
 
 
 @dataclass(eq=False)
@@ -113,11 +119,13 @@ class LoadRun(Run):
 
     Attributes:
         stored: the metadata under the checkpoint's own names, where the storage has a key map.
+        goes_by_stored: whether the plan's items have these names.
         report: what RingLoadPlanner has planned.
         rank: of this process in the report.
     """
 
     stored: Metadata | None = None
+    goes_by_stored: bool = False
     report: LoadReport = field(default_factory=LoadReport)
     rank: int | None = None
 

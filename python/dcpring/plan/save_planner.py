@@ -152,10 +152,10 @@ class RingSavePlanner(DefaultSavePlanner):
         if self.flatten_sharded_tensors:
             self._save.flat = open_sharded_tensors(self._save.flat)
         if self.key_map is not None:
-            one_map(self._run.key_map, self.key_map)
-            names = self.key_map.rename(self._save.flat.values)
+            key_map = one_map(self._run.key_map, self.key_map)
+            names = key_map.rename(self._save.flat.values)
             self._save.flat = rename_flat(self._save.flat, names)
-            self._run.key_table = self.key_map.used(names)
+            self._run.key_table = key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
         self.is_coordinator = self._phases.is_coordinator = is_coordinator

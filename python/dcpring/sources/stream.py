@@ -6,16 +6,17 @@ is ``stream``: one thread reads a window (and casts it) while the caller's threa
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dcpring.base.windows import split_box, windows
+from dcpring.base.windows import read_ahead, split_box, windows
 from dcpring.move.buffer import ALIGNMENT, Buffer
 
 WINDOW_BYTES = 32 << 20
@@ -236,13 +237,11 @@ def stream(source: Source, pieces: Iterable[Piece]) -> Iterator[list[Run]]:
 
     What is yielded is good until the next is asked for.
     """
-    slots = [_Slot(), _Slot()]
-    with ThreadPoolExecutor(1, "dcpring-read") as pool:
-        pending: Future[list[Run]] | None = None
-        for number, window in enumerate(_windows(pieces)):
-            following = pool.submit(slots[number % 2].read, source, window)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
+    slots = itertools.cycle([_Slot(), _Slot()])
+
+    def read(window: list[_Box]) -> list[Run]:
+        return next(slots).read(source, window)
+
+    with contextlib.closing(read_ahead("dcpring-read", _windows(pieces), read)) as reading:
+        for _, (runs,) in reading:
+            yield runs

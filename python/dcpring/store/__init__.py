@@ -5,5 +5,5 @@ what it has superseded goes. The reader opens that metadata and reads what a pla
 of files, and which of them a save may remove.
 
 A writer or reader is the caller's, and may be used for one save or load after the other; what belongs to one of them is
-made anew when it begins.
+a run (``plan.run``), made anew when it begins.
 """

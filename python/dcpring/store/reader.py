@@ -299,11 +299,10 @@ class RingReader(FileSystemReader):
                     exchange.fail(error)
                 raise
             return
-        metadata, storage_data = self._load.metadata, self.storage_data
-        if isinstance(plan, RingLoadPlan) and self._load.run.stored is not None:
-            metadata = self._load.run.stored
-            storage_data = metadata.storage_data
+        run = self._load.run
+        metadata = run.stored if run.goes_by_stored else self._load.metadata
         assert metadata is not None
+        storage_data = metadata.storage_data if run.goes_by_stored else self.storage_data
         loader.load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 
     def _rank(self) -> int:

@@ -36,18 +36,9 @@ from dcpring.format.metadata import (
     read_trailer,
 )
 from dcpring.format.unpickler import Safe
-from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader
+from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
-from dcpring.move.save import (
-    FileSave,
-    Placed,
-    ResultList,
-    Results,
-    Source,
-    TableSource,
-    result_of,
-    source_of,
-)
+from dcpring.move.save import ResultList, Results, Saving, Source
 from dcpring.names.key_map import (
     KeyMap,
     KeyMapLike,
@@ -57,10 +48,9 @@ from dcpring.names.key_map import (
     rename_metadata,
     rename_results,
 )
-from dcpring.options import MAX_WORKERS, IOArguments, IOOptions, IOStats, make_watch
+from dcpring.options import MAX_WORKERS, IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.run import SaveRun, with_run
-from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
@@ -260,31 +250,25 @@ class RingWriter(FileSystemWriter):
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
+        watch = self._run.watch()
+        saving = Saving(
+            plan.items,
+            planner,
+            path=str(self.path),
+            options=self.options.for_core(self.sync_files, watch),
+            transforms=self.transforms,
+            piece_bytes=self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES,
+            stats=stats,
+            judge=None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused),
+        )
+        self._run.meter.begin(saving.planned_bytes)
         rank, tag = self._plan_rank(plan), new_tag()
-        source = source_of(plan.items, planner)
-        self._run.meter.begin(lambda: sum(map(source.planned_bytes, source.tensors)))
         names: list[str] = []
-        placed: dict[int, Placed] = {}
-        judge = None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused)
-        watch = make_watch(self._run.meter.counter, self._phases.room)
-        downloader = Downloader(self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES)
         try:
-            for index, positions in enumerate(self._buckets(len(plan.items))):
-                names.append(layout.data_file_name(rank, index, tag))
-                file = FileSave(
-                    path=str(self.path),
-                    name=names[-1],
-                    source=source,
-                    options=self.options.for_core(self.sync_files, watch),
-                    transforms=self.transforms,
-                    downloader=downloader,
-                    windowed=makes_tensors(planner),
-                    stats=stats,
-                    judge=judge,
-                )
+            for tensors, objects in self._files(saving.source):
+                names.append(layout.data_file_name(rank, len(names), tag))
                 with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
-                    file.write(positions)
-                placed |= file.placed
+                    saving.write(names[-1], tensors, objects)
         except BaseException:
             with contextlib.suppress(OSError):  # the next save removes them
                 _C.remove_files(str(self.path), names)
@@ -293,21 +277,14 @@ class RingWriter(FileSystemWriter):
             with self._phases.span("sync directory"):
                 _C.sync_directory(str(self.path))
         stats.files = len(names)
-        return self._results(plan.items, source, [placed[position] for position in range(len(plan.items))], stats)
+        return saving.results()
 
-    def _results(self, items: Any, source: Source, placed: list[Placed], stats: IOStats) -> Any:
-        """DCP's WriteResults; of a compact plan, in compact form."""
-        if not isinstance(source, TableSource) or self.transforms.extensions:
-            return ResultList(map(result_of, items, placed), stats)
-        storage = _C.StorageIndex(len(placed))
-        storage.put([where[:7] for where in placed])
-        return Results(storage.encode(), stats, items)
-
-    def _buckets(self, count: int) -> Iterable[Sequence[int] | None]:
-        """Which items go into each file; None: all of them."""
+    def _files(self, source: Source) -> Iterable[tuple[list[int], list[int]]]:
+        """Which items go into each file: tensors, and objects."""
         if self.single_file_per_rank:
-            return [None] if count else []
-        return ([position] for position in range(count))
+            return [(source.tensors, source.objects)] if source.tensors or source.objects else []
+        objects = set(source.objects)
+        return [([], [at]) if at in objects else ([at], []) for at in sorted([*source.tensors, *source.objects])]
 
     def _plan_rank(self, plan: SavePlan) -> int:
         match = re.fullmatch(r"__(\d+)_", getattr(plan.storage_data, "prefix", ""))

@@ -7,12 +7,12 @@ Memory stays bounded by a few windows, whatever the size of the tensors. What ca
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
-from dcpring.base.windows import split_box, windows
+from dcpring.base.windows import read_ahead, split_box, windows
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import TENSOR
 from dcpring.move.buffer import ALIGNMENT, Buffer
@@ -227,13 +227,11 @@ class Comparison:
 
     def _compare_tensors(self, advance: Callable[[int], None]) -> None:
         batches = windows(self._boxes(), self._part_bytes, _WINDOW_BYTES, _BATCH_PARTS)
-        reading = _read_ahead(batches, self._a.read_tensors, self._b.read_tensors)
-        try:
-            for batch, left, right in reading:
+        reading = read_ahead("dcpring-diff", batches, self._a.read_tensors, self._b.read_tensors)
+        with contextlib.closing(reading):
+            for batch, (left, right) in reading:
                 self._compare_batch(batch, left, right)
                 advance(2 * sum(map(self._part_bytes, batch)))
-        finally:
-            reading.close()
 
     def _part_bytes(self, part: Part) -> int:
         entry = self._a.entries[part.key]
@@ -274,13 +272,11 @@ class Comparison:
 
     def _compare_objects(self) -> None:
         groups = [self._objects[at : at + _BATCH_OBJECTS] for at in range(0, len(self._objects), _BATCH_OBJECTS)]
-        reading = _read_ahead(groups, self._a.read_objects, self._b.read_objects)
-        try:
-            for group, left, right in reading:
+        reading = read_ahead("dcpring-diff", groups, self._a.read_objects, self._b.read_objects)
+        with contextlib.closing(reading):
+            for group, (left, right) in reading:
                 for name, a, b in zip(group, left, right, strict=True):
                     self._compare_object(name, a, b)
-        finally:
-            reading.close()
 
     def _compare_object(self, name: str, a: bytes | str, b: bytes | str) -> None:
         called = self._a.called[name], self._b.called[name]
@@ -392,26 +388,6 @@ def _read_some(contents: Contents, wanted: list[Any], read: Callable[[Contents, 
         if len(wanted) == 1:
             return [f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)]
     return [value for one in wanted for value in _read_some(contents, [one], read)]
-
-
-def _read_ahead(
-    batches: Iterable[Any], read_a: Callable[[Any], Any], read_b: Callable[[Any], Any]
-) -> Generator[tuple[Any, Any, Any], None, None]:
-    """Each batch with what both sides have of it, while the next one is being read."""
-    a, b = (ThreadPoolExecutor(1, f"dcpring-diff-{side}") for side in "ab")
-    waiting: collections.deque[tuple[Any, Future[Any], Future[Any]]] = collections.deque()
-    try:
-        for batch in batches:
-            waiting.append((batch, a.submit(read_a, batch), b.submit(read_b, batch)))
-            if len(waiting) > 1:
-                first, left, right = waiting.popleft()
-                yield first, left.result(), right.result()
-        for first, left, right in waiting:
-            yield first, left.result(), right.result()
-    finally:
-        a.shutdown(wait=False, cancel_futures=True)
-        b.shutdown(cancel_futures=True)
-        a.shutdown()
 
 
 # ---- adding up ----

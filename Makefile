@@ -7,6 +7,7 @@
 #   make test-slow        all Python tests, those too that make test leaves out because of their time
 #   make test-torch TORCH=2.15.0 [PYTHON=python3.12] [TESTS=tests/test_kinds.py]
 #                         the Python tests with another torch, in an environment of its own (up to 7 GB below build/torch)
+#   make test-trainers    torchtitan, Lightning, accelerate and transformers with dcpring, in such an environment
 #   make clean-torch      removes these environments
 #   make wheels           what a release consists of, in dist/: the sdist, and a wheel for each architecture
 #   make docs             the documents as a site, in build/site
@@ -24,6 +25,7 @@ VENV_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib torchao==0.18.0 torchdata
+TRAINERS := torchtitan==0.3.0 triton lightning==2.6.6 accelerate==1.15.0 transformers==5.23.0
 DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
 DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 ruff
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
@@ -35,7 +37,7 @@ PYTEST := $(PY) -m pytest -q
 comma := ,
 PACKAGES ?= all
 
-.PHONY: setup demo elastic test test-slow test-c test-python test-torch clean-torch lint bench bench-planning example-hsdp asan tsan crash soak docs wheels clean
+.PHONY: setup demo elastic test test-slow test-c test-python test-torch test-trainers clean-torch lint bench bench-planning example-hsdp asan tsan crash soak docs wheels clean
 
 setup: build/.installed
 
@@ -109,13 +111,17 @@ PIP_QUIET := -m pip install -q --no-cache-dir --disable-pip-version-check
 test-torch: build/.test-system
 	@test -n "$(TORCH)" || { echo "Name a version: make test-torch TORCH=2.15.0 [PYTHON=python3.12]"; exit 1; }
 	@test -x $(TORCH_PY) || { echo "== torch $(TORCH) for Python $(TORCH_PYTHON) in $(TORCH_ENV)"; $(PYTHON) -m venv $(TORCH_ENV); }
-	@$(TORCH_PY) $(PIP_QUIET) torch==$(TORCH) $(TEST_PACKAGES)
+	@$(TORCH_PY) $(PIP_QUIET) torch==$(TORCH) $(TEST_PACKAGES) $(MORE_PACKAGES)
 	@$(TORCH_PY) setup.py -q build --build-base $(TORCH_ENV)/build \
 	  bdist_wheel --bdist-dir $(TORCH_ENV)/bdist --dist-dir $(TORCH_ENV)/dist 2>$(TORCH_ENV)/build.log || \
 	  { tail -20 $(TORCH_ENV)/build.log; exit 1; }
 	@$(TORCH_PY) $(PIP_QUIET) --no-deps --force-reinstall $(TORCH_ENV)/dist/dcpring-*.whl
 	@$(TORCH_PY) -c 'import platform, torch; print("== torch", torch.__version__, "Python", platform.python_version())'
 	@env -u PYTHONPATH $(TORCH_PY) -m pytest -q $(TESTS)
+
+test-trainers:
+	@$(MAKE) -s test-torch TORCH=$(subst torch==,,$(VENV_TORCH)) TORCH_ENV=build/torch/trainers TESTS=tests/trainers \
+	  MORE_PACKAGES="$(TRAINERS)"
 
 clean-torch:
 	rm -rf build/torch

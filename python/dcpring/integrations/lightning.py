@@ -1,0 +1,153 @@
+"""Lightning: a ``CheckpointIO`` on dcpring's storage, and a callback that saves a whole training with ``Checkpointer``.
+
+    trainer = Trainer(strategy="ddp", plugins=RingCheckpointIO())             # DDP, one device; Fabric(plugins=...) too
+    trainer = Trainer(strategy=..., callbacks=RingCheckpoint("ckpt", every_n_steps=500))              # any strategy
+
+The strategies that save shards (FSDP, ModelParallel) have no place for a plugin: ``dcpring.install()`` serves them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcpring.move.objects import ObjectPolicy
+from dcpring.resume import single
+from dcpring.resume.checkpointer import Checkpointer, ResumeReport
+from dcpring.resume.components import Replicated
+from dcpring.resume.rng import RNG
+
+try:
+    from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
+except ModuleNotFoundError:
+    from lightning_fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import Checkpoint
+
+__all__ = ["RingCheckpoint", "RingCheckpointIO"]
+
+
+class RingCheckpointIO(CheckpointIO):
+    """Saves what Lightning puts into a checkpoint as a directory of DCP, exactly: loads give the same tree.
+
+    For strategies whose rank 0 saves everything: DDP and one device. ``AsyncCheckpointIO(RingCheckpointIO())`` saves
+    in the background. Files that ``Trainer`` saved without this plugin load as before.
+
+    Args:
+        objects: what to do about objects that a load refuses unless it is told ``weights_only=False``: "warn", "error"
+            or "allow".
+        safe_globals: classes that objects may have besides, at saves and loads.
+        **options: further options of ``RingWriter``, such as ``queue_depth``.
+    """
+
+    def __init__(self, *, objects: ObjectPolicy = "warn", safe_globals: Sequence[Any] = (), **options: Any) -> None:
+        self.objects, self.safe_globals, self.options = objects, tuple(safe_globals), options
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves a checkpoint into the folder ``path``. What was there before stays until the new one is complete."""
+        if storage_options is not None:
+            raise TypeError("RingCheckpointIO takes no storage_options; give options of RingWriter to it instead")
+        if os.path.isfile(path):
+            os.unlink(path)
+        single.save(checkpoint, path, objects=self.objects, safe_globals=self.safe_globals, writer_options=self.options)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the folder ``path``, into host memory; a file is taken for one of ``TorchCheckpointIO``.
+
+        Args:
+            path: what ``save_checkpoint`` was given.
+            map_location: taken for files only: Lightning copies what is loaded into the objects of the training.
+            weights_only: False trusts the checkpoint: its objects may run any code.
+        """
+        if os.path.isfile(path):
+            return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+        return single.load(path, trusted=weights_only is False, safe_globals=self.safe_globals)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint, or the file of another plugin."""
+        if os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+        elif os.path.isdir(path):
+            shutil.rmtree(path)
+
+
+class RingCheckpoint(Checkpoint):
+    """Saves model, optimizers, schedulers, loops and random states every so many steps, and resumes from the last one.
+
+    With any strategy: each rank writes its shards, in the background, and any number of processes resumes. Takes the
+    place of ``ModelCheckpoint`` and ``ckpt_path=``. The folder is that of a ``Checkpointer``.
+
+    Args:
+        folder: of all checkpoints.
+        every_n_steps: a checkpoint is saved when this many optimizer steps were taken, and at the end.
+        components: more objects with a state, by name, such as ``{"data": ElasticLoader(...)}``.
+        blocking: whether training waits until a checkpoint is complete.
+        **options: options of ``Checkpointer``, such as ``keep_last``.
+
+    Attributes:
+        checkpointer: None outside of ``fit``.
+        report: what the last ``fit`` began with.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every_n_steps: int,
+        components: Mapping[str, Any] | None = None,
+        blocking: bool = False,
+        **options: Any,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
+        self.folder, self.every_n_steps, self.blocking = Path(folder), every_n_steps, blocking
+        self.components, self.options = dict(components or {}), options
+        self.checkpointer: Checkpointer | None = None
+        self.report: ResumeReport | None = None
+        self._saved = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Loads the latest checkpoint, if there is one."""
+        components: dict[str, Any] = {
+            "model": trainer.strategy.model,
+            "loops": Replicated(trainer.fit_loop),
+            "rng": RNG(),
+        }
+        components |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
+        components |= {f"scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+        self.checkpointer = Checkpointer(self.folder, components | self.components, **self.options)
+        self.report = self.checkpointer.load(missing_ok=True)
+        self._saved = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves where the number of steps asks for it."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self._save(trainer.global_step, self.blocking)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last step."""
+        self._save(trainer.global_step, True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for a save in the background."""
+        assert self.checkpointer is not None
+        self.checkpointer.close()
+        self.checkpointer = None
+
+    def _save(self, step: int, blocking: bool) -> None:
+        # With gradient accumulation several batches end at one step.
+        if step != self._saved:
+            assert self.checkpointer is not None
+            self.checkpointer.save(step, blocking=blocking)
+            self._saved = step

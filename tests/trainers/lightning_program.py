@@ -1,0 +1,91 @@
+"""Lightning's Trainer on CPUs: one rank that trains a small model and saves it in one of the ways that there are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+import dcpring
+from dcpring.integrations.lightning import RingCheckpoint, RingCheckpointIO
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(-1, 1, 33)  # one like the other: Lightning begins an epoch's data again at a resume
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, die_at: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(33, 33) for _ in range(3)])
+        self.die_at = die_at
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for layer in self.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if self.die_at and self.trainer.global_step == self.die_at:
+            raise KeyboardInterrupt("as asked for")
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--way", choices=["stock", "install", "io", "async io", "callback"], default="stock")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="fsdp2")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--resume", default=None)
+    options = parser.parse_args()
+    if options.way == "install":
+        dcpring.install()
+    plugins: list[Any] = []
+    if "io" in options.way.split():
+        plugins = [RingCheckpointIO()]
+    if options.way == "async io":
+        plugins = [AsyncCheckpointIO(RingCheckpointIO())]
+    callback: Any = ModelCheckpoint(
+        options.folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True
+    )
+    if options.way == "callback":
+        callback = RingCheckpoint(options.folder, every_n_steps=3)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=ModelParallelStrategy() if options.strategy == "fsdp2" else "ddp",
+        plugins=plugins,
+        callbacks=[callback],
+        max_steps=options.steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=options.folder,
+    )
+    model = Model(options.die_at)
+    trainer.fit(model, DataLoader(Samples(), batch_size=2), ckpt_path=options.resume, weights_only=False)
+
+
+if __name__ == "__main__":
+    main()

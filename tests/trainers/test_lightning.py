@@ -1,0 +1,90 @@
+"""Lightning with its three plugs: ``install()``, ``RingCheckpointIO`` and ``RingCheckpoint``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _ranks
+import pytest
+import torch
+
+import dcpring
+
+_ranks.load_before("lightning_program")
+
+
+def train(folder: Path, world: int, *options: object) -> str:
+    return _ranks.run("lightning_program.py", world, folder, *options)
+
+
+def meta(checkpoint: Path) -> Any:
+    return torch.load(checkpoint / "meta.pt", weights_only=False)
+
+
+def assert_equal(left: Path, right: Path, only: str = "*") -> None:
+    difference = dcpring.diff_checkpoints(left, right, only=[only])
+    assert not difference, difference
+
+
+def assert_same_tree(left: Any, right: Any, at: str = "") -> None:
+    assert type(left) is type(right), at
+    if isinstance(left, dict):
+        assert list(left) == list(right), at
+        for key in left:
+            assert_same_tree(left[key], right[key], f"{at}/{key!r}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), at
+        for i, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same_tree(one, other, f"{at}/{i}")
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), at
+    elif "path" not in at and "dirpath" not in at and ".ckpt" not in str(left):
+        assert left == right, at
+
+
+def test_install_serves_sharded_strategies(tmp_path: Path) -> None:
+    train(tmp_path / "ring", 2, "--way", "install")
+    train(tmp_path / "stock", 2)
+    for name in ("step=3.ckpt", "step=6.ckpt", "last.ckpt"):
+        assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
+    assert all(file.name.count(".") == 2 for file in (tmp_path / "ring" / "last.ckpt").glob("*.distcp"))
+    half = tmp_path / "ring" / "step=3.ckpt"
+    train(tmp_path / "on 3", 3, "--way", "install", "--resume", half)
+    train(tmp_path / "stock on 3", 3, "--resume", half)
+    assert_equal(tmp_path / "on 3" / "last.ckpt", tmp_path / "stock on 3" / "last.ckpt")
+
+
+@pytest.mark.parametrize("way", ["io", "async io"])
+def test_checkpoint_io_gives_back_the_same_tree(tmp_path: Path, way: str) -> None:
+    train(tmp_path / "ring", 2, "--strategy", "ddp", "--way", way)
+    train(tmp_path / "stock", 2, "--strategy", "ddp")
+    ours = dcpring.load(tmp_path / "ring" / "step=6.ckpt")
+    stocks = torch.load(tmp_path / "stock" / "step=6.ckpt", weights_only=False)
+    assert list(ours["optimizer_states"][0]["state"]) == list(range(6))
+    assert_same_tree(ours, stocks)
+    assert dcpring.verify(tmp_path / "ring" / "last.ckpt").ok
+
+
+@pytest.mark.parametrize("saved, resumed", [("io", "io"), ("stock", "io")])
+def test_a_resume_with_checkpoint_io_goes_on_as_with_stock(tmp_path: Path, saved: str, resumed: str) -> None:
+    train(tmp_path / "whole", 2, "--strategy", "ddp", "--way", saved)
+    train(tmp_path / "ring", 2, "--strategy", "ddp", "--way", resumed, "--resume", tmp_path / "whole" / "step=3.ckpt")
+    train(tmp_path / "stock", 2, "--strategy", "ddp")
+    ours = dcpring.load(tmp_path / "ring" / "step=6.ckpt")
+    stocks = torch.load(tmp_path / "stock" / "step=6.ckpt", weights_only=False)
+    assert_same_tree(ours["state_dict"], stocks["state_dict"])
+    assert_same_tree(ours["optimizer_states"], stocks["optimizer_states"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_callback_resumes_where_training_ended(tmp_path: Path, strategy: str) -> None:
+    ring = ("--way", "callback", "--strategy", strategy)
+    train(tmp_path / "whole", 2, *ring)
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["step-3", "step-6"]
+    train(tmp_path / "cut", 2, *ring, "--steps", 3)
+    train(tmp_path / "cut", 2, *ring)
+    for learnt in ("model.*", "optimizer_0.*", "scheduler_0.*"):  # an iterator of the loader draws random numbers
+        assert_equal(tmp_path / "whole" / "step-6", tmp_path / "cut" / "step-6", learnt)
+    train(tmp_path / "cut", 3, *ring, "--steps", 8)
+    assert dcpring.verify(tmp_path / "cut" / "step-8").ok

@@ -1,0 +1,32 @@
+"""transformers' Trainer with ``dcpring.install()``: what it saves with FSDP2, and ``resume_from_checkpoint``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _ranks
+from test_accelerate import assert_equal, is_ours
+
+_ranks.load_before("transformers_program")
+
+
+def train(folder: Path, world: int, *options: object) -> None:
+    _ranks.run("transformers_program.py", world, folder, *options)
+
+
+def test_checkpoints_are_the_same(tmp_path: Path) -> None:
+    train(tmp_path / "ring", 2, "--install")
+    train(tmp_path / "stock", 2)
+    assert_equal(tmp_path / "ring" / "checkpoint-4", tmp_path / "stock" / "checkpoint-4")
+    assert is_ours(tmp_path / "ring" / "checkpoint-4")
+
+
+def test_resume_from_checkpoint_goes_on_as_with_stock(tmp_path: Path) -> None:
+    train(tmp_path / "whole", 2, "--install")
+    half = tmp_path / "whole" / "checkpoint-2"
+    train(tmp_path / "on 2", 2, "--install", "--resume", half)
+    assert_equal(tmp_path / "on 2" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4")
+    train(tmp_path / "on 3", 3, "--install", "--resume", half)
+    train(tmp_path / "stock", 3, "--resume", half)
+    assert_equal(tmp_path / "on 3" / "checkpoint-4", tmp_path / "stock" / "checkpoint-4")
+    assert is_ours(tmp_path / "on 3" / "checkpoint-4")

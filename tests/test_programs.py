@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(
+    "DCPRING_SANITIZED" in os.environ,
+    reason="they fork processes that have threads, in which AddressSanitizer's allocator may be locked",
+)
 
 
 def run(*command: str | Path) -> str:
@@ -50,6 +56,13 @@ def test_small_tensors_benchmark(tmp_path: Path) -> None:
     out = run("benchmarks/small_tensors.py", "--quick", "--dir", tmp_path, "--json", report)
     assert "dcpring storage and planners" in out
     assert report.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_background_benchmark(tmp_path: Path) -> None:
+    out = run("benchmarks/background.py", "--tensors", "200", "--rounds", "1", "--folder", tmp_path)
+    assert "stock" in out and "of the speed" in out
+    assert not list(tmp_path.iterdir())
 
 
 def test_anatomy(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import importlib.machinery
 import logging
 import multiprocessing.process
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
 from typing import Any, Literal
+
+from dcpring.base.pickling import pickles
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -46,15 +47,7 @@ class Options:
 
     def portable(self) -> Options:
         """Those that another process can be given; others, such as a lambda for ``progress``, stay in this one."""
-        return Options(*({name: one for name, one in each.items() if _pickles(one)} for each in vars(self).values()))
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
+        return Options(*({name: one for name, one in each.items() if pickles(one)} for each in vars(self).values()))
 
 
 class Installation:

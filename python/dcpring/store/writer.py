@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import re
 import time
 import uuid
@@ -24,6 +23,7 @@ from torch.futures import Future
 from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import agree_among
+from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import (
@@ -168,7 +168,7 @@ class RingWriter(FileSystemWriter):
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
         state = dict(self.__dict__)
         for name, nothing in (("progress", False), ("metrics", None)):
-            if callable(state[name]) and not _pickles(state[name]):
+            if callable(state[name]) and not pickles(state[name]):
                 say_once(
                     logging.WARNING,
                     f"{name}= of RingWriter cannot be pickled, and so is not called in the process that saves; give a "
@@ -399,14 +399,6 @@ class RingWriter(FileSystemWriter):
             trailer.world_size = self._run.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _refused_in(results: list[Any]) -> dict[str, str]:

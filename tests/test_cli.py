@@ -132,7 +132,7 @@ def test_names_that_are_imported_when_asked_for() -> None:
     for name in dcpring.__all__:
         assert getattr(dcpring, name).__name__ == name
     source = ast.parse(Path(dcpring.__file__).read_text())
-    (typing,) = (node for node in source.body if isinstance(node, ast.If))
+    (typing,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     declared = {
         (alias.name, node.module) for node in typing.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }

@@ -24,7 +24,8 @@ from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.resume import backend
 
 MIB = 1 << 20
-DISK_BYTES = 128 * MIB
+DISK_BYTES = 384 * MIB
+"""Room for all sources that a round of conversions keeps, its target, and a copy to look at."""
 
 _STORAGE_OF_SAVES = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish")
 _STORAGE_OF_LOADS = ("read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")

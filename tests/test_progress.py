@@ -615,7 +615,7 @@ def test_a_bar_costs_next_to_no_cpu() -> None:
         for index in range(64):
             slots.end(index, False)
         settle()
-    assert share < 0.05  # of one core; 0.01 on a quiet machine
+    assert share < (0.25 if "DCPRING_SANITIZED" in os.environ else 0.05)  # of one core; 0.01 on a quiet machine
 
 
 def test_a_terminal_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:

@@ -473,8 +473,9 @@ class Holder(Optimizer):
 def test_an_optimizer_whose_state_dict_leaves_another_out(tmp_path: Path) -> None:
     model = Net()
     holder = Holder(model.parameters())
-    with pytest.raises(TypeError, match=r"Holder.*base_optimizer, a SGD.*a component of its own"):
-        Checkpointer(tmp_path, parts(model, holder))
+    for components in (parts(model, holder), {"optimizer": holder}, {"optimizer": Sharded(holder)}):
+        with pytest.raises(TypeError, match=r"Holder.*base_optimizer, a SGD.*a component of its own"):
+            Checkpointer(tmp_path, components)
     Checkpointer(tmp_path, parts(model, holder.base_optimizer)).close()
 
 

@@ -40,24 +40,28 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
         if type(value) is Sharded and isinstance(inner, nn.Module):
             return ModelState(inner, value.strict)
         if type(value) is Sharded and isinstance(inner, Optimizer):
-            try:
-                return _optimizer(name, inner, models, value.strict)
-            except TypeError:  # nobody knows its parameters' names: its own state_dict() is what was asked for
-                return value
+            found = _optimizer(name, inner, models, value.strict)
+            return value if found is None else found  # then its own state_dict() is what was asked for
         return value
     if isinstance(value, nn.Module):
         return ModelState(value)
     if isinstance(value, Optimizer):
-        return _optimizer(name, value, models, strict=True)
+        found = _optimizer(name, value, models, strict=True)
+        if found is None:
+            raise TypeError(
+                f"component {name!r} is an optimizer, but no model among the components has its parameters; add the "
+                "model, made and wrapped before the optimizer"
+            )
+        return found
     if isinstance(value, LRScheduler):
         return LRSchedule(value)
     if isinstance(value, torch.Generator):
         return PerRank(value)
     if isinstance(value, ElasticLoader):
         return Elastic(value)
-    found = _scheduler(value) or _placed_loader(name, value)
-    if found is not None:
-        return found
+    by_deeds = _scheduler(value) or _placed_loader(name, value)
+    if by_deeds is not None:
+        return by_deeds
     raise TypeError(f"component {name!r} is a {type(value).__name__}: {_cure(value)}")
 
 
@@ -124,7 +128,8 @@ def _cure(value: Any) -> str:
     return "a component has state_dict() and load_state_dict(), or is a dict"
 
 
-def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], strict: bool) -> OptimizerState:
+def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], strict: bool) -> OptimizerState | None:
+    """None if no model has its parameters, so that nobody knows their names."""
     others = held(optimizer)
     if others and wrapped(optimizer) is optimizer and not has_own_contract(optimizer):
         at, other = others[0]
@@ -132,20 +137,13 @@ def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], str
             f"component {name!r} is a {type(optimizer).__name__}, whose state_dict() is torch's and leaves out the "
             f"optimizer that it holds ({at}, a {type(other).__name__}): make that a component of its own"
         )
-    return OptimizerState(optimizer, _owner_of(name, optimizer, models), strict)
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if own <= {id(parameter) for parameter in model.parameters()}:
+            return OptimizerState(optimizer, model, strict)
+    return None
 
 
 def model_of(value: Any) -> nn.Module | None:
     inner = value.stateful if type(value) is Sharded else value
     return inner if isinstance(inner, nn.Module) else None
-
-
-def _owner_of(name: str, optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for model in models:
-        if own <= {id(parameter) for parameter in model.parameters()}:
-            return model
-    raise TypeError(
-        f"component {name!r} is an optimizer, but no model among the components has its parameters; add the model, "
-        "made and wrapped before the optimizer"
-    )

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a script starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "DCPRING_SANITIZED" in os.environ:  # whose allocator may be locked in what is forked from a process with threads
+        import _prepared  # noqa: F401  (says what that process loads)
+
         multiprocessing.set_start_method("forkserver")
+        forkserver.ensure_running()  # before a test has anything open that is not its to keep
     config.addinivalue_line("markers", "slow(but=()): run with --slow only, but for the parameters with these ids")
     for message in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")

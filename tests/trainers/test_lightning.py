@@ -8,23 +8,16 @@ from typing import Any
 import _ranks
 import pytest
 import torch
+from _checkpoints import assert_equal, is_ours
 
 import dcpring
+from dcpring.integrations.lightning import RingCheckpointIO
 
 _ranks.load_before("lightning_program")
 
 
 def train(folder: Path, world: int, *options: object) -> str:
     return _ranks.run("lightning_program.py", world, folder, *options)
-
-
-def meta(checkpoint: Path) -> Any:
-    return torch.load(checkpoint / "meta.pt", weights_only=False)
-
-
-def assert_equal(left: Path, right: Path, only: str = "*") -> None:
-    difference = dcpring.diff_checkpoints(left, right, only=[only])
-    assert not difference, difference
 
 
 def assert_same_tree(left: Any, right: Any, at: str = "") -> None:
@@ -48,7 +41,7 @@ def test_install_serves_sharded_strategies(tmp_path: Path) -> None:
     train(tmp_path / "stock", 2)
     for name in ("step=3.ckpt", "step=6.ckpt", "last.ckpt"):
         assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
-    assert all(file.name.count(".") == 2 for file in (tmp_path / "ring" / "last.ckpt").glob("*.distcp"))
+    assert is_ours(tmp_path / "ring" / "last.ckpt")
     half = tmp_path / "ring" / "step=3.ckpt"
     train(tmp_path / "on 3", 3, "--way", "install", "--resume", half)
     train(tmp_path / "stock on 3", 3, "--resume", half)
@@ -88,3 +81,14 @@ def test_the_callback_resumes_where_training_ended(tmp_path: Path, strategy: str
         assert_equal(tmp_path / "whole" / "step-6", tmp_path / "cut" / "step-6", learnt)
     train(tmp_path / "cut", 3, *ring, "--steps", 8)
     assert dcpring.verify(tmp_path / "cut" / "step-8").ok
+
+
+def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:
+    path, plugin = tmp_path / "last.ckpt", RingCheckpointIO(objects="error")
+    torch.save({"step": 1}, path)
+    with pytest.raises(dcpring.CheckpointError, match="'what'"):
+        plugin.save_checkpoint({"what": RingCheckpointIO()}, path)
+    assert plugin.load_checkpoint(path) == {"step": 1}
+    plugin.save_checkpoint({"step": {2: 3}}, path)
+    assert plugin.load_checkpoint(path) == {"step": {2: 3}}
+    assert list(tmp_path.iterdir()) == [path]

@@ -54,9 +54,14 @@ class RingCheckpointIO(CheckpointIO):
         """Saves a checkpoint into the folder ``path``. What was there before stays until the new one is complete."""
         if storage_options is not None:
             raise TypeError("RingCheckpointIO takes no storage_options; give options of RingWriter to it instead")
-        if os.path.isfile(path):
+        is_file = os.path.isfile(path)  # of another plugin: a folder cannot be renamed over it
+        target = f"{os.fspath(path)}.new" if is_file else path
+        single.save(
+            checkpoint, target, objects=self.objects, safe_globals=self.safe_globals, writer_options=self.options
+        )
+        if is_file:
             os.unlink(path)
-        single.save(checkpoint, path, objects=self.objects, safe_globals=self.safe_globals, writer_options=self.options)
+            os.rename(target, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -23,12 +23,12 @@ from typing import Any
 import _machine
 import torch
 import torch.distributed as dist
+from _disk import make_cold
 
 import dcpring
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "trainers"))
 ROUNDS, LAYERS, WIDTH = 3, 16, 2048
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
@@ -43,15 +43,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
         dist.all_reduce(found[0], dist.ReduceOp.MAX)
         dist.all_reduce(found[1])
     return float(found[0]), float(found[1])
-
-
-def make_cold() -> None:
-    if IS_FIRST:
-        os.sync()
-        with contextlib.suppress(OSError):
-            DROP_CACHES.write_text("1")
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def by_accelerate() -> tuple[Callable[[str, Path], Any], Callable[[str, Path], Any]]:
@@ -117,7 +108,8 @@ def main() -> None:
         for way, results in found.items():
             path = folder / f"{way}-{number}"
             saved = timed(lambda way=way, path=path: save(way, path))
-            make_cold()
+            if IS_FIRST:
+                make_cold(folder)
             results.append((*saved, *timed(lambda way=way, path=path: load(way, path))))
             if IS_FIRST:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

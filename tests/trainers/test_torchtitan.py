@@ -6,8 +6,10 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import _checkpoints
 import _ranks
 import pytest
+from _checkpoints import is_ours
 
 import dcpring
 
@@ -26,14 +28,8 @@ def files(step: Path) -> list[str]:
     return sorted(path.name for path in step.iterdir())
 
 
-def is_ours(step: Path) -> bool:
-    """Our data files have a tag in their names."""
-    return all(name.count(".") == 2 for name in files(step) if name.endswith(".distcp"))
-
-
 def assert_equal(left: Path, right: Path) -> None:
-    difference = dcpring.diff_checkpoints(left, right)
-    assert not difference, difference
+    _checkpoints.assert_equal(left, right)
     assert dcpring.verify(left).ok and dcpring.verify(right).ok
 
 

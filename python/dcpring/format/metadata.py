@@ -31,6 +31,9 @@ _MAGIC = b"dcpring\x01"
 _FOOTER = struct.Struct("<II8s")
 MAX_WORLD_SIZE = 1 << 20
 
+MOST_DIMENSIONS = 64
+"""Of a tensor: torch's own limit, and the core's."""
+
 TENSOR, BYTES, OPAQUE = 0, 1, 2
 """Kinds of stored record: a plain tensor whose payload can be read in parts, bytes to be read whole, or something that
 the metadata does not describe (it has no ``ring`` then)."""

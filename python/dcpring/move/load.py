@@ -55,10 +55,6 @@ _WINDOW_BYTES = 32 << 20
 """Host copies, whole records and a custom planner's tensors are handled this many bytes at a time."""
 
 
-MOST_DIMENSIONS = 64
-"""Of a tensor: torch's own limit, and the core's."""
-
-
 class Inputs:
     """The data files of a directory, as the core reads them: opened when something of them is wanted, and kept open.
 

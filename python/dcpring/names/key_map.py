@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
+from dcpring.base import strict_json
 from dcpring.base.files import read_regular
 from dcpring.errors import CheckpointError
 from dcpring.names.diff import compressed
@@ -191,7 +192,7 @@ class KeyTable:
     def read(cls, path: str | os.PathLike[str]) -> KeyTable:
         """A table from a JSON file. Raises OSError, and ValueError where the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_twice)
+            data = strict_json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)!r} is no key map: {error}") from error
         return cls.from_json(data, repr(os.fspath(path)))
@@ -202,16 +203,6 @@ def _is_pairs(value: Any) -> bool:
         isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in value
     )
-
-
-def without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets an object name a thing twice, and Python takes the last."""
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"{name!r:.200} is there twice")
-        result[name] = value
-    return result
 
 
 KeyMapLike = Literal["normalize"] | str | os.PathLike[str] | Mapping[str, Any] | Callable[[str], str] | KeyTable | None

@@ -1,14 +1,11 @@
 """safetensors files as source and target: one, or several with an index, as model hubs lay them out.
 
-The format is 8 bytes for the length of a JSON header, the header, and the data. The safetensors package maps files or
-holds them in memory; here the header is checked and written by these few lines, and the data go through the core.
+``format.safetensors`` checks and makes their headers; the data go through the core.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -17,54 +14,20 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
-from dcpring.base.files import open_regular, read_regular
 from dcpring.base.text import some
-from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.move.load import MOST_DIMENSIONS, Inputs
-from dcpring.names.key_map import without_twice
+from dcpring.errors import CorruptCheckpointError
+from dcpring.format import safetensors
+from dcpring.format.boxes import wrong_boxes
+from dcpring.move.load import Inputs
 from dcpring.options import IOOptions
 from dcpring.sources.beside import directory_beside, file_beside, writing
-from dcpring.sources.boxes import wrong_boxes
 from dcpring.sources.contents import overlap_of
 from dcpring.sources.stream import Item, Part, Piece, Source, stream
 from dcpring.torchside.tensors import narrowed
 
-INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 << 30
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_MOST_HEADER_BYTES = 100_000_000
-"""The limit that the safetensors package has."""
-
-_ALIGNMENT = 8
-_NOTES = "__metadata__"
 _MOST_NAMED = 5
-
-
-_SHARDING = "DCP_SHARDING_INFO"
-_OF_SHARDS = (_SHARDING, "DCP_VERSION")
-"""The notes of a file in which each tensor is one rank's part: HuggingFaceStorageWriter(save_distributed=True)."""
-_SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 
 class _Shard(NamedTuple):
@@ -98,9 +61,9 @@ class SafetensorsSource:
         self._shards: dict[str, list[_Shard]] = {}
         self._inputs: dict[str, Inputs] = {}
         self.notes: Mapping[str, str] = {}
-        index = _index_of(path)
-        listed = None if index is None else _weight_map(index)
-        files = _files_of(path) if index is None or listed is None else [index.parent / one for one in _unique(listed)]
+        index = path if path.name.endswith(".json") else None
+        listed = None if index is None else safetensors.weight_map(index)
+        files = safetensors.files_of(path) if listed is None else [path.parent / one for one in _unique(listed)]
         for file in files:
             self._add(file, listed)
         self.files = len(files)
@@ -113,16 +76,14 @@ class SafetensorsSource:
     def _add(self, path: FilePath, listed: dict[str, str] | None) -> None:
         # Hubs' caches hold links to files elsewhere, and it was the user who named them.
         real = path.resolve()
-        header, begin = _read_header(real)
-        notes = header.pop(_NOTES, {})
-        starts = _offsets_of(notes, header, real)
-        self.notes = {**self.notes, **{name: text for name, text in notes.items() if name not in _OF_SHARDS}}
-        for name, entry in header.items():
+        header = safetensors.read_header(real)
+        others = {name: text for name, text in header.notes.items() if name not in safetensors.OF_SHARDS}
+        self.notes = {**self.notes, **others}
+        for name, stored in header.tensors.items():
             if listed is not None and listed.get(name) != path.name:
                 continue
-            lengths = tuple(entry["shape"])
-            where = (str(real.parent), real.name, begin + entry["data_offsets"][0])
-            shard = _Shard(*where, starts.get(name, (0,) * len(lengths)), lengths, _DTYPES[entry["dtype"]])
+            offsets = stored.offsets if stored.offsets is not None else (0,) * len(stored.shape)
+            shard = _Shard(str(real.parent), real.name, stored.begin, offsets, stored.shape, stored.dtype)
             self._shards.setdefault(name, []).append(shard)
 
     def _item(self, name: str, shards: list[_Shard]) -> Item:
@@ -186,128 +147,8 @@ class SafetensorsSource:
         raise AssertionError("safetensors files hold no objects")
 
 
-def is_safetensors(path: FilePath) -> bool:
-    """Whether a file begins as one, or a directory or an index leads to some."""
-    if path.is_dir():
-        return bool(list(path.glob("*.safetensors")) or list(path.glob(f"*{INDEX_SUFFIX}")))
-    if path.name.endswith(".json"):
-        return True
-    with open_regular(path) as file:
-        head = file.read(9)
-    return len(head) == 9 and int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES and head[8:] == b"{"
-
-
-def find_in(directory: FilePath) -> FilePath:
-    """The index in a directory, or else the only safetensors file; the directory, where ranks left their shards."""
-    found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob("*.safetensors"))
-    if len(found) > 1 and all(map(_is_shard, found)):
-        return directory
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found[:_MOST_NAMED])
-        raise CheckpointError(f"{directory} holds several models; name one of {names}")
-    return found[0]
-
-
-def _is_shard(path: FilePath) -> bool:
-    return path.suffix == ".safetensors" and _SHARDING in _read_header(path.resolve())[0].get(_NOTES, {})
-
-
-def _files_of(path: FilePath) -> list[FilePath]:
-    """The file itself, or all shards in a directory. One rank's shard is no model."""
-    if path.is_dir():
-        shards = sorted(path.glob("*.safetensors"))
-        if not shards:
-            raise CheckpointError(f"{path} is a directory, and there is nothing in it to convert")
-        return shards
-    others = [one for one in path.parent.glob("shard-*") if _SHARD_FILE.fullmatch(one.name) and one.name != path.name]
-    if others and _SHARD_FILE.fullmatch(path.name) and _is_shard(path):
-        raise CheckpointError(
-            f"{path} holds one rank's part of each tensor, and {len(others)} other files beside it the others; name "
-            f"the directory, {path.parent}"
-        )
-    return [path]
-
-
-def _offsets_of(notes: Mapping[str, str], header: Mapping[str, Any], path: FilePath) -> dict[str, tuple[int, ...]]:
-    """Where in its tensor each shard of a file begins; nothing where the file holds whole tensors."""
-    if _SHARDING not in notes:
-        return {}
-    try:
-        listed = json.loads(notes[_SHARDING], object_pairs_hook=without_twice)
-        found = {name: tuple(listed[name]["saved_offsets"]) for name in header}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"its {_SHARDING} is damaged ({error!s:.200})", str(path)) from error
-    for name, offsets in found.items():
-        good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
-        if not good or len(offsets) != len(header[name]["shape"]):
-            raise CorruptCheckpointError(f"its {_SHARDING} has {offsets!r:.100} for {name!r}", str(path))
-    return found
-
-
-def _index_of(path: FilePath) -> FilePath | None:
-    return path if path.name.endswith(".json") else None
-
-
-def _weight_map(index: FilePath) -> dict[str, str]:
-    """The file of each name. Files lie beside the index."""
-    try:
-        found = json.loads(read_regular(index), object_pairs_hook=without_twice)
-        listed = found["weight_map"]
-        good = all(isinstance(name, str) and name and name not in (".", "..") for name in listed.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
-    if not good or any("/" in name or "\0" in name for name in listed.values()):
-        raise CorruptCheckpointError("the index names files that do not lie beside it", str(index))
-    return dict(listed)
-
-
 def _unique(listed: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(listed.values()))
-
-
-def _read_header(path: FilePath) -> tuple[dict[str, Any], int]:
-    """The checked header, and where the data begin."""
-    with open_regular(path) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
-        data = file.read(length)
-    try:
-        header = json.loads(data, object_pairs_hook=without_twice)
-        _check_header(header, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
-    return header, 8 + length
-
-
-def _check_header(header: Any, data_bytes: int) -> None:
-    """Types, sizes, and that the tensors lie side by side from the first byte to the last; raises ValueError."""
-    notes = header.get(_NOTES, {})
-    if not all(isinstance(text, str) for pair in notes.items() for text in pair):
-        raise ValueError(f"{_NOTES} holds more than texts")
-    spans = []
-    for name, entry in header.items():
-        if name == _NOTES:
-            continue
-        (begin, end), shape = entry["data_offsets"], entry["shape"]
-        if len(shape) > MOST_DIMENSIONS:  # the product of very many numbers takes for ever
-            raise ValueError(f"{name!r} has {len(shape)} dimensions")
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (begin, end, *shape)):
-            raise ValueError(f"{name!r} has the shape {shape!r:.100} at {begin!r:.50} to {end!r:.50}")
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name!r} has the dtype {entry['dtype']!r:.50}, which is not known here")
-        if math.prod(shape) * _DTYPES[entry["dtype"]].itemsize != end - begin:
-            raise ValueError(f"{name!r} has {end - begin} bytes for {entry['dtype']} of shape {shape!r:.100}")
-        spans.append((begin, end, name))
-    at = 0
-    for begin, end, name in sorted(spans):
-        if begin != at:
-            raise ValueError(f"{name!r} begins at byte {begin} of the data, where {at} was expected")
-        at = end
-    if at != data_bytes:
-        raise ValueError(f"it describes {at} bytes of data, and there are {data_bytes}")
 
 
 # ---- writing ----
@@ -330,7 +171,7 @@ class SafetensorsTarget:
     def __init__(
         self, path: FilePath, items: Sequence[Item], notes: Mapping[str, str], shard_bytes: int | None
     ) -> None:
-        _check_items(items)
+        safetensors.check_entries({item.name: item.dtype for item in items})
         self._path = path
         self._notes = {"format": "pt", **notes}
         self.is_directory = shard_bytes is not None
@@ -351,37 +192,20 @@ class SafetensorsTarget:
                 with writing(directory, file.name, file.nbytes, watch) as out:
                     self._fill(out, file, source)
             if len(self._files) > 1:
-                with writing(directory, f"model{INDEX_SUFFIX}", 0, None) as index:
+                with writing(directory, safetensors.INDEX_NAME, 0, None) as index:
                     index.write_bytes([self._index()])
 
     def _fill(self, out: _C.FileWriter, file: _File, source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.
         items = sorted(file.items, key=lambda item: -(item.dtype or torch.uint8).itemsize)
-        out.write_bytes([_header(items, self._notes)])
+        entries = [(item.name, item.dtype, item.shape) for item in items if item.dtype and item.shape is not None]
+        out.write_bytes([safetensors.make_header(entries, self._notes)])
         for runs in stream(source, map(Piece.all_of, items)):
             out.write_bytes([run.part.memory for run in runs])
 
     def _index(self) -> bytes:
         listed = {item.name: file.name for file in self._files for item in file.items}
-        index = {"metadata": {"total_size": self.nbytes}, "weight_map": listed}
-        return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _check_items(items: Sequence[Item]) -> None:
-    objects = [item.source for item in items if item.shape is None]
-    if objects:
-        raise CheckpointError(
-            f"safetensors files hold tensors only, and these are objects: {some(objects, _MOST_NAMED)}; choose the "
-            "tensors with --only PATTERN (for example --only 'model.*')"
-        )
-    strange = [f"{item.source} ({item.dtype})" for item in items if item.dtype not in _NAMES]
-    if strange:
-        raise CheckpointError(
-            f"safetensors has no dtype for these: {some(strange, _MOST_NAMED)}; leave them out with --only "
-            "PATTERN, or cast floats with --dtype"
-        )
-    if any(item.name == _NOTES for item in items):
-        raise CheckpointError(f"safetensors has a use of its own for the name {_NOTES!r}; rename it with --key-map")
+        return safetensors.make_index(listed, self.nbytes)
 
 
 def _sharded(items: Sequence[Item], limit: int) -> list[_File]:
@@ -394,25 +218,4 @@ def _sharded(items: Sequence[Item], limit: int) -> list[_File]:
             size = 0
         groups[-1].append(item)
         size += item.nbytes
-    if len(groups) == 1:
-        return [_File("model.safetensors", groups[0])]
-    names = [f"model-{number + 1:05}-of-{len(groups):05}.safetensors" for number in range(len(groups))]
-    return list(map(_File, names, groups))
-
-
-def _header(items: Sequence[Item], notes: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {_NOTES: dict(notes)}
-    at = 0
-    for item in items:
-        assert item.dtype is not None and item.shape is not None
-        where = [at, at + item.nbytes]
-        entries[item.name] = {"dtype": _NAMES[item.dtype], "shape": list(item.shape), "data_offsets": where}
-        at += item.nbytes
-    try:
-        data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError("a name cannot be written as UTF-8; rename it with --key-map") from error
-    data += b" " * (-len(data) % _ALIGNMENT)
-    if len(data) > _MOST_HEADER_BYTES:
-        raise CheckpointError("there are too many tensors for one safetensors file; use --shard-size")
-    return len(data).to_bytes(8, "little") + data
+    return [_File(safetensors.file_name(number, len(groups)), group) for number, group in enumerate(groups)]

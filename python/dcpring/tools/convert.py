@@ -13,6 +13,7 @@ import torch
 
 from dcpring.base.files import open_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.safetensors import find_in, is_safetensors
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
 from dcpring.sources.beside import check_target
 from dcpring.sources.dcp import DcpSource, DcpTarget
@@ -20,8 +21,6 @@ from dcpring.sources.safetensors import (
     DEFAULT_SHARD_BYTES,
     SafetensorsSource,
     SafetensorsTarget,
-    find_in,
-    is_safetensors,
 )
 from dcpring.sources.stream import Item, Source
 from dcpring.sources.torch_file import TorchSource, TorchTarget

@@ -21,13 +21,20 @@ from dcpring import _C
 from dcpring.base.collector import collection_paused
 from dcpring.base.files import open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.boxes import wrong_boxes
 from dcpring.format.lazy import StoredChunks, has_known_tables
-from dcpring.format.metadata import METADATA_NAME, Parts, split_metadata, unpickle_metadata, unpickle_safely
-from dcpring.move.load import MOST_DIMENSIONS, Inputs
+from dcpring.format.metadata import (
+    METADATA_NAME,
+    MOST_DIMENSIONS,
+    Parts,
+    split_metadata,
+    unpickle_metadata,
+    unpickle_safely,
+)
+from dcpring.move.load import Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
-from dcpring.sources.boxes import wrong_boxes
 from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring.store.reader import refuse_mixed, refuse_stale
 from dcpring.watch.progress import progress_bar

@@ -1,0 +1,296 @@
+"""safetensors files: their headers, and the index of a model that lies in several.
+
+A file is 8 bytes for the length of a JSON header, the header, and the data, in which tensors lie side by side. The
+safetensors package maps files or holds them in memory; here headers are checked and made by these few lines, and the
+data go through the core.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dcpring.base import strict_json
+from dcpring.base.files import open_regular, read_regular
+from dcpring.base.text import some
+from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.metadata import MOST_DIMENSIONS
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MODEL_NAME = f"model{SUFFIX}"
+INDEX_NAME = f"model{INDEX_SUFFIX}"
+
+NOTES = "__metadata__"
+"""The name in a header that is no tensor's: texts by names."""
+
+NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""What safetensors calls torch's dtypes."""
+
+_PACKED = "F4"
+"""Two elements to a byte. A header counts elements along the last dimension, and torch bytes."""
+
+for _torchs, _name in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", _PACKED)):
+    if hasattr(torch, _torchs):  # since torch 2.7 and 2.8
+        NAMES[getattr(torch, _torchs)] = _name
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit that the safetensors package has."""
+
+_ALIGNMENT = 8
+_MOST_NAMED = 5
+
+SHARDING = "DCP_SHARDING_INFO"
+"""The note of a file in which each tensor is one rank's part: HuggingFaceStorageWriter(save_distributed=True)."""
+OF_SHARDS = (SHARDING, "DCP_VERSION")
+_SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+
+
+class Stored(NamedTuple):
+    """What a header says of a tensor, or of a part of one.
+
+    Attributes:
+        dtype, shape: torch's.
+        begin, end: of its bytes in the file.
+        offsets: where in its tensor the part begins; None where the file does not say that it is one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    offsets: tuple[int, ...] | None
+
+
+class Header(NamedTuple):
+    """A checked header: ``tensors`` by their names, and the other ``notes``."""
+
+    tensors: dict[str, Stored]
+    notes: dict[str, str]
+
+
+# ---- reading ----
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a file. Its tensors lie side by side from the first byte of the data to the last.
+
+    Raises:
+        CorruptCheckpointError: it contradicts itself or the file's size.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
+        data = file.read(length)
+    try:
+        entries = strict_json.loads(data)
+        notes = _checked_notes(entries.pop(NOTES, {}))
+        tensors = {name: _stored(name, entry, 8 + length) for name, entry in entries.items()}
+        _check_spans(tensors, 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
+    return Header(_with_offsets(tensors, notes, path), notes)
+
+
+def _checked_notes(notes: Any) -> dict[str, str]:
+    if not all(isinstance(text, str) for pair in notes.items() for text in pair):
+        raise ValueError(f"{NOTES} holds more than texts")
+    return dict(notes)
+
+
+def _stored(name: str, entry: Any, data_begin: int) -> Stored:
+    """A tensor's entry, of which types and sizes are checked; raises ValueError."""
+    (begin, end), shape, called = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if len(shape) > MOST_DIMENSIONS:  # the product of very many numbers takes for ever
+        raise ValueError(f"{name!r} has {len(shape)} dimensions")
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (begin, end, *shape)):
+        raise ValueError(f"{name!r} has the shape {shape!r:.100} at {begin!r:.50} to {end!r:.50}")
+    if called not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {called!r:.50}, which is not known here")
+    sizes = tuple(shape)
+    if called == _PACKED:
+        if not sizes or sizes[-1] % 2:
+            raise ValueError(f"{name!r} has the shape {shape!r:.100}, of which two elements cannot share each byte")
+        sizes = (*sizes[:-1], sizes[-1] // 2)
+    if math.prod(sizes) * DTYPES[called].itemsize != end - begin:
+        raise ValueError(f"{name!r} has {end - begin} bytes for {called} of shape {shape!r:.100}")
+    return Stored(DTYPES[called], sizes, data_begin + begin, data_begin + end, None)
+
+
+def _check_spans(tensors: Mapping[str, Stored], begin: int, end: int) -> None:
+    """That tensors lie side by side from the first byte to the last; raises ValueError."""
+    at = begin
+    for first, last, name in sorted((stored.begin, stored.end, name) for name, stored in tensors.items()):
+        if first != at:
+            raise ValueError(f"{name!r} begins at byte {first - begin} of the data, where {at - begin} was expected")
+        at = last
+    if at != end:
+        raise ValueError(f"it describes {at - begin} bytes of data, and there are {end - begin}")
+
+
+def _with_offsets(tensors: dict[str, Stored], notes: Mapping[str, str], path: Path) -> dict[str, Stored]:
+    """The same, with where each begins in its tensor if these are shards."""
+    if SHARDING not in notes:
+        return tensors
+    try:
+        listed = strict_json.loads(notes[SHARDING])
+        found = {name: tuple(listed[name]["saved_offsets"]) for name in tensors}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its {SHARDING} is damaged ({error!s:.200})", str(path)) from error
+    for name, offsets in found.items():
+        good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
+        if not good or len(offsets) != len(tensors[name].shape):
+            raise CorruptCheckpointError(f"its {SHARDING} has {offsets!r:.100} for {name!r}", str(path))
+    return {name: stored._replace(offsets=found[name]) for name, stored in tensors.items()}
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each name, of those that an index lists. Files lie beside it."""
+    try:
+        listed = strict_json.loads(read_regular(index))["weight_map"]
+        good = all(isinstance(name, str) and name and name not in (".", "..") for name in listed.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
+    if not good or any("/" in name or "\0" in name for name in listed.values()):
+        raise CorruptCheckpointError("the index names files that do not lie beside it", str(index))
+    return dict(listed)
+
+
+# ---- what a path means ----
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as one, or a directory or an index leads to some."""
+    if path.is_dir():
+        return bool(list(path.glob(f"*{SUFFIX}")) or list(path.glob(f"*{INDEX_SUFFIX}")))
+    if path.name.endswith(".json"):
+        return True
+    with open_regular(path) as file:
+        head = file.read(9)
+    return len(head) == 9 and int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES and head[8:] == b"{"
+
+
+def find_in(directory: Path) -> Path:
+    """What a directory means: ``model.safetensors``, or else the index of that name, as transformers has it.
+
+    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards.
+    """
+    for name in (MODEL_NAME, INDEX_NAME):
+        if (directory / name).exists():
+            return directory / name
+    found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob(f"*{SUFFIX}"))
+    if len(found) > 1 and all(map(_is_shard, found)):
+        return directory
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found[:_MOST_NAMED])
+        raise CheckpointError(f"{directory} holds several models; name one of {names}")
+    return found[0]
+
+
+def _is_shard(path: Path) -> bool:
+    return path.suffix == SUFFIX and SHARDING in read_header(path.resolve()).notes
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all shards in a directory. One rank's shard is no model."""
+    if path.is_dir():
+        shards = sorted(path.glob(f"*{SUFFIX}"))
+        if not shards:
+            raise CheckpointError(f"{path} is a directory, and there is nothing in it to convert")
+        return shards
+    others = [one for one in path.parent.glob("shard-*") if _SHARD_FILE.fullmatch(one.name) and one.name != path.name]
+    if others and _SHARD_FILE.fullmatch(path.name) and _is_shard(path):
+        raise CheckpointError(
+            f"{path} holds one rank's part of each tensor, and {len(others)} other files beside it the others; name "
+            f"the directory, {path.parent}"
+        )
+    return [path]
+
+
+# ---- writing ----
+
+
+def check_entries(entries: Mapping[str, torch.dtype | None]) -> None:
+    """Whether a file can hold these names and dtypes (None: of objects). Raises CheckpointError."""
+    objects = [name for name, dtype in entries.items() if dtype is None]
+    if objects:
+        raise CheckpointError(
+            f"safetensors files hold tensors only, and these are objects: {some(objects, _MOST_NAMED)}; choose the "
+            "tensors with --only PATTERN (for example --only 'model.*')"
+        )
+    strange = [f"{name} ({dtype})" for name, dtype in entries.items() if dtype not in NAMES]
+    if strange:
+        raise CheckpointError(
+            f"safetensors has no dtype for these: {some(strange, _MOST_NAMED)}; leave them out with --only "
+            "PATTERN, or cast floats with --dtype"
+        )
+    if NOTES in entries:
+        raise CheckpointError(f"safetensors has a use of its own for the name {NOTES!r}; rename it with --key-map")
+
+
+def make_header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], notes: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its data, in which tensors (name, dtype, shape) lie side by side in this order."""
+    entries: dict[str, Any] = {NOTES: dict(notes)}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": _shape_written(name, dtype, shape), "data_offsets": [at, end]}
+        at = end
+    try:
+        data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError("a name cannot be written as UTF-8; rename it with --key-map") from error
+    data += b" " * (-len(data) % _ALIGNMENT)
+    if len(data) > _MOST_HEADER_BYTES:
+        raise CheckpointError("there are too many tensors for one safetensors file; use --shard-size")
+    return len(data).to_bytes(8, "little") + data
+
+
+def _shape_written(name: str, dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
+    if NAMES[dtype] != _PACKED:
+        return list(shape)
+    if not shape:
+        raise CheckpointError(f"{name!r}: safetensors cannot hold a {dtype} of no dimensions")
+    return [*shape[:-1], 2 * shape[-1]]
+
+
+def make_index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """An index: the file of each name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def file_name(number: int, count: int) -> str:
+    """What hubs call the file of this number (from 0) of so many."""
+    return MODEL_NAME if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"

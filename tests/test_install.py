@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -31,12 +32,13 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dcpring
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import RingHFReader, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.torchside import versions
 
 PAIRS = {
     FileSystemWriter: RingWriter,
     FileSystemReader: RingReader,
+    HuggingFaceStorageReader: RingHFReader,
     DefaultSavePlanner: RingSavePlanner,
     DefaultLoadPlanner: RingLoadPlanner,
 }
@@ -49,7 +51,7 @@ def _uninstalled() -> Iterator[None]:
 
 
 def made(stock: type, path: Path) -> Any:
-    return stock(path) if stock in (FileSystemWriter, FileSystemReader) else stock()
+    return stock() if issubclass(stock, (DefaultSavePlanner, DefaultLoadPlanner)) else stock(path)
 
 
 def is_ring(path: Path) -> bool:

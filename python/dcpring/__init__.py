@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
+    from dcpring.store.hf_reader import RingHFReader
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.tools.convert import ConvertReport, convert
@@ -74,6 +75,7 @@ __all__ = [
     "ReadReport",
     "Replicated",
     "ResumeReport",
+    "RingHFReader",
     "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",
@@ -118,6 +120,7 @@ _MODULES = {
     "plan.load_planner": ("RingLoadPlanner",),
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
+    "store.hf_reader": ("RingHFReader",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
     "resume.rng": ("RNG",),

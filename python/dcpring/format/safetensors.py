@@ -1,4 +1,4 @@
-"""safetensors files: their headers, and the index of a model that lies in several.
+"""safetensors files: their headers, the index of a model that lies in several, and what all of them make up.
 
 A file is 8 bytes for the length of a JSON header, the header, and the data, in which tensors lie side by side. The
 safetensors package maps files or holds them in memory; here headers are checked and made by these few lines, and the
@@ -7,19 +7,24 @@ data go through the core.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.files import open_regular, read_regular
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.boxes import wrong_boxes
 from dcpring.format.metadata import MOST_DIMENSIONS
 
 SUFFIX = ".safetensors"
@@ -72,6 +77,19 @@ SHARDING = "DCP_SHARDING_INFO"
 OF_SHARDS = (SHARDING, "DCP_VERSION")
 _SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
+CRCS = "dcpring.crcs"
+"""The note that has, by the name of each tensor, in hexadecimal the little-endian CRC-32 of every block of the file's
+1 MiB grid that its bytes touch."""
+
+_NOT_TIED = ("format", CRCS, *OF_SHARDS)
+"""Notes that never say what another name of a tensor is. All others do, where they are the name of one."""
+
+_NUMBERED = re.compile(r"((?!shard-).*)-(\d{5})-of-(\d{5})\.safetensors")
+_MOST_FILES = 1 << 16
+
+_READERS = 16
+"""Threads that read headers: file systems in a network answer slowly, but many at a time."""
+
 
 class Stored(NamedTuple):
     """What a header says of a tensor, or of a part of one.
@@ -80,20 +98,31 @@ class Stored(NamedTuple):
         dtype, shape: torch's.
         begin, end: of its bytes in the file.
         offsets: where in its tensor the part begins; None where the file does not say that it is one.
+        crcs: of its bytes; None where the file has none.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
-    offsets: tuple[int, ...] | None
+    offsets: tuple[int, ...] | None = None
+    crcs: bytes | None = None
 
 
 class Header(NamedTuple):
-    """A checked header: ``tensors`` by their names, and the other ``notes``."""
+    """A checked header.
+
+    Attributes:
+        tensors: by their names.
+        tied: the names in ``tensors`` that other names stand for.
+        notes: all texts.
+        version: of the file, which another one in its place has not.
+    """
 
     tensors: dict[str, Stored]
+    tied: dict[str, str]
     notes: dict[str, str]
+    version: tuple[int, int]
 
 
 # ---- reading ----
@@ -107,8 +136,8 @@ def read_header(path: Path) -> Header:
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
+        about = os.fstat(file.fileno())
+        size = about.st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
             raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
@@ -120,7 +149,20 @@ def read_header(path: Path) -> Header:
         _check_spans(tensors, 8 + length, size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
-    return Header(_with_offsets(tensors, notes, path), notes)
+    if SHARDING in notes:
+        tensors = _with_note(tensors, notes, SHARDING, _with_offsets, path)
+    if CRCS in notes:
+        tensors = _with_note(tensors, notes, CRCS, _with_crcs, path)
+    tied = {
+        name: first
+        for name, first in notes.items()
+        if name not in _NOT_TIED and first in tensors and name not in tensors
+    }
+    return Header(tensors, tied, notes, _version_of(about))
+
+
+def _version_of(about: os.stat_result) -> tuple[int, int]:
+    return about.st_size, about.st_mtime_ns
 
 
 def _checked_notes(notes: Any) -> dict[str, str]:
@@ -159,20 +201,35 @@ def _check_spans(tensors: Mapping[str, Stored], begin: int, end: int) -> None:
         raise ValueError(f"it describes {at - begin} bytes of data, and there are {end - begin}")
 
 
-def _with_offsets(tensors: dict[str, Stored], notes: Mapping[str, str], path: Path) -> dict[str, Stored]:
-    """The same, with where each begins in its tensor if these are shards."""
-    if SHARDING not in notes:
-        return tensors
+def _with_note(
+    tensors: Mapping[str, Stored],
+    notes: Mapping[str, str],
+    note: str,
+    add: Callable[[str, Stored, Any], Stored],
+    path: Path,
+) -> dict[str, Stored]:
+    """The same, with what a note, which is JSON itself, says of each."""
     try:
-        listed = strict_json.loads(notes[SHARDING])
-        found = {name: tuple(listed[name]["saved_offsets"]) for name in tensors}
+        said = strict_json.loads(notes[note])
+        return {name: add(name, stored, said[name]) for name, stored in tensors.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"its {SHARDING} is damaged ({error!s:.200})", str(path)) from error
-    for name, offsets in found.items():
-        good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
-        if not good or len(offsets) != len(tensors[name].shape):
-            raise CorruptCheckpointError(f"its {SHARDING} has {offsets!r:.100} for {name!r}", str(path))
-    return {name: stored._replace(offsets=found[name]) for name, stored in tensors.items()}
+        raise CorruptCheckpointError(f"its {note} is damaged ({error!s:.200})", str(path)) from error
+
+
+def _with_offsets(name: str, stored: Stored, said: Any) -> Stored:
+    offsets = tuple(said["saved_offsets"])
+    good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
+    if not good or len(offsets) != len(stored.shape):
+        raise ValueError(f"{offsets!r:.100} for {name!r}")
+    return stored._replace(offsets=offsets)
+
+
+def _with_crcs(name: str, stored: Stored, said: Any) -> Stored:
+    crcs = bytes.fromhex(said)
+    first, last = stored.begin // _C.CRC_BLOCK_BYTES, (stored.end - 1) // _C.CRC_BLOCK_BYTES
+    if len(crcs) != (4 * (last - first + 1) if stored.end > stored.begin else 0):
+        raise ValueError(f"{len(crcs)} bytes for {name!r}")
+    return stored._replace(crcs=crcs)
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -204,18 +261,34 @@ def is_safetensors(path: Path) -> bool:
 def find_in(directory: Path) -> Path:
     """What a directory means: ``model.safetensors``, or else the index of that name, as transformers has it.
 
-    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards.
+    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards, and where
+    the names of files tell that they are all of one model.
+
+    Raises:
+        CheckpointError: there are several, or none.
+        CorruptCheckpointError: files of one model are missing, or damaged.
     """
     for name in (MODEL_NAME, INDEX_NAME):
         if (directory / name).exists():
             return directory / name
     found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob(f"*{SUFFIX}"))
+    numbered = [match for match in (_NUMBERED.fullmatch(path.name) for path in found) if match]
+    if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
+        _check_numbers(directory, numbered[0], {match[0] for match in numbered})
+        return directory if len(found) > 1 else found[0]
     if len(found) > 1 and all(map(_is_shard, found)):
         return directory
     if len(found) != 1:
         names = ", ".join(path.name for path in found[:_MOST_NAMED])
         raise CheckpointError(f"{directory} holds several models; name one of {names}")
     return found[0]
+
+
+def _check_numbers(directory: Path, one: re.Match[str], there: set[str]) -> None:
+    names = [f"{one[1]}-{number:05}-of-{one[3]}{SUFFIX}" for number in range(1, min(int(one[3]), _MOST_FILES) + 1)]
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise CorruptCheckpointError(f"there is no {some(missing, _MOST_NAMED)}, and no index", str(directory))
 
 
 def _is_shard(path: Path) -> bool:
@@ -236,6 +309,139 @@ def files_of(path: Path) -> list[Path]:
             f"the directory, {path.parent}"
         )
     return [path]
+
+
+# ---- a model, in any number of files ----
+
+
+class Part(NamedTuple):
+    """What one file holds of a tensor: all of it, mostly.
+
+    Attributes:
+        file: its name in the directory.
+        offsets: where the part begins in the tensor, in elements.
+        stored: the part.
+    """
+
+    file: str
+    offsets: tuple[int, ...]
+    stored: Stored
+
+
+class Whole(NamedTuple):
+    """A tensor, and the parts that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+class Model(NamedTuple):
+    """What files of a directory hold, of which all that headers and index say has been checked.
+
+    Attributes:
+        path: the file, the index, or the directory of shards.
+        directory: in which the files are.
+        tensors: by name, tied ones under each of their names.
+        notes: of the files, but for those of shards.
+        versions: of each file, by which ``unchanged`` knows them.
+        links: where the files really lie; empty where no file is a link. Hubs' caches hold links to files elsewhere,
+            and it was the user who named them.
+    """
+
+    path: Path
+    directory: Path
+    tensors: dict[str, Whole]
+    notes: dict[str, str]
+    versions: dict[str, tuple[int, int]]
+    links: dict[str, str]
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Reading: raises CorruptCheckpointError where another file has taken the place of one by its end."""
+        self._check_versions()
+        yield
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        for name, version in self.versions.items():
+            path = self.directory / name
+            if not path.exists() or _version_of(path.stat()) != version:
+                raise CorruptCheckpointError("it was written anew after its header was read; load it again", str(path))
+
+
+def read_model(path: Path) -> Model:
+    """What a file, an index or a directory leads to.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, headers are damaged, contradict each other or the index, or shards do
+            not make up a tensor.
+        CheckpointError: a directory holds no model, or several.
+        OSError: with errno and path.
+    """
+    path = find_in(path) if path.is_dir() else path
+    listed = weight_map(path) if path.name.endswith(".json") else None
+    directory = path if path.is_dir() else path.parent
+    names = [file.name for file in files_of(path)] if listed is None else list(dict.fromkeys(listed.values()))
+    headers = dict(zip(names, _read_headers(directory, names, path), strict=True))
+    parts: dict[str, list[Part]] = {}
+    for file, header in headers.items():
+        for name, stored in _stored_under(header).items():
+            if listed is None or listed.get(name, file if name in header.tied else None) == file:
+                parts.setdefault(name, []).append(Part(file, stored.offsets or (0,) * len(stored.shape), stored))
+    lost = [name for name in listed or () if name not in parts]
+    if listed and lost:
+        raise CorruptCheckpointError(f"{lost[0]!r} is not in {listed[lost[0]]!r}, where the index says", str(path))
+    notes = {name: text for header in headers.values() for name, text in header.notes.items() if name not in OF_SHARDS}
+    tensors = {name: _whole(name, found, path) for name, found in parts.items()}
+    versions = {name: header.version for name, header in headers.items()}
+    return Model(path, directory, tensors, notes, versions, _links(directory, names))
+
+
+def _read_headers(directory: Path, names: Sequence[str], path: Path) -> list[Header]:
+    def read(name: str) -> Header:
+        try:
+            return read_header(directory / name)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{name} is not there, which it lists", str(path)) from error
+
+    if len(names) < 2:
+        return list(map(read, names))
+    with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
+        return list(pool.map(read, names))
+
+
+def _stored_under(header: Header) -> dict[str, Stored]:
+    """The tensors of a file, under all their names."""
+    return header.tensors | {name: header.tensors[first] for name, first in header.tied.items()}
+
+
+def _whole(name: str, parts: list[Part], path: Path) -> Whole:
+    """The tensor that parts make up."""
+    first = parts[0].stored
+    others = [part.stored.dtype for part in parts if part.stored.dtype != first.dtype]
+    if others or len({len(part.offsets) for part in parts}) > 1:
+        what = f"{first.dtype} and {others[0]}" if others else "of different numbers of dimensions"
+        raise CorruptCheckpointError(f"{name!r}: its shards are {what}", str(path))
+    boxes = [(part.offsets, part.stored.shape) for part in parts]
+    ends = [[offset + length for offset, length in zip(*box, strict=True)] for box in boxes]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    wrong = wrong_boxes(shape, boxes) if len(parts) > 1 or any(parts[0].offsets) else ""
+    if wrong:
+        files = some(list(dict.fromkeys(part.file for part in parts)), _MOST_NAMED)
+        raise CorruptCheckpointError(
+            f"{name!r} cannot be put together: {wrong}. It is in {files}; the files of all ranks that saved are "
+            "needed, and none of another save",
+            str(path),
+        )
+    return Whole(first.dtype, shape, parts)
+
+
+def _links(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    paths = {name: directory / name for name in names}
+    if not any(path.is_symlink() for path in paths.values()):
+        return {}
+    return {name: os.path.realpath(path) for name, path in paths.items()}
 
 
 # ---- writing ----

@@ -1,4 +1,4 @@
-"""torch's storage and planners make dcpring's objects: four constructors are replaced, and nothing else.
+"""torch's storage and planners make dcpring's objects: their constructors are replaced, and nothing else.
 
 A constructor that is called for exactly torch's class turns the object into dcpring's, which is a subclass, and
 constructs that. For any other class it is torch's own constructor, so that subclasses stay what they are; unpickling
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -31,6 +32,7 @@ logger = logging.getLogger("dcpring")
 PAIRS: dict[type, tuple[str, str]] = {
     FileSystemWriter: ("RingWriter", "writer"),
     FileSystemReader: ("RingReader", "reader"),
+    HuggingFaceStorageReader: ("RingHFReader", "reader"),
     DefaultSavePlanner: ("RingSavePlanner", "save_planner"),
     DefaultLoadPlanner: ("RingLoadPlanner", "load_planner"),
 }
@@ -42,6 +44,7 @@ def ours() -> dict[type, Any]:
     """Our classes, for torch's. They are imported here, and not above: one of them may be what imports DCP."""
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
+    from dcpring.store.hf_reader import RingHFReader
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.torchside import shim  # noqa: F401
@@ -49,6 +52,7 @@ def ours() -> dict[type, Any]:
     return {
         FileSystemWriter: RingWriter,
         FileSystemReader: RingReader,
+        HuggingFaceStorageReader: RingHFReader,
         DefaultSavePlanner: RingSavePlanner,
         DefaultLoadPlanner: RingLoadPlanner,
     }
@@ -59,11 +63,18 @@ def _taken() -> dict[type, frozenset[str]]:
     """The arguments that our classes take."""
     from dcpring.options import IOArguments
 
-    named = {stock: {*inspect.signature(one).parameters} for stock, one in ours().items()}
+    named = {
+        stock: {name for each in one.__mro__ if _is_ours(each) for name in inspect.signature(each.__init__).parameters}
+        for stock, one in ours().items()
+    }
     return {
         stock: frozenset(names | {*IOArguments.__annotations__} if "io" in names else names)
         for stock, names in named.items()
     }
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("dcpring.") and "__init__" in vars(kind)
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def stop() -> None:
 
 def tried_out() -> dict[str, bool]:
     """See ``install.tried_out``."""
-    made = {FileSystemWriter: (".",), FileSystemReader: (".",), DefaultSavePlanner: (), DefaultLoadPlanner: ()}
+    made = {stock: () if kind.endswith("planner") else (".",) for stock, (_, kind) in PAIRS.items()}
     return {stock.__name__: type(stock(*args)) is ours()[stock] for stock, args in made.items()}
 
 

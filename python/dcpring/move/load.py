@@ -14,6 +14,7 @@ import io
 import itertools
 import logging
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,17 +59,27 @@ _WINDOW_BYTES = 32 << 20
 class Inputs:
     """The data files of a directory, as the core reads them: opened when something of them is wanted, and kept open.
 
+    Args:
+        directory: which no name leads out of.
+        names: of the files.
+        links: where each really lies, of files that may be anywhere, because the user has named them; else empty.
+
     Attributes:
         names: of the files.
         numbers: their places among the names.
         core: the files themselves.
     """
 
-    def __init__(self, directory: str, names: Sequence[str]) -> None:
+    def __init__(self, directory: str, names: Sequence[str], links: Mapping[str, str] | None = None) -> None:
         self.names = list(names)
         self.numbers = {name: number for number, name in enumerate(self.names)}
+        files = self.names
+        if links and names:
+            paths = [links[name] for name in names]
+            directory = os.path.commonpath([os.path.dirname(path) for path in paths])
+            files = [os.path.relpath(path, directory) for path in paths]
         try:
-            self.core = _C.Input(directory, self.names)
+            self.core = _C.Input(directory, files)
         except ValueError as error:  # a null character, or what no file system has
             raise CorruptCheckpointError(f"the metadata names files that cannot be ({error})", directory) from error
 
@@ -224,7 +235,7 @@ class Loader:
     Everything that is loaded goes by its position among the items: in ``Wanted``, among the sources, and in errors.
 
     With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
-    share the open files, which are closed after the load otherwise.
+    share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``.
     """
 
     def __init__(
@@ -242,6 +253,7 @@ class Loader:
         run: LoadRun | None = None,
         sums: RunningCrcs | None = None,
         inputs: Inputs | None = None,
+        links: Mapping[str, str] | None = None,
     ) -> None:
         self._planner = planner
         self._is_windowed = makes_tensors(planner)
@@ -259,6 +271,7 @@ class Loader:
         self._casts = casts
         self._sums = sums
         self._shared_inputs = inputs
+        self._links = links
         self._inputs: Inputs
         self._wanted: Mapping[int, Wanted] = {}
         self._matched: Matched | None = None
@@ -312,7 +325,7 @@ class Loader:
             yield
             return
         with self._explaining(()):
-            self._inputs = Inputs(self._path, files)
+            self._inputs = Inputs(self._path, files, self._links)
         with contextlib.closing(self._inputs):
             yield
 

@@ -30,6 +30,7 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring.format.safetensors import Model, read_model
 from dcpring.format.unpickler import Trust
 from dcpring.move.handon import exchange_of
 from dcpring.move.load import Loader, Matched, wanted_by_items
@@ -40,6 +41,7 @@ from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tenso
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
+from dcpring.store.safetensors import chunks_of, is_model
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
@@ -57,6 +59,7 @@ class _Loads(threading.local):
         run: what its planner knows of it, too.
         metadata: of the checkpoint, as DCP has it.
         storage_data: where items are stored; None until somebody asks.
+        model: what files of safetensors hold, of which the metadata was made; None for a checkpoint of DCP's.
     """
 
     def __init__(self) -> None:
@@ -64,6 +67,7 @@ class _Loads(threading.local):
         self.run.phases.join(False)
         self.metadata: Metadata | None = None
         self.storage_data: dict[MetadataIndex, Any] | None = None
+        self.model: Model | None = None
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
@@ -83,14 +87,15 @@ class _Renamed:
 class RingReader(FileSystemReader):
     """Reads DCP checkpoints through io_uring: ``dcp.load(state_dict, storage_reader=RingReader(path))``.
 
-    Takes the arguments of ``FileSystemReader`` and reads what RingWriter and the stock writer wrote. Only the bytes
+    Takes the arguments of ``FileSystemReader`` and reads what RingWriter and the stock writer wrote, and directories of
+    safetensors (see ``RingHFReader``). Only the bytes
     that the plan needs are read, each once per rank; every 1 MiB block that is read whole is checked against its
     CRC-32. No code from the checkpoint is run.
 
     What is raised reaches the caller of the load inside DCP's ``CheckpointException``.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or of safetensors; a safetensors file, or its index.
         trusted: unpickle metadata and objects whatever they hold. Only for checkpoints you would run as a program.
             "warn" does so too, and logs the name of each class that is more than plain data.
         safe_globals: classes and functions that metadata and objects may refer to besides plain data and tensors.
@@ -140,7 +145,7 @@ class RingReader(FileSystemReader):
         self._tracer = _trace.Tracer(trace)
         self._load = _Loads()
         layout.require_local(path)
-        super().__init__(path, _extension_registry)
+        FileSystemReader.__init__(self, path, _extension_registry)  # whatever a subclass inherits from besides
         self.options = IOOptions(**io)
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
@@ -189,6 +194,10 @@ class RingReader(FileSystemReader):
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         directory = Path(self.path)
+        self._load.model = self._find_model(directory)
+        if self._load.model is not None:
+            about = StorageMeta(checkpoint_id=self.path)
+            return LazyMetadata(source=chunks_of(self._load.model), storage_meta=about)
         if rank is None:
             refuse_stale(directory)
             path = directory / METADATA_NAME
@@ -197,6 +206,10 @@ class RingReader(FileSystemReader):
             refuse_mixed(directory, rank)
             path = directory / layout.rank_metadata_name(rank)
         return self._read_metadata(path)
+
+    def _find_model(self, path: Path) -> Model | None:
+        """The safetensors that a path leads to; None where it is a checkpoint of DCP's."""
+        return read_model(path) if is_model(path) else None
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:
@@ -263,9 +276,10 @@ class RingReader(FileSystemReader):
         load = self._load
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
+        model = load.model
         loader = Loader(
             planner,
-            path=str(self.path),
+            path=str(self.path if model is None else model.directory),
             transforms=self.transforms,
             options=self.options,
             trusted=self.trusted,
@@ -274,10 +288,11 @@ class RingReader(FileSystemReader):
             rank=self._rank(),
             casts=self.policy.casts,
             run=load.run,
+            links=None if model is None else model.links,
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank())
-        with load.run.meter:
+        with load.run.meter, contextlib.nullcontext() if model is None else model.unchanged():
             self._read(loader, plan, planner)
         stats.seconds = time.perf_counter() - started
         load.run.read(stats)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
+    from dcpring.resume.pretrained import load_pretrained
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
@@ -93,6 +94,7 @@ __all__ = [
     "get_state_dict",
     "install",
     "load",
+    "load_pretrained",
     "print_keys",
     "register_wrapper",
     "save",
@@ -123,6 +125,7 @@ _MODULES = {
     "store.hf_reader": ("RingHFReader",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
+    "resume.pretrained": ("load_pretrained",),
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),

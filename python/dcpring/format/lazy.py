@@ -150,6 +150,11 @@ class LazyMetadata(Metadata):
         """The tables, as long as nobody has looked at, or changed, what they stand for."""
         return self._source if isinstance(self._source, Chunks) and not self._values else None
 
+    def anew(self) -> LazyMetadata:
+        """The same, which nobody has looked at or changed."""
+        assert self._source is not None
+        return LazyMetadata(source=self._source, storage_meta=self.storage_meta, version=self.version)
+
     def note_committed(self, path: Path, identity: str) -> None:
         """From now on the file stands for this object when it is pickled."""
         self._committed = _Committed(str(path.absolute()), identity)

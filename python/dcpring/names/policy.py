@@ -113,9 +113,10 @@ class LoadPolicy:
     def not_allowed(self, missing: Sequence[str], wanted: Mapping[str, Any]) -> list[str]:
         """The missing keys that no pattern lets be missing, and that are not tied to keys that are there."""
         tied = _tied_to_others(wanted, set(missing))
-        return [key for key in missing if key not in tied and not self._may_miss(key)]
+        return [key for key in missing if key not in tied and not self.may_miss(key)]
 
-    def _may_miss(self, key: str) -> bool:
+    def may_miss(self, key: str) -> bool:
+        """Whether a pattern lets a key be missing."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.allow_missing)
 
 

@@ -4,7 +4,8 @@
 ranks; ``optimizers``, ``schedules``, ``rng`` and ``data`` are components of their own, ``recognise`` picks one by type.
 ``ranks`` is the process group of it all, ``staging`` the copy that is written in the background, ``background`` the
 thread that does so, ``manifest`` what a checkpoint says of its components, ``retention`` which steps stay, ``trees``
-plain data that DCP gives back exactly, ``backend`` what all of it saves and loads with.
+plain data that DCP gives back exactly, ``backend`` what all of it saves and loads with. ``single`` is for a tree of one
+process, ``pretrained`` for the weights of a model alone.
 
 Users call this, nothing below does. The Checkpointer owns the ranks, the thread and the buffer; components own nothing
 but what the user gave them.

@@ -82,10 +82,10 @@ class Manifest:
 
 
 class OnceReader(RingReader):
-    """A RingReader for several loads from one checkpoint, which unpickles its metadata once.
+    """A RingReader for several loads from one checkpoint, which reads its metadata once.
 
-    Lazy metadata is read again for every load: to look at it costs it the tables by which RingLoadPlanner plans. What
-    a load leaves out is for another one: nothing is said of it.
+    Each load gets lazy metadata anew: to look at it costs it the tables by which RingLoadPlanner plans. What a load
+    leaves out is for another one: nothing is said of it.
     """
 
     _kept: Metadata | None = None  # of which each load gets a run of its own
@@ -107,9 +107,9 @@ class OnceReader(RingReader):
         tell(told, self.metrics, is_logged=rank == 0)
 
     def _find_metadata(self, rank: int | None) -> Metadata:
-        if self._kept is None or isinstance(self._kept, LazyMetadata):
+        if self._kept is None:
             self._kept = super()._find_metadata(rank)
-        return self._kept
+        return self._kept.anew() if isinstance(self._kept, LazyMetadata) else self._kept
 
 
 class Stored:

@@ -2,7 +2,8 @@
 
 The writer makes data files, gives their places to the coordinator, and commits: ``.metadata`` is renamed last, then
 what it has superseded goes. The reader opens that metadata and reads what a plan asks for. ``layout`` knows the names
-of files, and which of them a save may remove.
+of files, and which of them a save may remove. ``hf_reader`` is for directories of safetensors, which the reader takes
+as well: ``safetensors`` makes of their headers what ``.metadata`` says otherwise.
 
 A writer or reader is the caller's, and may be used for one save or load after the other; what belongs to one of them is
 a run (``plan.run``), made anew when it begins.

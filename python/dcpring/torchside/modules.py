@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dcpring.torchside.versions import required
 
@@ -39,6 +41,34 @@ def parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
 def buffers(module: nn.Module) -> Mapping[str, Tensor | None]:
     """A module's own buffers."""
     return module._buffers
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, by name."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Gives memory, without values, to what of a model is on meta; what was one tensor in several places stays one.
+
+    ``Module.to_empty`` takes the values of what is not on meta, and makes several of tied tensors.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), []).append((own, name))
+    for module in reversed(list(model.modules())):  # FSDP2 looks at what is in a module after that has been changed
+        if isinstance(module, FSDPModule) or any(tensor.is_meta for _, tensor in tensors(module)):
+            module._apply(
+                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor, recurse=False
+            )
+    for (first, first_name), *others in places.values():
+        for own, name in others:
+            own[name] = first[first_name]
 
 
 def is_saved(module: nn.Module, name: str) -> bool:

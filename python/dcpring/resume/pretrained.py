@@ -1,0 +1,229 @@
+"""``dcpring.load_pretrained``: the weights of a model from a directory of safetensors, whatever shards the model.
+
+1. Names are compared, on all ranks, before anything is changed.
+2. What is on ``meta`` gets memory, and what the files do not have its first values.
+3. Each rank reads its slices into the model's own memory.
+
+The ranks' words go through a process group of their own: what fails on one is raised on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from dcpring.base.groups import rank_in
+from dcpring.base.memory import memory_key
+from dcpring.base.text import some_keys
+from dcpring.errors import CheckpointError, KeyMismatchError
+from dcpring.names.diff import Entry, KeyDiff, diff_entries, entries_of_metadata, entries_of_state_dict
+from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
+from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
+from dcpring.names.wrapping import model_keys
+from dcpring.plan.sharing import Share
+from dcpring.resume import backend
+from dcpring.resume.manifest import OnceReader
+from dcpring.resume.ranks import Operation, Ranks
+from dcpring.torchside import modules
+from dcpring.torchside.tensors import is_whole, local_tensor
+
+__all__ = ["load_pretrained"]
+
+logger = logging.getLogger("dcpring")
+
+Initialize = Callable[[nn.Module], Any]
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    key_map: KeyMapLike = None,
+    missing: Missing = "error",
+    allow_missing: Sequence[str] = (),
+    unexpected: Unexpected = "log",
+    initialize: Initialize | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    share: Share = "auto",
+    reader_options: Mapping[str, Any] | None = None,
+) -> KeyDiff:
+    """Loads a model's weights from a directory of safetensors, or a checkpoint of DCP: each rank reads its slices.
+
+    The model may be on ``meta``, in whole or in part, sharded (FSDP2, tensor parallelism, HSDP), compiled, and wrapped
+    in whatever ways; parameters that are one tensor under several names stay one. All ranks of the process group call
+    it; without a process group it is for this process alone.
+
+    Args:
+        model: whose parameters and buffers are loaded in place.
+        path: as for ``RingHFReader``, or the directory of a checkpoint that holds a model alone.
+        device: where tensors go that are on ``meta``; None: where the model's others are, or where its mesh is. With
+            FSDP2's ``CPUOffloadPolicy`` that is "cpu".
+        key_map: from the names in the files to the model's (see docs/keys.md).
+        missing: tensors of the model that the files do not have: "error", "warn" or "allow". Of tied ones one is
+            enough.
+        allow_missing: shell patterns (``fnmatch``) of those that may be missing in any case, such as a new head.
+        unexpected: what the files have and the model does not: "log" (at INFO), "warn", "error" or "ignore".
+        initialize: gives a module its first values; called, before the load, for each module with tensors on ``meta``
+            that are in no file, because they may be missing, or are buffers that no ``state_dict()`` has. None: the
+            model's own ``_init_weights`` (transformers), else the module's ``reset_parameters``.
+        process_group: the ranks; None for all.
+        share: how the ranks of a host hand on what they read, as for ``RingLoadPlanner``.
+        reader_options: for ``RingReader``.
+
+    Returns:
+        What was missing and unexpected all the same, and what was cast.
+
+    Raises:
+        KeyMismatchError: what does not fit; the message lists it. Nothing has been changed. Where ranks differ in it,
+            each raises a CheckpointError with what all of them say.
+        CheckpointError: values of tensors on ``meta`` are neither in the files, nor can they be made.
+        CorruptCheckpointError, OSError: as for ``RingHFReader``.
+    """
+    policy = LoadPolicy(missing, allow_missing, unexpected)
+    ranks = Ranks(process_group)
+    try:
+        with ranks.operation("load_pretrained") as joint:
+            reader = OnceReader(path, **(reader_options or {}))
+            return _load(joint, model, reader, policy, key_map, device, initialize, share)
+    finally:
+        ranks.close()
+
+
+def _load(
+    joint: Operation,
+    model: nn.Module,
+    reader: OnceReader,
+    policy: LoadPolicy,
+    key_map: KeyMapLike,
+    device: str | torch.device | None,
+    initialize: Initialize | None,
+    share: Share,
+) -> KeyDiff:
+    metadata = _renamed(reader.read_metadata(), key_map, model)
+    stored = entries_of_metadata(metadata)
+    diff = _compare(model, stored, policy, str(reader.path))
+    bare = list(_bare_modules(model, stored, initialize))
+    joint.settle("checked")
+    modules.give_memory(model, torch.device(device) if device is not None else _device_of(model))
+    with torch.no_grad():
+        for module, make in bare:
+            make(module)
+    state = _state_of(model, stored)
+    options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
+    joint.run_dcp(
+        "reading",
+        f"cannot load {reader.path}",
+        lambda group: backend.load(state, reader, backend.LoadPlanner(process_group=group, **options), group),
+    )
+    if not _is_in_place(model, state):
+        backend.set_model_state_dict(model, state, options=backend.StateDictOptions(strict=False))
+    reader.tell(rank_in())
+    return diff
+
+
+def _renamed(metadata: Metadata, key_map: KeyMapLike, model: nn.Module) -> Metadata:
+    if key_map is None:
+        return metadata
+    wanted = list(backend.get_model_state_dict(model))
+    names = match_names(KeyMap(key_map), wanted, list(metadata.state_dict_metadata))
+    return rename_metadata(metadata, names, storage=False)
+
+
+def _state_of(model: nn.Module, stored: Mapping[str, Entry]) -> dict[str, Any]:
+    """The model's tensors; of what else modules keep in their state dicts only what is stored."""
+    state = backend.get_model_state_dict(model)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) or name in stored}
+
+
+def _compare(model: nn.Module, stored: Mapping[str, Entry], policy: LoadPolicy, path: str) -> KeyDiff:
+    """How the model differs from what is stored.
+
+    Raises:
+        KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
+    """
+    diff = diff_entries(entries_of_state_dict(_state_of(model, stored)), stored)
+    tied = {name for names in _slots(model) if not stored.keys().isdisjoint(names) for name in names}
+    diff.missing = [item for item in diff.missing if item.key not in tied]
+    fatal = KeyDiff(
+        [item for item in diff.missing if policy.missing == "error" and not policy.may_miss(item.key)],
+        diff.unexpected if policy.unexpected == "error" else [],
+        diff.shapes,
+    )
+    if fatal:
+        shown = replace(fatal, unexpected=diff.unexpected, dtypes=diff.dtypes)
+        raise KeyMismatchError(f"{path} does not fit the model:\n{shown}")
+    if diff.missing and policy.missing == "warn":
+        logger.warning("rank %d: %s does not have:\n%s", rank_in(), path, KeyDiff(diff.missing))
+    policy.report([item.key for item in diff.unexpected], rank_in())
+    return diff
+
+
+def _slots(model: nn.Module) -> Iterator[list[str]]:
+    """The names that each of the model's tensors has."""
+    for slots in model_keys(model).slots.values():
+        yield from slots
+
+
+# ---- what is on meta ----
+
+
+def _bare_modules(
+    model: nn.Module, stored: Mapping[str, Entry], given: Initialize | None
+) -> Iterator[tuple[nn.Module, Initialize]]:
+    """Modules with tensors on meta that are not stored, and what gives them their first values.
+
+    Raises:
+        CheckpointError: nothing does.
+    """
+    keys = model_keys(model).slots
+    filled = {id(one) for one, slots in keys.items() if any(not stored.keys().isdisjoint(names) for names in slots)}
+    methods = (getattr(module, "_init_weights", None) for module in model.modules())
+    own: Initialize | None = next(filter(callable, methods), None)
+    for path, module in model.named_modules():
+        bare = [name for name, one in modules.tensors(module) if one.is_meta and id(one) not in filled]
+        make = given or own or (_reset if hasattr(module, "reset_parameters") else None)
+        if bare and make is None:
+            raise CheckpointError(
+                f"{some_keys(f'{path}.{name}'.lstrip('.') for name in bare)} of the model are on meta, and nothing is "
+                "stored for them: pass initialize=, a function that gives a module its first values"
+            )
+        if bare and make is not None:
+            yield module, make
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where tensors that are on meta belong: on the devices of their mesh, or where the others are."""
+    tensors = [one for module in model.modules() for _, one in modules.tensors(module)]
+    meshes = [one.device_mesh.device_type for one in tensors if isinstance(one, DTensor)]
+    others = [one.device for one in tensors if not one.is_meta]
+    default = torch.get_default_device()
+    found = [*map(torch.device, meshes), *others, default]
+    return next((device for device in found if device.type != "meta"), torch.device("cpu"))
+
+
+# ---- in place ----
+
+
+def _is_in_place(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a state dict is the model's own memory, so that what was read into it is in the model."""
+    own = {_memory_of(one) for module in model.modules() for _, one in modules.tensors(module)} - {None}
+    return all(_memory_of(value) in own for value in state.values())
+
+
+def _memory_of(value: Any) -> Any:
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    return memory_key(local) if isinstance(local, Tensor) and is_whole(local) else None

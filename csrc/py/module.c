@@ -10,10 +10,10 @@
 static PyMethodDef *const all_methods[] = {
     torch_methods,  reader_methods,        directory_methods, fault_methods,  table_methods,
     merge_methods,  storage_index_methods, match_methods,     key_methods,    probe_methods,
-    verify_methods, compare_methods,       unpickle_methods,  record_methods,
+    verify_methods, compare_methods,       unpickle_methods,  record_methods, stripe_methods,
 };
 
-enum { TYPES = 8 };
+enum { TYPES = 9 };
 
 struct type_entry {
     const char *name;
@@ -30,6 +30,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
     out[7] = (struct type_entry){"Input", &input_spec, &state->input_type};
+    out[8] = (struct type_entry){"StripeFile", &stripe_file_spec, &state->stripe_file_type};
 }
 
 static int add_types(PyObject *module) {

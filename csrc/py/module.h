@@ -25,7 +25,7 @@ struct module_state {
     PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles; /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
     PyObject *writer_type, *table_type, *merge_type, *storage_index_type, *match_type, *tensors_type, *watch_type;
-    PyObject *input_type;
+    PyObject *input_type, *stripe_file_type;
     struct torch_shim torch;
 };
 
@@ -71,7 +71,7 @@ int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **
 /* ---- one per exposed part ---- */
 
 extern PyType_Spec writer_spec, table_spec, merge_spec, storage_index_spec, match_spec, tensors_spec, watch_spec,
-    input_spec;
+    input_spec, stripe_file_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];
@@ -86,5 +86,6 @@ extern PyMethodDef match_methods[];
 extern PyMethodDef verify_methods[];
 extern PyMethodDef compare_methods[];
 extern PyMethodDef unpickle_methods[];
+extern PyMethodDef stripe_methods[];
 
 #endif

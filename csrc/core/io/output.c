@@ -1,0 +1,173 @@
+/* Files that are written in blocks. See output.h. */
+#include "io/output.h"
+
+#include "base/align.h"
+#include "base/memory.h"
+#include "io/file.h"
+#include "io/sys.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { WAIT_MS = 100 };
+
+/* ---- opening ---- */
+
+static int open_file(struct dr_output *out, bool create, struct dr_error *error) {
+    out->dirfd = DR_RETRY(dr_sys.open_dir(out->dir));
+    if (out->dirfd < 0)
+        return dr_error_system(error, -out->dirfd, DR_CALL_OPEN, out->dir);
+    int flags = O_WRONLY | (create ? O_CREAT | O_EXCL : 0);
+    out->fd = DR_RETRY(dr_sys.open_below(out->dirfd, out->name, flags, 0666));
+    if (out->fd < 0)
+        return dr_error_system(error, -out->fd, DR_CALL_OPEN, out->path);
+    out->created = create;
+    int rc = dr_file_use_direct(out->fd, out->path, out->options.direct, error);
+    out->direct = rc > 0;
+    return rc < 0 ? rc : 0;
+}
+
+int dr_output_open(struct dr_output *out, const char *dir, const char *name, bool create,
+                   const struct dr_options *options, struct dr_error *error) {
+    *out = (struct dr_output){.options = *options, .dirfd = -1, .fd = -1, .owner = getpid()};
+    out->dir = dr_strdup(dir);
+    out->name = dr_strdup(name);
+    out->path = dr_path_join(dir, name);
+    if (!out->dir || !out->name || !out->path)
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    return open_file(out, create, error);
+}
+
+int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {
+    struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = size, .step = DR_STEP_ALLOCATE};
+    int rc = size ? DR_RETRY(dr_sys.fallocate(out->fd, (off_t)dr_align_up(size, DR_ALIGNMENT))) : 0;
+    dr_watch_note(out->options.watch, span);
+    if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
+        return dr_error_io(error, -rc, DR_CALL_FALLOCATE, out->path, 0, (int64_t)size);
+    return 0;
+}
+
+unsigned dr_output_workers(const struct dr_output *out, uint64_t bytes) {
+    uint64_t blocks = bytes / out->options.block_size + 1;
+    return blocks < out->options.workers ? (unsigned)blocks : out->options.workers;
+}
+
+int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, struct dr_error *error) {
+    unsigned depth = out->options.queue_depth / out->options.workers;
+    uint64_t blocks = expected / out->options.block_size + 1;
+    if (blocks < depth)
+        depth = (unsigned)blocks;
+    while (out->engine_count < count) {
+        struct dr_engine **engine = &out->engines[out->engine_count];
+        struct dr_span span = {.begin = dr_watch_now(out->options.watch),
+                               .size = (uint64_t)depth * out->options.block_size,
+                               .step = DR_STEP_SET_UP,
+                               .worker = out->engine_count,
+                               .slot = DR_NO_SLOT};
+        int rc = dr_engine_open(engine, out->options.engine, depth ? depth : 1, out->options.block_size, error);
+        if (rc < 0)
+            return rc;
+        dr_watch_note(out->options.watch, span);
+        (*engine)->watch = out->options.watch;
+        (*engine)->worker = out->engine_count;
+        out->engine_count++;
+    }
+    return 0;
+}
+
+/* ---- blocks ---- */
+
+/* Waits for one block for a while, and gives its buffer back. */
+static int release_one(struct dr_engine *engine, struct dr_error *error) {
+    struct dr_request *done;
+    int rc = dr_engine_wait(engine, WAIT_MS, &done, error);
+    if (rc >= 0 && done)
+        dr_engine_release(engine, done);
+    return rc;
+}
+
+int dr_output_take(struct dr_workers *workers, struct dr_engine *engine, struct dr_request **request,
+                   struct dr_error *error) {
+    while (!(*request = dr_engine_take(engine)) && !(workers && dr_workers_stopped(workers))) {
+        int rc = release_one(engine, error);
+        if (rc < 0)
+            return rc;
+    }
+    return 0;
+}
+
+int dr_output_submit(struct dr_output *out, struct dr_engine *engine, struct dr_request *request, uint64_t offset,
+                     size_t size, struct dr_error *error) {
+    assert(!out->direct || (offset % DR_ALIGNMENT == 0 && size % DR_ALIGNMENT == 0));
+    request->op = DR_WRITE;
+    request->fd = out->fd;
+    request->direct = out->direct;
+    request->size = request->needed = (uint32_t)size;
+    request->offset = (int64_t)offset;
+    request->path = out->path;
+    return dr_engine_submit(engine, request, error);
+}
+
+int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct dr_error *error) {
+    while (engine->in_flight > 0 && !(workers && dr_workers_stopped(workers))) {
+        int rc = release_one(engine, error);
+        if (rc < 0)
+            return rc;
+    }
+    return 0;
+}
+
+int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error) {
+    const uint8_t *at = data;
+    if (out->direct)
+        return dr_error_invalid(error, DR_NO_ITEM, "%s was opened for direct I/O", out->path);
+    while (size > 0) {
+        ssize_t n = DR_RETRY(dr_sys.pwrite(out->fd, at, size, (off_t)offset));
+        if (n <= 0)
+            return dr_error_io(error, n < 0 ? (int)-n : EIO, DR_CALL_WRITE, out->path, (int64_t)offset, (int64_t)size);
+        at += n;
+        offset += (uint64_t)n;
+        size -= (size_t)n;
+    }
+    return 0;
+}
+
+/* ---- the end ---- */
+
+int dr_output_sync(struct dr_output *out, uint64_t length, const struct dr_control *control, struct dr_error *error) {
+    struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = length, .step = DR_STEP_SYNC};
+    int rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
+    if (rc < 0)
+        return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, out->path);
+    if (!out->options.sync)
+        return 0;
+    rc = dr_file_sync(out->fd, out->path, control, error);
+    dr_watch_note(out->options.watch, span);
+    return rc;
+}
+
+int dr_output_close_file(struct dr_output *out, struct dr_error *error) {
+    int fd = out->fd;
+    out->fd = -1;
+    int rc = dr_sys.close(fd);
+    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_CLOSE, out->path) : 0;
+}
+
+void dr_output_close(struct dr_output *out, bool removed) {
+    if (out->owner != getpid())
+        return;
+    for (unsigned i = 0; i < out->engine_count; i++)
+        dr_engine_close(out->engines[i]);
+    if (out->fd >= 0)
+        dr_sys.close(out->fd);
+    if (out->created && removed)
+        DR_RETRY(dr_sys.unlink(out->dirfd, out->name));
+    if (out->dirfd >= 0)
+        dr_sys.close(out->dirfd);
+    free(out->name);
+    free(out->path);
+    free(out->dir);
+}

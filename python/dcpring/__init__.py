@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
     from dcpring.store.hf_reader import RingHFReader
+    from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.tools.convert import ConvertReport, convert
@@ -77,6 +78,7 @@ __all__ = [
     "Replicated",
     "ResumeReport",
     "RingHFReader",
+    "RingHFWriter",
     "RingLoadPlanner",
     "RingReader",
     "RingSavePlanner",
@@ -123,6 +125,7 @@ _MODULES = {
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
     "store.hf_reader": ("RingHFReader",),
+    "store.hf_writer": ("RingHFWriter",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
     "resume.pretrained": ("load_pretrained",),

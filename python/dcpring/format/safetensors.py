@@ -75,6 +75,9 @@ _MOST_NAMED = 5
 SHARDING = "DCP_SHARDING_INFO"
 """The note of a file in which each tensor is one rank's part: HuggingFaceStorageWriter(save_distributed=True)."""
 OF_SHARDS = (SHARDING, "DCP_VERSION")
+
+CRCS = "dcpring.crcs"
+"""The note of a file of ours: a JSON text of hexadecimal CRCs by names (see docs/format.md)."""
 _SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 CRCS = "dcpring.crcs"
@@ -447,26 +450,43 @@ def _links(directory: Path, names: Sequence[str]) -> dict[str, str]:
 # ---- writing ----
 
 
-def check_entries(entries: Mapping[str, torch.dtype | None]) -> None:
+class Cures(NamedTuple):
+    """What errors tell people to do."""
+
+    leave_out: str = "choose the tensors with --only PATTERN (for example --only 'model.*')"
+    cast: str = "leave them out with --only PATTERN, or cast floats with --dtype"
+    rename: str = "rename it with --key-map"
+    split: str = "use --shard-size"
+
+
+CONVERTING = Cures()
+
+
+def check_entries(entries: Mapping[str, torch.dtype | None], cures: Cures = CONVERTING) -> None:
     """Whether a file can hold these names and dtypes (None: of objects). Raises CheckpointError."""
     objects = [name for name, dtype in entries.items() if dtype is None]
     if objects:
         raise CheckpointError(
-            f"safetensors files hold tensors only, and these are objects: {some(objects, _MOST_NAMED)}; choose the "
-            "tensors with --only PATTERN (for example --only 'model.*')"
+            f"safetensors files hold tensors only, and these are objects: {some(objects, _MOST_NAMED)}; "
+            f"{cures.leave_out}"
         )
     strange = [f"{name} ({dtype})" for name, dtype in entries.items() if dtype not in NAMES]
     if strange:
-        raise CheckpointError(
-            f"safetensors has no dtype for these: {some(strange, _MOST_NAMED)}; leave them out with --only "
-            "PATTERN, or cast floats with --dtype"
-        )
+        raise CheckpointError(f"safetensors has no dtype for these: {some(strange, _MOST_NAMED)}; {cures.cast}")
     if NOTES in entries:
-        raise CheckpointError(f"safetensors has a use of its own for the name {NOTES!r}; rename it with --key-map")
+        raise CheckpointError(f"safetensors has a use of its own for the name {NOTES!r}; {cures.rename}")
 
 
-def make_header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], notes: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its data, in which tensors (name, dtype, shape) lie side by side in this order."""
+def make_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    notes: Mapping[str, str],
+    alignment: int = _ALIGNMENT,
+    cures: Cures = CONVERTING,
+) -> bytes:
+    """The bytes of a file before its data, in which tensors (name, dtype, shape) lie side by side in this order.
+
+    Their number is a multiple of the alignment.
+    """
     entries: dict[str, Any] = {NOTES: dict(notes)}
     at = 0
     for name, dtype, shape in tensors:
@@ -476,10 +496,10 @@ def make_header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], notes
     try:
         data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError("a name cannot be written as UTF-8; rename it with --key-map") from error
-    data += b" " * (-len(data) % _ALIGNMENT)
+        raise CheckpointError(f"a name cannot be written as UTF-8; {cures.rename}") from error
+    data += b" " * (-(8 + len(data)) % alignment)
     if len(data) > _MOST_HEADER_BYTES:
-        raise CheckpointError("there are too many tensors for one safetensors file; use --shard-size")
+        raise CheckpointError(f"there are too many tensors for one safetensors file; {cures.split}")
     return len(data).to_bytes(8, "little") + data
 
 

@@ -18,15 +18,15 @@ raises is its next word to all (``base.joint``).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpring.base import groups, shared_memory
+from dcpring.base import groups
 from dcpring.base.joint import GroupChannel, Joint
+from dcpring.move import host_memory
 from dcpring.options import IOStats
 from dcpring.plan.load_planner import RingLoadPlan
 from dcpring.plan.pieces import Piece, common_bytes
@@ -190,23 +190,13 @@ class Exchange:
 
         Two rounds' memory is used in turn: the word of a round says that what the one before has left was taken.
         """
-        sharing, descriptor, word, problem = self._sharing, -1, "", ""
-        try:
-            try:
-                if sharing.room and self._rank == sharing.leader:
-                    descriptor, word = shared_memory.create(2 * sharing.room)
-            except OSError as error:
-                problem = str(error)
-            word = self._joint.gather("memory", word)[sharing.leader]
-            memory, unmapped = _map(word, 2 * sharing.room)
-            problems = [text for text in self._joint.gather("mapped", problem or unmapped) if text]
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        if problems:
-            logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problems[0])
+        room = self._sharing.room
+        memory, problem = host_memory.share(self._joint, self._rank, self._sharing.leader, 2 * room)
+        if problem:
+            logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problem)
             return []
-        return [memory[: sharing.room], memory[sharing.room :]]
+        data = torch.frombuffer(memory, dtype=torch.uint8) if room else torch.empty(0, dtype=torch.uint8)
+        return [data[:room], data[room:]]
 
 
 def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange | None:
@@ -214,13 +204,3 @@ def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange
     if plan.sharing is None or not plan.sharing.rounds or group is None:
         return None
     return Exchange(plan.sharing, plan.pieces, group)
-
-
-def _map(word: str, size: int) -> tuple[Tensor, str]:
-    """The memory that a word stands for, and what went wrong, or ""."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8), ""
-    try:
-        return torch.frombuffer(shared_memory.open_word(word, size), dtype=torch.uint8), ""
-    except (OSError, ValueError) as error:
-        return torch.empty(0, dtype=torch.uint8), str(error)

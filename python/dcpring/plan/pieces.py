@@ -97,7 +97,7 @@ def cut(whole: Piece, payload_offset: int) -> Iterator[Piece]:
     """
     assert whole.box is not None
     shape, box, item_bytes = whole.shape, whole.box, whole.item_bytes
-    bounds = _range_of_box(shape, *box)
+    bounds = range_of_box(shape, *box)
     if bounds is None:
         for part in split_box(box[1], max(PIECE_BYTES // item_bytes, 1)):
             offsets = tuple(outer + inner for outer, inner in zip(box[0], part[0], strict=True))
@@ -114,7 +114,7 @@ def cut(whole: Piece, payload_offset: int) -> Iterator[Piece]:
     yield replace(whole, first=first, end=end, box=None)
 
 
-def _range_of_box(shape: Ints, offsets: Ints, lengths: Ints) -> tuple[int, int] | None:
+def range_of_box(shape: Ints, offsets: Ints, lengths: Ints) -> tuple[int, int] | None:
     """The elements of a box as a range in row-major order; None if there are others between them."""
     count, first, inner = 1, 0, 1
     is_full = True

@@ -69,20 +69,27 @@ def destroy_group(group: dist.ProcessGroup, name: str) -> None:
         default_store().delete_key(f"{name}//cpu//0/{place}")  # gloo leaves the address of each member
 
 
-def members_of_caller() -> list[int]:
-    """The global ranks that take part in the ``dcp.save`` or ``dcp.load`` that is calling; all ranks, if none is.
+def group_of_caller() -> dist.ProcessGroup | None:
+    """The group of the ``dcp.save`` or ``dcp.load`` that is calling; all ranks, if none is; None of one that is alone.
 
     DCP does not tell its storage which group it was given. Its wrapper of that group is a local variable of the
     function that calls the storage.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return [0]
+        return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
             wrapper = frame.f_locals.get("distW")
             if wrapper is not None:
-                group = getattr(wrapper, "group", None) or dist.group.WORLD
-                return dist.get_process_group_ranks(group) if wrapper.use_dist else [dist.get_rank()]
+                return (getattr(wrapper, "group", None) or dist.group.WORLD) if wrapper.use_dist else None
         frame = frame.f_back
-    return dist.get_process_group_ranks(dist.group.WORLD)
+    return dist.group.WORLD
+
+
+def members_of_caller() -> list[int]:
+    """The global ranks of ``group_of_caller``."""
+    group = group_of_caller()
+    if group is not None:
+        return dist.get_process_group_ranks(group)
+    return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]

@@ -1,0 +1,393 @@
+"""One rank's part of files that all ranks write together, as ``plan.stripes`` has it.
+
+A rank writes its own stripes from its memory. Others are put together in rounds: every rank fills what it holds into
+memory that the ranks of its host share, what other hosts hold comes through the process group, all tell how that went,
+and the stripe's writer writes it while the next round is filled. Two rounds' memory is used in turn: the word of a
+round says that what the one before has left was written.
+
+Tensors that are no plain memory of the file's dtype, as they are to be cast or lie on an accelerator, are copied, of
+each no more than the rows that a window needs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcpring import _C
+from dcpring.base import groups
+from dcpring.base.joint import GroupChannel, Joint, joined
+from dcpring.base.windows import read_ahead, windows
+from dcpring.errors import CheckpointError
+from dcpring.move import host_memory
+from dcpring.move.save import Source, handles_and_kinds
+from dcpring.options import IOOptions, IOStats
+from dcpring.plan.run import SaveRun
+from dcpring.plan.stripes import ROUND_BYTES, Box, FilePart, Laid, Layout, Part, Shared
+from dcpring.torchside.groups import device_of
+
+MEET_SECONDS = 60.0
+"""How long ranks wait for all to have come to write together."""
+
+_WINDOW_BYTES = 16 << 20
+"""Of copies that are made, of tensors that have to be."""
+
+Stripe = tuple[int, int, int]
+"""lo, hi, and the offset in shared memory, or -1."""
+
+Sums = list[tuple[int, int, bytes]]
+"""The file's number, where a block begins, and the CRCs of the tensors in it."""
+
+
+class _Held(NamedTuple):
+    """A box that this rank holds.
+
+    Attributes:
+        position: among the items.
+        box: of the tensor.
+        laid: where the tensor lies.
+    """
+
+    position: int
+    box: Box
+    laid: Laid
+
+
+class _Patches(NamedTuple):
+    """What the core is given of a window: boxes in the order of the file, and the memory they are in."""
+
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    tensors: _C.Tensors
+
+
+class StripeSaving:
+    """See the module's docstring. One is made for every write_data.
+
+    Args:
+        source: the items.
+        part: what the coordinator has given this rank.
+        path: directory of the files.
+        group: of all ranks of the save; None where there is one alone.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        part: Part,
+        *,
+        path: str,
+        options: IOOptions,
+        sync: bool,
+        run: SaveRun,
+        stats: IOStats,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._source = source
+        self._part = part
+        self._path = path
+        self._run = run
+        self._watch = run.watch()
+        self._options = options
+        self._sync = sync
+        self._stats = stats
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._sums: Sums = []
+        boxes = source.boxes()
+        places = {laid.name: (number, laid) for number, file in enumerate(part.files) for laid in file.tensors}
+        self._held: list[list[_Held]] = [[] for _ in part.files]
+        for position in source.tensors:
+            box = boxes[position]
+            assert isinstance(box, Box)
+            if math.prod(box.lengths) and box.name not in part.omitted:
+                number, laid = places[box.name]
+                self._held[number].append(_Held(position, box, laid))
+        for held in self._held:
+            held.sort(key=lambda one: one.laid.begin)
+
+    def planned_bytes(self) -> int:
+        return sum(part.writes_bytes for part in self._part.parts)
+
+    def write(self) -> Sums:
+        """Writes this rank's stripes of all files, and gives their CRCs."""
+        files = list(zip(self._part.files, self._part.parts, self._held, strict=True))
+        if not self._part.has_rounds:
+            for number, (layout, part, held) in enumerate(files):
+                with self._writing(number, layout, part) as file:
+                    self._write_own(_Turn(number, layout, file, held), part)
+            return self._sums
+        assert self._group is not None
+        meeting = groups.Meeting(f"dcpring/stripes/{self._part.token}", dist.get_world_size(self._group))
+        with self._run.phases.span("wait for all", "wait"):
+            all_came = meeting.wait(MEET_SECONDS)
+        meeting.leave()
+        if not all_came:
+            raise CheckpointError(f"not all ranks have come to write {self._path} together within {MEET_SECONDS:.0f} s")
+        with joined(Joint(GroupChannel(self._group), "save")) as joint, self._rounds(joint) as rounds:
+            for number, (layout, part, held) in enumerate(files):
+                with joint.doing(f"{layout.name} cannot be written"), self._writing(number, layout, part) as file:
+                    turn = _Turn(number, layout, file, held)
+                    self._write_own(turn, part)
+                    rounds.run(turn, part)
+        return self._sums
+
+    @contextlib.contextmanager
+    def _writing(self, number: int, layout: Layout, part: FilePart) -> Iterator[_C.StripeFile | None]:
+        """The file, durable at the end; None where this rank writes none of it."""
+        if not part.writes_bytes:
+            yield None
+            return
+        options = self._options.for_core(self._sync, self._watch)
+        file = _C.StripeFile(self._path, layout.name, 0, part.writes_bytes, options)
+        try:
+            yield file
+            with self._run.phases.core(self._watch, f"sync {layout.name}", [layout.name]):
+                file.finish(None)
+            engine, direct = file.stats()
+        finally:
+            file.close()
+        self._stats.engine = engine or self._stats.engine
+        self._stats.direct |= direct
+        self._stats.bytes += part.writes_bytes
+        self._stats.files += 1
+
+    @contextlib.contextmanager
+    def _rounds(self, joint: Joint) -> Iterator[_Rounds]:
+        assert self._group is not None
+        rounds = _Rounds(self, joint, self._part, self._options.workers, self._group)
+        try:
+            yield rounds
+        finally:
+            rounds.close()
+
+    # ---- writing ----
+
+    def _write_own(self, turn: _Turn, part: FilePart) -> None:
+        blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._part.block_bytes)]
+        most = None if self._is_plain(turn.held) else _WINDOW_BYTES
+        batches = windows(blocks, lambda block: block[1] - block[0], most)
+        with contextlib.closing(
+            read_ahead("dcpring-gather", batches, lambda batch: self.patches(turn, batch))
+        ) as ready:
+            for batch, (patches,) in ready:
+                self.write_blocks(turn, batch, patches, None)
+
+    def write_blocks(self, turn: _Turn, blocks: list[Stripe], patches: _Patches, memory: memoryview | None) -> None:
+        if not blocks:
+            return
+        assert turn.file is not None
+        with self._run.phases.core(self._watch, f"file {turn.layout.name}", [turn.layout.name]):
+            crcs = turn.file.write(blocks, *patches, memory, turn.payloads)
+        self._sums += [(turn.number, lo, each) for (lo, _, _), each in zip(blocks, crcs, strict=True)]
+        self._stats.tensor_bytes += sum(hi - lo for lo, hi, _ in blocks)
+
+    # ---- what this rank holds ----
+
+    def _is_plain(self, held: Iterable[_Held]) -> bool:
+        """Whether all can be taken from where it lies."""
+        chosen = list(held)
+        tensors = self._resolve(chosen)
+        _, kinds = handles_and_kinds(list(tensors))
+        return not any(kinds) and all(
+            one.laid.dtype == tensor.dtype for one, tensor in zip(chosen, tensors, strict=True)
+        )
+
+    def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
+        tensors = self._source.resolve([one.position for one in held])
+        for one, tensor in zip(held, tensors, strict=True):
+            good = isinstance(tensor, Tensor) and tuple(tensor.shape) == one.box.lengths
+            if not good or tensor.is_meta or tensor.layout != torch.strided:
+                what = (
+                    f"a {type(tensor).__name__}"
+                    if not isinstance(tensor, Tensor)
+                    else (
+                        "on the meta device and has no data"
+                        if tensor.is_meta
+                        else f"of layout {tensor.layout}"
+                        if tensor.layout != torch.strided
+                        else f"of shape {list(tensor.shape)}, not {list(one.box.lengths)}"
+                    )
+                )
+                raise CheckpointError(f"cannot save {one.box.name!r} in safetensors: it is {what}")
+        return tensors
+
+    def patches(self, turn: _Turn, stripes: Sequence[tuple[int, int, Any]]) -> _Patches:
+        """What this rank holds of some stripes of a file, in memory as the core takes it."""
+        if not stripes or not turn.held:
+            return _Patches([], _C.Tensors([]))
+        lo, hi = stripes[0][0], stripes[-1][1]
+        held = turn.held[bisect.bisect_right(turn.ends, lo) : bisect.bisect_left(turn.begins, hi)]
+        tensors = self._resolve(held)
+        resolved = list(tensors)
+        _, kinds = handles_and_kinds(resolved)
+        boxes = []
+        for index, (one, kind) in enumerate(zip(held, kinds, strict=True)):
+            offsets = one.box.offsets
+            if kind or resolved[index].dtype != one.laid.dtype:
+                offsets, resolved[index] = _copied(one, tensors[index], lo, hi)
+            boxes.append((one.laid.begin, one.box.shape, offsets))
+        return _Patches(boxes, _C.Tensors(resolved))
+
+
+class _Turn:
+    """A file being written: its number, layout, the open file, and what this rank holds of it."""
+
+    def __init__(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> None:
+        self.number, self.layout, self.file, self.held = number, layout, file, held
+        self.begins = [one.laid.begin for one in held]
+        self.ends = [one.laid.end for one in held]
+        self.payloads = [(laid.begin, laid.size_bytes) for laid in layout.tensors]
+
+
+def _copied(one: _Held, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ...], Tensor]:
+    """Offsets and a copy of what the bytes [lo, hi) of the file need of a box, in host memory and the file's dtype.
+
+    It is cut along the first dimension that has more than one element.
+    """
+    offsets = list(one.box.offsets)
+    axis = next((axis for axis, length in enumerate(one.box.lengths) if length > 1), None)
+    part = tensor.detach()
+    if axis is not None:
+        size = one.laid.dtype.itemsize
+        row = math.prod(one.box.shape[axis + 1 :]) * size
+        outer = sum(
+            offset * math.prod(one.box.shape[place + 1 :]) * size for place, offset in enumerate(offsets[:axis])
+        )
+        first = max((lo - one.laid.begin - outer) // row - offsets[axis], 0)
+        end = min(-(-(hi - one.laid.begin - outer) // row) - offsets[axis], one.box.lengths[axis])
+        first = min(first, one.box.lengths[axis] - 1)
+        part = part.narrow(axis, first, max(end - first, 1))
+        offsets[axis] += first
+    part = part.resolve_conj().resolve_neg().to(dtype=one.laid.dtype).to("cpu")
+    if type(part) is not Tensor:
+        part = part.as_subclass(Tensor)
+    return tuple(offsets), part
+
+
+def _blocks(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
+    """A range of a file, cut on the grid of blocks."""
+    while lo < hi:
+        end = min((lo // size + 1) * size, hi)
+        yield lo, end
+        lo = end
+
+
+# ---- rounds ----
+
+
+class _Rounds:
+    """Stripes that several ranks hold. See the module's docstring.
+
+    Args:
+        saving: what this rank holds, and how it is written.
+        joint: with all ranks.
+    """
+
+    def __init__(self, saving: StripeSaving, joint: Joint, part: Part, workers: int, group: dist.ProcessGroup) -> None:
+        self._saving, self._joint, self._group, self._workers = saving, joint, group, workers
+        self._rank = dist.get_rank(group)
+        self._block_bytes = part.block_bytes
+        self._hosts: list[Any] = list(part.hosts)
+        leader = self._hosts.index(self._hosts[self._rank])
+        memory, problem = host_memory.share(joint, self._rank, leader, 2 * ROUND_BYTES)
+        if problem:  # then each rank is a host of its own
+            self._hosts = list(range(len(self._hosts)))
+            memory = memoryview(bytearray(2 * ROUND_BYTES))
+        self._memory = [memory[:ROUND_BYTES], memory[ROUND_BYTES:]]
+        self._far = len(set(self._hosts)) > 1
+        self._number = 0
+        self._writer = ThreadPoolExecutor(1, "dcpring-stripes")
+
+    def close(self) -> None:
+        self._writer.shutdown(cancel_futures=True)
+
+    def run(self, turn: _Turn, part: FilePart) -> None:
+        """All rounds of a file."""
+        writing: Future[None] | None = None
+        for stripes in part.rounds:
+            memory = self._memory[self._number % 2]
+            places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
+            for batch in windows(places, lambda place: place[1] - place[0], _WINDOW_BYTES):
+                _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
+            if writing is not None:
+                writing.result()
+            self._joint.settle(f"round {self._number + 1}")
+            if self._far:
+                self._bring(stripes, memory)
+            own = [stripe for stripe in stripes if stripe.writer == self._rank]
+            writing = self._writer.submit(self._write, turn, own, memory)
+            self._number += 1
+        if writing is not None:
+            writing.result()
+
+    def _write(self, turn: _Turn, stripes: list[Shared], memory: memoryview) -> None:
+        self._saving.write_blocks(turn, _joined(stripes, self._block_bytes), _Patches([], _C.Tensors([])), memory)
+        if self._far:  # as what other hosts send is added to it
+            for stripe in stripes:
+                torch.frombuffer(memory[stripe.at : stripe.at + stripe.hi - stripe.lo], dtype=torch.uint8).zero_()
+
+    def _bring(self, stripes: list[Shared], memory: memoryview) -> None:
+        """Brings what other hosts hold of stripes to their writers. Bytes that a host does not hold are zeros there."""
+        device = device_of(self._group)
+        operations, arrived, sent = [], [], []
+        for stripe in stripes:
+            room = torch.frombuffer(memory[stripe.at : stripe.at + stripe.hi - stripe.lo], dtype=torch.uint8)
+            carriers: dict[Any, int] = {}
+            for rank in stripe.holders:
+                carriers.setdefault(self._hosts[rank], rank)
+            carriers.pop(self._hosts[stripe.writer], None)
+            if stripe.writer == self._rank:
+                for carrier in carriers.values():
+                    data = torch.empty(len(room), dtype=torch.uint8, device=device)
+                    operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=carrier))
+                    arrived.append((room, data))
+            elif self._rank in carriers.values():
+                data = room.to(device, copy=True)
+                operations.append(dist.P2POp(dist.isend, data, group=self._group, group_peer=stripe.writer))
+                sent.append(room)
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for room, data in arrived:
+            room |= data.cpu()
+        for room in sent:
+            room.zero_()
+
+
+def _joined(stripes: Iterable[Shared], most: int) -> list[Stripe]:
+    """Stripes as the core writes them: those that follow each other are one block."""
+    found: list[Stripe] = []
+    for stripe in stripes:
+        if found:
+            lo, hi, at = found[-1]
+            if hi == stripe.lo and at + hi - lo == stripe.at and lo // most == (stripe.hi - 1) // most:
+                found[-1] = lo, stripe.hi, at
+                continue
+        found.append((stripe.lo, stripe.hi, stripe.at))
+    return found
+
+
+def crcs_by_tensor(layouts: Sequence[Layout], sums: Iterable[Sums]) -> list[dict[str, str]]:
+    """Of each file the CRCs of its tensors, in hexadecimal, by the names that they have in it."""
+    found: list[dict[str, str]] = []
+    by_file: list[list[tuple[int, bytes]]] = [[] for _ in layouts]
+    for number, lo, crcs in itertools.chain.from_iterable(sums):
+        by_file[number].append((lo, crcs))
+    for layout, blocks in zip(layouts, by_file, strict=True):
+        data, at = b"".join(crcs for _, crcs in sorted(blocks)), 0
+        of_file = {}
+        for laid in layout.tensors:
+            of_file[laid.stored] = data[at : at + 4 * laid.crc_count].hex()
+            at += 4 * laid.crc_count
+        if at != len(data):
+            raise CheckpointError(f"{layout.name}: ranks report {len(data)} bytes of CRCs, and there should be {at}")
+        found.append(of_file)
+    return found

@@ -1,0 +1,442 @@
+"""RingHFWriter: a DCP storage writer of safetensors files as model hubs lay them out.
+
+The header of each file follows from the global plan, so every rank writes its bytes straight into the final files, once
+(``plan.stripes``, ``move.stripes``). Files are written under names of their own. The coordinator then adds the headers,
+with the CRCs that all ranks have summed, and commits:
+
+- One file: a rename to ``model.safetensors``.
+- Several: they get names that nothing refers to, then the index is renamed; a ``model.safetensors`` from before, which
+  comes first for whoever loads, is removed last.
+
+What the directory meant before stays good until then. Other files in it, as a model's config, are left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import logging
+import os
+import re
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
+
+from dcpring import _C
+from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.groups import host_id
+from dcpring.base.memory import same_memory
+from dcpring.base.text import some_keys
+from dcpring.errors import CheckpointError
+from dcpring.format import safetensors
+from dcpring.move.save import ResultList, source_of
+from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor
+from dcpring.names.key_map import KeyMapLike
+from dcpring.options import IOArguments, IOStats
+from dcpring.plan.messages import RingPlan
+from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of
+from dcpring.store.writer import RingWriter
+from dcpring.torchside.groups import group_of_caller
+from dcpring.torchside.tensors import local_tensor
+from dcpring.torchside.versions import say_once
+from dcpring.watch import phases as _trace
+from dcpring.watch.metrics import MetricsFunction
+from dcpring.watch.progress import ProgressOption
+
+__all__ = ["RingHFWriter"]
+
+logger = logging.getLogger("dcpring")
+
+DEFAULT_SHARD_BYTES = 5 << 30
+
+_UNFINISHED = re.compile(r"\.model[^/]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{16}\.tmp")
+_SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
+
+
+class _Local(NamedTuple):
+    """What a rank tells the coordinator besides its items.
+
+    Attributes:
+        host: the same string on all ranks of a machine.
+        ties: names of tensors that are the same memory as another's, by the later.
+    """
+
+    host: str
+    ties: dict[str, str]
+
+
+class StripeResults(ResultList):
+    """What a rank reports of its stripes; there are no WriteResults.
+
+    Attributes:
+        sums: CRCs.
+    """
+
+    def __init__(self, sums: Sums, stats: IOStats) -> None:
+        super().__init__([], stats)
+        self.sums = sums
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StripeResults, (self.sums, self.stats)
+
+
+class RingHFWriter(RingWriter):
+    """Writes a directory of safetensors that ``from_pretrained`` loads, from any sharding, in place::
+
+        dcp.save(get_model_state_dict(model), storage_writer=RingHFWriter("out"), planner=RingSavePlanner())
+
+    Takes the arguments of ``HuggingFaceStorageWriter``. Whatever these say, the result is what that writes with
+    consolidation: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
+    ``model.safetensors.index.json``; every byte is written once, by the rank that holds it or one beside. The model
+    that is there stays good until the new one is complete and durable. Files that are no part of it stay.
+
+    The header holds a CRC-32 of each tensor's every 1 MiB block: ``dcpring verify`` and loads check them.
+
+    Tied tensors are written once with RingSavePlanner, as transformers does: the header notes the other names. Stock's
+    planner writes them under each name.
+
+    Args:
+        path: directory of the model, made if missing.
+        fqn_to_index_mapping: the file of each tensor, from 1 on; None: in the order of the state dict, as
+            ``max_shard_bytes`` has it.
+        thread_count: as ``workers`` (see ``io``), where that is not given.
+        save_distributed, enable_consolidation, thread_count_consolidation: taken for ``HuggingFaceStorageWriter``'s
+            sake, without effect.
+        max_shard_bytes: no file holds more bytes of tensors, unless one tensor has more.
+        dtype: what floating-point tensors are cast to, each as ``Tensor.to`` does; or such dtypes by patterns of names
+            in the file ("*.norm.weight"), of which the first that fits counts. None: as they are.
+        key_map: as for ``RingWriter``, from the state dict's names to those in the files.
+        sync_files: make everything durable before the save ends.
+        progress, metrics, trace: as for ``RingWriter``.
+        io: as for ``RingWriter``.
+
+    Raises:
+        CheckpointError: something is no tensor, or none that safetensors can hold; with ``use_collectives=False``.
+        OSError: with errno and path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+        *,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        key_map: KeyMapLike = None,
+        sync_files: bool = True,
+        progress: ProgressOption = False,
+        metrics: MetricsFunction | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        **io: Unpack[IOArguments],
+    ) -> None:
+        if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: must be an int from 1")
+        super().__init__(
+            path,
+            thread_count=thread_count,
+            sync_files=sync_files,
+            key_map=key_map,
+            progress=progress,
+            metrics=metrics,
+            trace=trace,
+            objects="allow",
+            **io,
+        )
+        if save_distributed and not enable_consolidation:
+            say_once(
+                logging.INFO,
+                "RingHFWriter(save_distributed=True): no shards of ranks are written, but the whole tensors at once, "
+                "as enable_consolidation=True would make of them",
+            )
+        self.fqn_to_index_mapping = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
+        self.save_distributed = save_distributed
+        self.enable_consolidation = enable_consolidation
+        self.thread_count_consolidation = thread_count_consolidation
+        self.max_shard_bytes = max_shard_bytes
+        self.dtype = _checked_dtype(dtype)
+        self._model: _Model | None = None
+
+    # ---- planning ----
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives") is False:
+            raise CheckpointError("RingHFWriter cannot save with use_collectives=False: all ranks write the same files")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    @_trace.step(then=_trace.THE_PLANS)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        _C.make_directory(str(self.path), self.sync_files)
+        ties: dict[str, str] = {}
+        if isinstance(plan, RingPlan) and plan.values is not None:
+            _refuse_objects([name for name, value in plan.values.items() if not isinstance(value, Tensor)])
+            ties = _ties(plan.values)
+        return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))
+
+    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with self._phases.span(_trace.CLEAN_UP):
+            _remove(self._directory, [name for name in os.listdir(self._directory) if _UNFINISHED.fullmatch(name)])
+        told = [_local_of(plan) for plan in plans]
+        boxes = [_only_boxes(boxes_of(plan.items)) for plan in plans]
+        ties = _agreed_ties(told, boxes)
+        self._model = model = self._lay_out(boxes, ties)
+        kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
+        block_bytes = self.options.block_size_bytes
+        by_rank = assign(model.layouts, kept, block_bytes)
+        hosts, token = [one.host for one in told], secrets.token_hex(8)
+        for layout in model.layouts:
+            self._create(layout)
+        parts = [Part(model.layouts, parts, hosts, token, frozenset(ties), block_bytes) for parts in by_rank]
+        self._run.plans = [
+            dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
+        ]
+        return _trace.send(self._phases, self._run.plans)
+
+    def _lay_out(self, boxes: Sequence[Sequence[Box]], ties: Mapping[str, str]) -> _Model:
+        tensors = {box.name: box for of_rank in boxes for box in of_rank}
+        stored = {name: name for name in tensors} if self.key_map is None else self.key_map.rename(tensors)
+        chosen = {name: self._dtype_of(stored[name], box.dtype) for name, box in tensors.items()}
+        safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
+        kept = {name: box for name, box in tensors.items() if name not in ties}
+        groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
+        names = [safetensors.file_name(number, len(groups)) for number in range(len(groups))]
+        if len(names) > 1 and any((self._directory / name).exists() for name in names):
+            tag = new_tag()
+            names = [name.replace("model", f"model-{tag}", 1) for name in names]
+        model = _Model(names, [], {}, {stored[second]: stored[first] for second, first in ties.items()})
+        for name, group in zip(names, groups, strict=True):
+            # Larger elements first: every tensor is then aligned to its own.
+            ordered = sorted(group, key=lambda each: -chosen[each].itemsize)
+            laid = [Laid(each, stored[each], chosen[each], kept[each].shape, 0) for each in ordered]
+            model.layouts.append(self._placed(f".{unfinished_name(name)}", laid, model))
+            model.files.update((each.stored, name) for each in laid)
+        return model
+
+    def _dtype_of(self, name: str, stored: torch.dtype) -> torch.dtype:
+        if self.dtype is None or not stored.is_floating_point:
+            return stored
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return next((dtype for pattern, dtype in self.dtype.items() if fnmatch.fnmatchcase(name, pattern)), stored)
+
+    def _by_size(self, boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
+        groups: list[list[str]] = [[]]
+        used = 0
+        for name, box in boxes.items():
+            size = torch.Size(box.shape).numel() * dtypes[name].itemsize
+            if groups[-1] and used + size > self.max_shard_bytes:
+                groups.append([])
+                used = 0
+            groups[-1].append(name)
+            used += size
+        return groups
+
+    def _by_mapping(self, boxes: Mapping[str, Box]) -> list[list[str]]:
+        assert self.fqn_to_index_mapping is not None
+        missing = [name for name in boxes if name not in self.fqn_to_index_mapping]
+        if missing:
+            raise CheckpointError(
+                f"fqn_to_index_mapping names no file for {some_keys(missing)}; give one for each tensor"
+            )
+        indices = {name: self.fqn_to_index_mapping[name] for name in boxes}
+        groups: list[list[str]] = [[] for _ in range(max(indices.values(), default=1))]
+        for name, index in indices.items():
+            groups[index - 1].append(name)
+        return groups
+
+    def _placed(self, name: str, tensors: list[Laid], model: _Model) -> Layout:
+        """A file in which the header has room for all CRCs. How many there are depends on where the tensors begin."""
+        head_bytes = 0
+        while True:
+            at, laid = head_bytes, []
+            for each in tensors:
+                laid.append(each._replace(begin=at))
+                at = laid[-1].end
+            layout = Layout(name, head_bytes, laid)
+            needed = len(self._header(layout, model, {each.stored: "00000000" * each.crc_count for each in laid}))
+            if needed <= head_bytes:
+                return layout
+            head_bytes = needed
+
+    def _header(self, layout: Layout, model: _Model, crcs: Mapping[str, str]) -> bytes:
+        notes = {**model.ties, "format": "pt"}
+        if self.options.checksum:
+            notes[safetensors.CRCS] = json.dumps(dict(crcs), separators=(",", ":"), ensure_ascii=False)
+        tensors = ((each.stored, each.dtype, each.shape) for each in layout.tensors)
+        return safetensors.make_header(tensors, notes, max(layout.head_bytes, _C.ALIGNMENT_BYTES), _CURES)
+
+    def _create(self, layout: Layout) -> None:
+        options = dataclasses.replace(self.options, direct=False).for_core(False)
+        file = _C.StripeFile(str(self.path), layout.name, layout.size_bytes, 0, options)
+        file.finish(None)
+        file.close()
+
+    # ---- writing ----
+
+    def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
+        part = plan.storage_data
+        if not isinstance(part, Part):
+            raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
+        saving = StripeSaving(
+            source_of(plan.items, planner),
+            part,
+            path=str(self.path),
+            options=dataclasses.replace(self.options, block_size_bytes=part.block_bytes),
+            sync=self.sync_files,
+            run=self._run,
+            stats=stats,
+            group=group_of_caller(),
+        )
+        self._run.meter.begin(saving.planned_bytes)
+        try:
+            return StripeResults(saving.write(), stats)
+        except BaseException:
+            _remove(self._directory, [layout.name for layout in part.files])
+            raise
+
+    # ---- the commit ----
+
+    @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Commits: from the last rename on, the new model is the one that is there."""
+        model = self._model
+        if model is None:
+            raise CheckpointError("finish before prepare_global_plan")
+        crcs = crcs_by_tensor(model.layouts, [part.sums for part in results]) if self.options.checksum else None
+        for number, layout in enumerate(model.layouts):
+            self._write_header(layout, self._header(layout, model, {} if crcs is None else crcs[number]))
+        self._commit_model(model)
+        self._model = None
+        self._run.committed([part.stats for part in results])
+        self._tell(sum(layout.size_bytes for layout in model.layouts), results)
+
+    def _write_header(self, layout: Layout, header: bytes) -> None:
+        assert len(header) == layout.head_bytes
+        options = dataclasses.replace(self.options, direct=False).for_core(self.sync_files)
+        file = _C.StripeFile(str(self.path), layout.name, 0, 0, options)
+        try:
+            file.write_at(0, header)
+            file.finish(layout.size_bytes)
+        finally:
+            file.close()
+
+    def _commit_model(self, model: _Model) -> None:
+        path, before = str(self.path), set(os.listdir(self._directory))
+        if len(model.layouts) == 1:
+            _C.replace(path, model.layouts[0].name, safetensors.MODEL_NAME, self.sync_files)
+            doomed = {safetensors.INDEX_NAME} & before
+        else:
+            for layout, name in zip(model.layouts, model.names, strict=True):
+                _C.replace(path, layout.name, name, False)
+            if self.sync_files:
+                _C.sync_directory(path)
+            total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
+            index = safetensors.make_index(model.files, total)
+            _C.commit(
+                path, f".{unfinished_name(safetensors.INDEX_NAME)}", safetensors.INDEX_NAME, index, self.sync_files
+            )
+            doomed = {safetensors.MODEL_NAME} & before
+            _C.remove_files(path, sorted(doomed))  # what is loaded first: its end is the commit where it is there
+            doomed = set()
+            if self.sync_files:
+                _C.sync_directory(path)
+        self._phases.begin(_trace.CLEAN_UP)
+        _remove(
+            self._directory, sorted(doomed | {name for name in before if _SHARD.fullmatch(name)} - set(model.names))
+        )
+
+
+class _Model(NamedTuple):
+    """What is being saved.
+
+    Attributes:
+        names: of the files, once they are complete.
+        layouts: of each.
+        files: the file of each tensor, by the names in them.
+        ties: names in the files whose tensors are under another.
+    """
+
+    names: list[str]
+    layouts: list[Layout]
+    files: dict[str, str]
+    ties: dict[str, str]
+
+
+_CURES = safetensors.Cures(
+    leave_out="leave them out of the state dict (dcp.save with a dcpring.RingWriter takes anything)",
+    cast="cast them, or give RingHFWriter(dtype=...) for floats",
+    rename="rename it with RingHFWriter(key_map=...)",
+    split="give RingHFWriter a smaller max_shard_bytes",
+)
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype | dict[str, torch.dtype] | None:
+    given = [dtype] if dtype is None or isinstance(dtype, torch.dtype) else list(dict(dtype).values())
+    for one in given:
+        if one is not None and (not isinstance(one, torch.dtype) or not one.is_floating_point):
+            raise ValueError(f"dtype={dtype!r}: must be a floating-point dtype, or such dtypes by patterns of names")
+    return dtype if dtype is None or isinstance(dtype, torch.dtype) else dict(dtype)
+
+
+def _refuse_objects(names: Sequence[str]) -> None:
+    if names:
+        safetensors.check_entries(dict.fromkeys(names), _CURES)
+
+
+def _only_boxes(found: Iterable[Box | str]) -> list[Box]:
+    listed = list(found)
+    _refuse_objects([one for one in listed if isinstance(one, str)])
+    return [one for one in listed if isinstance(one, Box)]
+
+
+def _local_of(plan: SavePlan) -> _Local:
+    told = plan.storage_data
+    return told if isinstance(told, _Local) else _Local(uuid.uuid4().hex, {})
+
+
+def _ties(values: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are another's memory, with the first name that it has."""
+    names = list(values)
+    locals_ = {
+        index: local_tensor(value) if isinstance(value, DTensor) else value
+        for index, value in enumerate(values.values())
+        if isinstance(value, Tensor)
+    }
+    plain = {index: tensor for index, tensor in locals_.items() if type(tensor) in (Tensor, torch.nn.Parameter)}
+    same = same_memory({index: tensor for index, tensor in plain.items() if tensor.layout == torch.strided})
+    return {
+        names[second]: names[first]
+        for second, first in same.items()
+        if values[names[second]].shape == values[names[first]].shape
+    }
+
+
+def _agreed_ties(told: Sequence[_Local], boxes: Sequence[Sequence[Box]]) -> dict[str, str]:
+    """Ties that hold on every rank that writes anything of the second name."""
+    found = {second: first for one in told for second, first in one.ties.items()}
+    for one, of_rank in zip(told, boxes, strict=True):
+        for box in of_rank:
+            if box.name in found and one.ties.get(box.name) != found[box.name]:
+                del found[box.name]
+    return found
+
+
+def _remove(directory: Path, names: list[str]) -> None:
+    """What cannot be removed stays, and harms nobody; the next save tries again."""
+    try:
+        _C.remove_files(str(directory), names)
+    except OSError as error:
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)

@@ -1,0 +1,351 @@
+"""RingHFWriter: directories of safetensors, written in place by all ranks, read by the safetensors package."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _distributed import RankFailure, run
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dcpring import CheckpointError, RingHFWriter, RingSavePlanner
+from dcpring.format import safetensors as headers
+from dcpring.move import host_memory, stripes
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (3001, 257),
+    "rows": (1024, 1024),
+    "few": (3, 700_001),
+    "one": (1, 9),
+    "cube": (12, 80, 200),
+    "vector": (1_000_003,),
+    "empty": (0, 4),
+    "scalar": (),
+}
+DTYPES = {"rows": torch.bfloat16, "vector": torch.int32, "cube": torch.float64}
+MESHES: list[tuple[tuple[int, ...], str]] = [
+    ((4,), "0"),
+    ((4,), "1"),
+    ((2, 2), "r0"),
+    ((2, 2), "01"),
+    ((2, 2), "11"),
+    ((2, 2), "1r"),
+    ((3,), "0"),
+    ((3,), "1"),
+]
+
+
+def value(key: str) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(key.encode()))
+    made = torch.randn(SHAPES[key], generator=generator) * 100
+    return made.to(DTYPES.get(key, torch.float32))
+
+
+def state(mesh_shape: tuple[int, ...], layout: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    made: dict[str, Tensor] = {}
+    for key, shape in SHAPES.items():
+        axes = layout[: len(mesh_shape)]
+        places = [Replicate() if axis == "r" or int(axis) >= len(shape) else Shard(int(axis)) for axis in axes]
+        made[key] = distribute_tensor(value(key), mesh, places)
+    return made
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """All of a directory, by the safetensors package, as transformers finds it."""
+    model, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if model.exists():
+        return load_file(model)
+    listed = json.loads(index.read_text())["weight_map"]
+    found: dict[str, Tensor] = {}
+    for name in sorted(set(listed.values())):
+        part = load_file(path / name)
+        assert {key for key, file in listed.items() if file == name} == part.keys()
+        found |= part
+    return found
+
+
+def check_crcs(path: Path) -> None:
+    """Every block's CRC in the headers is that of its bytes."""
+    for file in path.glob("*.safetensors"):
+        header, data = headers.read_header(file), file.read_bytes()
+        noted = json.loads(header.notes["dcpring.crcs"])
+        assert noted.keys() == header.tensors.keys()
+        for name, stored in header.tensors.items():
+            block = 1 << 20
+            cuts = [stored.begin, *range((stored.begin // block + 1) * block, stored.end, block), stored.end]
+            sums = [zlib.crc32(data[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
+            assert noted[name] == b"".join(one.to_bytes(4, "little") for one in sums).hex(), name
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape, key
+        assert torch.equal(
+            found[key].contiguous().flatten().view(torch.uint8), tensor.contiguous().flatten().view(torch.uint8)
+        ), key
+
+
+def whole() -> dict[str, Tensor]:
+    return {key: value(key) for key in SHAPES}
+
+
+def save_jobs(jobs: list[tuple[str, tuple[int, ...], str, bool, dict[str, Any]]], hosts: list[str] | None) -> list[int]:
+    written = []
+    for path, mesh_shape, layout, is_stock, options in jobs:
+        planner = DefaultSavePlanner() if is_stock else RingSavePlanner()
+        writer = RingHFWriter(path, **options)
+        with mock.patch("dcpring.store.hf_writer.host_id", lambda: "" if hosts is None else hosts[dist.get_rank()]):
+            dcp.save(state(mesh_shape, layout), storage_writer=writer, planner=planner)
+        assert writer.stats is not None
+        written.append(writer.stats.bytes)
+    return written
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_any_mesh_makes_the_whole_tensors(tmp_path: Path, world: int) -> None:
+    chosen = [(mesh, layout) for mesh, layout in MESHES if torch.Size(mesh).numel() == world]
+    jobs = [
+        (str(tmp_path / f"{number}-{is_stock}"), mesh, layout, is_stock, options)
+        for number, (mesh, layout) in enumerate(chosen)
+        for is_stock, options in ((False, {}), (True, {"max_shard_bytes": 4 << 20}))
+    ]
+    written = run(world, save_jobs, jobs, None)
+    for number, (path, *_) in enumerate(jobs):
+        same(read(Path(path)), whole())
+        check_crcs(Path(path))
+        files = [file for file in Path(path).iterdir() if file.suffix == ".safetensors"]
+        heads = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+        assert sum(rank[number] for rank in written) == sum(file.stat().st_size for file in files) - heads
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "c", "d"], ["a", "b", "a", "b"]])
+def test_ranks_of_several_hosts(tmp_path: Path, hosts: list[str]) -> None:
+    jobs = [(str(tmp_path / layout), mesh, layout, False, {}) for mesh, layout in MESHES[:4]]
+    run(4, save_jobs, jobs, hosts)
+    for path, *_ in jobs:
+        same(read(Path(path)), whole())
+        check_crcs(Path(path))
+
+
+def no_shared_memory(path: str) -> None:
+    with mock.patch.object(host_memory.shared_memory, "open_word", side_effect=OSError("other containers")):
+        dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+
+
+def test_ranks_that_cannot_share_memory(tmp_path: Path) -> None:
+    run(2, no_shared_memory, str(tmp_path))
+    same(read(tmp_path), whole())
+
+
+def cast_jobs(path: str) -> None:
+    dtype = {"rows": torch.float32, "few": torch.float16, "*": torch.bfloat16}
+    writer = RingHFWriter(path, dtype=dtype, key_map={"few": "model.few"})
+    dcp.save(state((2,), "1"), storage_writer=writer, planner=RingSavePlanner())
+
+
+def test_casts_and_other_names(tmp_path: Path) -> None:
+    run(2, cast_jobs, str(tmp_path))
+    wanted = {
+        key: tensor if key == "vector" else tensor.to({"rows": torch.float32}.get(key, torch.bfloat16))
+        for key, tensor in whole().items()
+        if key != "few"
+    }
+    same(read(tmp_path), wanted | {"model.few": value("few").to(torch.bfloat16)})
+
+
+# ---- one process ----
+
+
+def save(path: Path, values: dict[str, Any], planner: Any = None, **options: Any) -> None:
+    writer = RingHFWriter(path, **options)
+    dcp.save(values, storage_writer=writer, planner=planner or RingSavePlanner(), no_dist=True)
+
+
+def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
+    weight = torch.randn(30, 7)
+    save(tmp_path, {"embed": weight, "other": torch.ones(3), "head": weight, "view": weight[:3]})
+    same(read(tmp_path), {"embed": weight, "other": torch.ones(3), "view": weight[:3]})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["head"] == "embed" and file.metadata()["format"] == "pt"
+    save(tmp_path, {"embed": weight, "head": weight}, DefaultSavePlanner())
+    same(read(tmp_path), {"embed": weight, "head": weight})
+
+
+def tie_on_all_ranks(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(60.0).view(6, 10), mesh, [Shard(0)])
+    dcp.save({"a": weight, "b": weight}, storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+
+
+def test_tied_shards_are_written_once(tmp_path: Path) -> None:
+    run(2, tie_on_all_ranks, str(tmp_path))
+    same(read(tmp_path), {"a": torch.arange(60.0).view(6, 10)})
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    values = {}
+    for number, dtype in enumerate(headers.NAMES):
+        raw = torch.randint(0, 2, (6, 8 * dtype.itemsize), dtype=torch.uint8)
+        values[f"{number}.{dtype}"] = raw.view(dtype) if dtype != torch.bool else raw[:, :8].bool()
+    save(tmp_path, values)
+    header = headers.read_header(tmp_path / "model.safetensors")
+    for name, tensor in values.items():
+        stored = header.tensors[name]
+        data = (tmp_path / "model.safetensors").read_bytes()[stored.begin : stored.end]
+        assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert data == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
+
+
+def test_views_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+    complex_ = torch.randn(40, 30, dtype=torch.complex64)
+    values = {"t": torch.randn(50, 60).t(), "conj": complex_.conj(), "imag": complex_.imag, "neg": complex_.conj().imag}
+    save(tmp_path, values)
+    same(read(tmp_path), {name: tensor.resolve_conj().resolve_neg() for name, tensor in values.items()})
+
+
+@pytest.mark.parametrize("planner", [RingSavePlanner, DefaultSavePlanner])
+def test_objects_are_refused_before_anything_is_written(tmp_path: Path, planner: Any) -> None:
+    save(tmp_path, {"a": torch.ones(3)})
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointException, match=r"'?step'?.*leave them out of the state dict"):
+        save(tmp_path, {"a": torch.zeros(3), "step": 7}, planner())
+    assert sorted(os.listdir(tmp_path)) == before
+    same(read(tmp_path), {"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"c": torch.ones(3, dtype=torch.complex128)}, "safetensors has no dtype for these: c"),
+        ({"__metadata__": torch.ones(3)}, "key_map"),
+        ({"s": torch.eye(3).to_sparse()}, "'s' in safetensors: it is of layout"),
+        ({"m": torch.empty(3, device="meta")}, "'m' in safetensors: it is on the meta device"),
+    ],
+)
+def test_what_safetensors_cannot_hold(tmp_path: Path, values: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(CheckpointException, match=re.escape(words)):
+        save(tmp_path, values)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_file_for_each_tensor_as_told(tmp_path: Path) -> None:
+    values = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
+    save(tmp_path, values, fqn_to_index_mapping={"a": 2, "b": 1, "c": 2})
+    listed = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert listed["weight_map"] == {
+        name: f"model-0000{number}-of-00002.safetensors" for name, number in (("a", 2), ("b", 1), ("c", 2))
+    }
+    assert listed["metadata"]["total_size"] == 48
+    same(read(tmp_path), values)
+    with pytest.raises(CheckpointException, match="fqn_to_index_mapping names no file for 'c'"):
+        save(tmp_path, values, fqn_to_index_mapping={"a": 1, "b": 1})
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    """Any number of files after any other; what is no part of the model stays, what was a part of the old one goes."""
+    for name in ("config.json", "tokenizer.safetensors", "model.txt"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "model-00007-of-00009.safetensors").write_text("stale")
+    mine = {"config.json", "tokenizer.safetensors", "model.txt"}
+    for number, limit in enumerate((5 << 30, 100, 200, 100, 5 << 30, 5 << 30)):
+        values = {name: torch.full((20,), float(number)) for name in "abcd"}
+        save(tmp_path, values, max_shard_bytes=limit)
+        same(read(tmp_path), values)
+        files = 1 if limit > 1000 else 1 + 320 // (limit // 80 * 80)
+        assert len(set(os.listdir(tmp_path)) - mine) == files
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    save(tmp_path, {})
+    assert read(tmp_path) == {}
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(1 << 20)})
+    with (
+        mock.patch.object(stripes.StripeSaving, "write", side_effect=OSError(5, "broken")),
+        pytest.raises(CheckpointException, match="broken"),
+    ):
+        save(tmp_path, {"a": torch.zeros(1 << 20)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    same(read(tmp_path), {"a": torch.ones(1 << 20)})
+
+
+def test_leftovers_go_at_the_next_save(tmp_path: Path) -> None:
+    left = tmp_path / ".model-00001-of-00002.safetensors.0123456789abcdef.tmp"
+    left.write_text("left")
+    save(tmp_path, {"a": torch.ones(3)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def fail_on_one(path: str, rank: int) -> str:
+    real = stripes.StripeSaving.patches
+
+    def broken(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise OSError(5, "this disk is gone")
+        return real(self, *args)
+
+    with mock.patch.object(stripes.StripeSaving, "patches", broken):
+        try:
+            dcp.save(state((3,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+        except CheckpointException as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, rank: int) -> None:
+    found = run(3, fail_on_one, str(tmp_path), rank, timeout=40)
+    assert all(f"rank {rank}" in text and "this disk is gone" in text for text in found)
+    assert not list(tmp_path.glob("*"))
+
+
+def without_collectives(path: str) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=RingHFWriter(path), use_collectives=False)
+
+
+def test_without_collectives(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="use_collectives=False"):
+        run(2, without_collectives, str(tmp_path))
+
+
+def async_saves(path: str) -> None:
+    values = state((2,), "1")
+    for kind in dcp.state_dict_saver.AsyncCheckpointerType:
+        folder = f"{path}/{kind.value}"
+        writer, planner = RingHFWriter(folder), RingSavePlanner()
+        dcp.async_save(values, storage_writer=writer, planner=planner, async_checkpointer_type=kind).result()
+
+
+@pytest.mark.slow
+def test_async_saves(tmp_path: Path) -> None:
+    run(2, async_saves, str(tmp_path))
+    for folder in tmp_path.iterdir():
+        same(read(folder), whole())
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        RingHFWriter(tmp_path, max_shard_bytes=0)
+    with pytest.raises(ValueError, match="floating-point dtype"):
+        RingHFWriter(tmp_path, dtype=torch.int8)
+    assert CheckpointError

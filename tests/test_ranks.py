@@ -66,12 +66,12 @@ def parts_are_right(parts: dict[str, Any]) -> bool:
 def of_other_histories(folder: Path) -> list[bool]:
     """Each rank has been in another number of groups, and some have been destroyed again."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [[0, 1], [2, 3]]
+    groups = [dist.new_group(pair) for pair in pairs]  # first: torch itself names these by how many there are
     for count in range(rank):
         group = dist.new_group([rank], use_local_synchronization=True)
         if count % 2:
             dist.destroy_process_group(group)
-    pairs = [[0, 1], [2, 3]]
-    groups = [dist.new_group(pair) for pair in pairs]
     mine = groups[rank // 2]
     found = []
     for turn in range(3):

@@ -110,19 +110,23 @@ int dr_stripes_fill(const struct dr_stripes *stripes, unsigned workers, const st
 
 /* ---- writing ---- */
 
-static void fill_block(const struct run *run, const struct dr_stripe *stripe, unsigned worker, uint8_t *block,
-                       size_t padded) {
+/* Sees to it that the request has a stripe's bytes: in its buffer, or where they are shared if nothing is to be padded.
+ */
+static void fill_block(const struct run *run, const struct dr_stripe *stripe, unsigned worker,
+                       struct dr_request *request, size_t padded) {
     struct dr_watch *watch = run->output->options.watch;
     size_t size = (size_t)(stripe->hi - stripe->lo);
     struct dr_span span = {
         .begin = dr_watch_now(watch), .offset = stripe->lo, .size = size, .step = DR_STEP_FILL, .worker = worker};
-    if (stripe->shared)
-        memcpy(block, stripe->shared, size);
+    if (!stripe->shared)
+        gather(run->stripes, stripe->lo, stripe->hi, request->data);
+    else if (padded == size && (uintptr_t)stripe->shared % DR_ALIGNMENT == 0)
+        request->data = stripe->shared;
     else
-        gather(run->stripes, stripe->lo, stripe->hi, block);
+        memcpy(request->data, stripe->shared, size);
     if (stripe->crcs)
-        sum(run, stripe, block, &span.crc);
-    memset(block + size, 0, padded - size);
+        sum(run, stripe, request->data, &span.crc);
+    memset(request->data + size, 0, padded - size);
     dr_watch_note(watch, span);
 }
 
@@ -141,7 +145,7 @@ static int write_stripes(struct run *run, struct dr_engine *engine, struct dr_er
             return rc;
         size_t size = (size_t)(stripe->hi - stripe->lo);
         size_t padded = output->direct ? (size_t)dr_align_up(size, DR_ALIGNMENT) : size;
-        fill_block(run, stripe, engine->worker, request->data, padded);
+        fill_block(run, stripe, engine->worker, request, padded);
         rc = dr_output_submit(output, engine, request, stripe->lo, padded, error);
         if (rc < 0)
             return rc;

@@ -32,8 +32,8 @@ struct dr_request {
     int fd;
     bool direct;
     unsigned buffer; /* index in the engine's pool; also the request's own index */
-    uint8_t *data;
-    uint32_t size;   /* bytes to transfer */
+    uint8_t *data; /* the buffer; or, if the caller says so, memory of its own, aligned where the transfer is direct */
+    uint32_t size; /* bytes to transfer */
     uint32_t needed; /* bytes that must arrive; less than size where a direct read passes the end of the file */
     uint32_t done;
     int64_t offset;

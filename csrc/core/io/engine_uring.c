@@ -71,7 +71,8 @@ static int uring_submit(struct dr_engine *engine, struct dr_request *request, st
     struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
     if (!sqe)
         return dr_error_system(error, EBUSY, DR_CALL_URING_GET_SQE, request->path);
-    prepare(sqe, request, request->buffer < engine->registered);
+    bool own = request->data == dr_pool_buffer(&engine->pool, request->buffer);
+    prepare(sqe, request, own && request->buffer < engine->registered);
     io_uring_sqe_set_data(sqe, request);
     int rc = dr_sys.uring_submit(&uring->ring);
     for (unsigned tries = 0; (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY) && tries < MAX_SUBMITS; tries++) {

@@ -123,7 +123,7 @@ class StripeSaving:
         if not self._part.has_rounds:
             for number, (layout, part, held) in enumerate(files):
                 with self._writing(number, layout, part) as file:
-                    self._write_own(_Turn(number, layout, file, held), part)
+                    self._write_own(self._turn(number, layout, file, held), part)
             return self._sums
         assert self._group is not None
         meeting = groups.Meeting(f"dcpring/stripes/{self._part.token}", dist.get_world_size(self._group))
@@ -135,7 +135,7 @@ class StripeSaving:
         with joined(Joint(GroupChannel(self._group), "save")) as joint, self._rounds(joint) as rounds:
             for number, (layout, part, held) in enumerate(files):
                 with joint.doing(f"{layout.name} cannot be written"), self._writing(number, layout, part) as file:
-                    turn = _Turn(number, layout, file, held)
+                    turn = self._turn(number, layout, file, held)
                     self._write_own(turn, part)
                     rounds.run(turn, part)
         return self._sums
@@ -147,7 +147,8 @@ class StripeSaving:
             yield None
             return
         options = self._options.for_core(self._sync, self._watch)
-        file = _C.StripeFile(self._path, layout.name, 0, part.writes_bytes, options)
+        own_bytes = sum(hi - lo for lo, hi in part.own)  # others are written from where they were put together
+        file = _C.StripeFile(self._path, layout.name, 0, own_bytes, options)
         try:
             yield file
             with self._run.phases.core(self._watch, f"sync {layout.name}", [layout.name]):
@@ -173,8 +174,7 @@ class StripeSaving:
 
     def _write_own(self, turn: _Turn, part: FilePart) -> None:
         blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._part.block_bytes)]
-        most = None if self._is_plain(turn.held) else _WINDOW_BYTES
-        batches = windows(blocks, lambda block: block[1] - block[0], most)
+        batches = windows(blocks, lambda block: block[1] - block[0], turn.window_bytes)
         with contextlib.closing(
             read_ahead("dcpring-gather", batches, lambda batch: self.patches(turn, batch))
         ) as ready:
@@ -192,14 +192,14 @@ class StripeSaving:
 
     # ---- what this rank holds ----
 
-    def _is_plain(self, held: Iterable[_Held]) -> bool:
-        """Whether all can be taken from where it lies."""
-        chosen = list(held)
-        tensors = self._resolve(chosen)
+    def _turn(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> _Turn:
+        """Whatever can be taken from where it lies needs no windows."""
+        tensors = self._resolve(held)
         _, kinds = handles_and_kinds(list(tensors))
-        return not any(kinds) and all(
-            one.laid.dtype == tensor.dtype for one, tensor in zip(chosen, tensors, strict=True)
+        plain = not any(kinds) and all(
+            one.laid.dtype == tensor.dtype for one, tensor in zip(held, tensors, strict=True)
         )
+        return _Turn(number, layout, file, held, None if plain else _WINDOW_BYTES)
 
     def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
         tensors = self._source.resolve([one.position for one in held])
@@ -239,10 +239,13 @@ class StripeSaving:
 
 
 class _Turn:
-    """A file being written: its number, layout, the open file, and what this rank holds of it."""
+    """A file being written: its number, layout, the open file, what this rank holds of it, and in which windows that is
+    taken."""
 
-    def __init__(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> None:
-        self.number, self.layout, self.file, self.held = number, layout, file, held
+    def __init__(
+        self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held], window_bytes: int | None
+    ) -> None:
+        self.number, self.layout, self.file, self.held, self.window_bytes = number, layout, file, held, window_bytes
         self.begins = [one.laid.begin for one in held]
         self.ends = [one.laid.end for one in held]
         self.payloads = [(laid.begin, laid.size_bytes) for laid in layout.tensors]
@@ -316,7 +319,7 @@ class _Rounds:
         for stripes in part.rounds:
             memory = self._memory[self._number % 2]
             places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
-            for batch in windows(places, lambda place: place[1] - place[0], _WINDOW_BYTES):
+            for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
                 _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
             if writing is not None:
                 writing.result()

@@ -26,7 +26,7 @@ from dcpring.plan.table import BYTES_ROW
 
 STRIPE_BYTES = _C.CRC_BLOCK_BYTES
 
-ROUND_BYTES = 16 << 20
+ROUND_BYTES = 24 << 20
 """What is put together at a time. Each host's ranks share twice as much."""
 
 Ints = tuple[int, ...]

@@ -752,7 +752,7 @@ def _failing_rank(path: str) -> None:
     dcp.save(_state(1), storage_writer=RingWriter(path))
     bad = _state(2) | {f"own.{rank}": torch.ones(3) if rank == 0 else (lambda: None)}
     text = failure(lambda: dcp.save(bad, storage_writer=RingWriter(path)))
-    assert "pickle" in text
+    assert "<lambda>" in text
     dist.barrier()
     state = _blank()
     dcp.load(state, storage_reader=RingReader(path))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import os
 from collections import OrderedDict
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ class _Digester:
             return self._of_items("dict", value.items(), levels)
         if isinstance(value, Tensor):
             return _of_tensor(value)
+        if isinstance(value, PurePath):  # since Python 3.13 pickled as what it was made of
+            return _hashed(kind.__qualname__, *map(os.fsencode, value.parts))
         return self._of_object(value, levels)
 
     def _of_items(self, kind: str, items: Any, levels: int) -> bytes:

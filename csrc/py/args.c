@@ -8,12 +8,12 @@ int parse_options(struct module_state *state, PyObject *tuple, struct dr_options
     unsigned depth, workers;
     Py_ssize_t block_size;
     PyObject *watch;
-    if (!PyArg_ParseTuple(tuple, "siInIppO;options", &options->engine, &direct, &depth, &block_size, &workers,
+    if (!PyArg_ParseTuple(tuple, "siInIpiO;options", &options->engine, &direct, &depth, &block_size, &workers,
                           &checksum, &sync, &watch))
         return -1;
-    if (direct < DR_DIRECT_OFF || direct > DR_DIRECT_AUTO || workers < 1 || workers > DR_MAX_WORKERS || depth < 1 ||
-        depth > 4096 || block_size < (Py_ssize_t)DR_CRC_BLOCK || block_size > ((Py_ssize_t)1 << 30) ||
-        block_size % (Py_ssize_t)DR_CRC_BLOCK != 0) {
+    if (sync < DR_SYNC_OFF || sync > DR_SYNC_LENGTH || direct < DR_DIRECT_OFF || direct > DR_DIRECT_AUTO ||
+        workers < 1 || workers > DR_MAX_WORKERS || depth < 1 || depth > 4096 || block_size < (Py_ssize_t)DR_CRC_BLOCK ||
+        block_size > ((Py_ssize_t)1 << 30) || block_size % (Py_ssize_t)DR_CRC_BLOCK != 0) {
         PyErr_SetString(PyExc_ValueError, "an I/O option is out of range");
         return -1;
     }
@@ -22,7 +22,7 @@ int parse_options(struct module_state *state, PyObject *tuple, struct dr_options
     options->block_size = (size_t)block_size;
     options->workers = workers;
     options->checksum = checksum;
-    options->sync = sync;
+    options->sync = (enum dr_sync)sync;
     return parse_watch(state, watch, &options->watch);
 }
 

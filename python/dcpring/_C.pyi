@@ -13,8 +13,9 @@ KEY_WRAPPED: int
 KEY_ORIGINAL: int
 SLICE_GAP_BYTES: int
 
-# engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum, sync, watch
-_Options = tuple[str, int, int, int, int, bool, bool, "Watch | None"]
+# engine, direct (0 off, 1 on, 2 auto), queue_depth, block_size_bytes, workers, checksum,
+# sync (0 off, 1 data, 2 length), watch
+_Options = tuple[str, int, int, int, int, bool, int, "Watch | None"]
 # step (csrc/core/io/watch.h), begin and end (ns of the monotonic clock), offset, size, ns of CRC, file, worker, slot
 _Span = tuple[int, int, int, int, int, int, int, int, int]
 # offset, length, payload_offset, payload_size, crcs (little-endian uint32 per CRC block)

@@ -59,11 +59,25 @@ class IOOptions:
             raise ValueError(f"block_size_bytes={self.block_size_bytes}: must be a multiple of 1 MiB")
 
     def for_core(
-        self, sync: bool, watch: _C.Watch | None = None
-    ) -> tuple[str, int, int, int, int, bool, bool, _C.Watch | None]:
-        """The tuple that dcpring._C takes."""
+        self, sync: bool, watch: _C.Watch | None = None, *, exact: bool = False
+    ) -> tuple[str, int, int, int, int, bool, int, _C.Watch | None]:
+        """The tuple that dcpring._C takes.
+
+        Args:
+            sync: whether files are durable when they are finished.
+            exact: and their length, too, which is less than was allocated.
+        """
         direct = _DIRECT_CODES[self.direct]
-        return (self.engine, direct, self.queue_depth, self.block_size_bytes, self.workers, self.checksum, sync, watch)
+        return (
+            self.engine,
+            direct,
+            self.queue_depth,
+            self.block_size_bytes,
+            self.workers,
+            self.checksum,
+            sync * (1 + exact),
+            watch,
+        )
 
 
 def _check_range(name: str, value: int, most: int) -> None:

@@ -318,12 +318,12 @@ static void sync_can_be_left(void) {
     int before = check_open_descriptors();
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
     dr_error_clear(&error);
-    CHECK_OK(dr_file_sync(fd, "synced", &never, &error), &error);
+    CHECK_OK(dr_file_sync(fd, "synced", DR_SYNC_DATA, &never, &error), &error);
     dr_sys.fdatasync = slow_fdatasync;
     dr_sys.close = noted_close;
     double start = check_seconds();
     const struct dr_control control = {cancel_at_second_poll, &polls};
-    CHECK_FAILS(dr_file_sync(fd, "synced", &control, &error), &error, ECANCELED);
+    CHECK_FAILS(dr_file_sync(fd, "synced", DR_SYNC_DATA, &control, &error), &error, ECANCELED);
     CHECK(check_seconds() - start < 0.45); /* the sync takes 0.5 */
     close(fd);
     while (!atomic_load(&closed)) /* the sync ends by itself */
@@ -337,11 +337,11 @@ static void sync_fails(void) {
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
     dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "fdatasync", .nth = 1, .err = EIO});
-    CHECK_FAILS(dr_file_sync(fd, "synced", &never, &error), &error, EIO);
+    CHECK_FAILS(dr_file_sync(fd, "synced", DR_SYNC_DATA, &never, &error), &error, EIO);
     CHECK(error.call == DR_CALL_FDATASYNC);
     dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "fdatasync", .nth = 1, .err = EINTR});
-    CHECK_OK(dr_file_sync(fd, "synced", &never, &error), &error);
+    CHECK_OK(dr_file_sync(fd, "synced", DR_SYNC_DATA, &never, &error), &error);
     CHECK_EQ(dr_fault_disarm(), 2);
     close(fd);
 }

@@ -7,6 +7,7 @@ crash, one that was done or had begun must be there, bit for bit, and none that 
 from __future__ import annotations
 
 import errno
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from dcpring import (
     Checkpointer,
     CheckpointError,
     Replicated,
+    RingHFReader,
+    RingHFWriter,
     RingLoadPlanner,
     RingReader,
     RingSavePlanner,
@@ -157,7 +160,10 @@ def absence_or_wrong(error: BaseException) -> int:
     """A checkpoint that is not there says so; whatever else keeps one from loading is wrong."""
     reasons = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for reason in reasons:  # DCP makes an AssertionError of it that quotes it
-        if not any(words in str(reason) for words in ("does not exist", "is no checkpoint: there is no")):
+        if not any(
+            words in str(reason)
+            for words in ("does not exist", "is no checkpoint: there is no", "holds no safetensors", ", and no index")
+        ):
             raise Wrong(f"{type(reason).__name__}: {reason}") from error
     return NOTHING
 
@@ -275,6 +281,36 @@ class StockSaves(Saves):
 
 def saved_by_stock(path: Path) -> None:
     dcp.save(state_of(1), storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+class ModelSaves(Saves):
+    """One process saves a model as safetensors, in one file or in several."""
+
+    def __init__(self, name: str, options: Callable[[int], Mapping[str, Any]], **others: Any) -> None:
+        super().__init__(
+            name, options, folder="model", states=small_state_of, planner=RingSavePlanner, writer=RingHFWriter, **others
+        )
+
+    def find(self, root: Path) -> set[int]:
+        state = blank(small_state_of(1))
+        try:
+            dcp.load(state, storage_reader=RingHFReader(root / "model"), planner=RingLoadPlanner(), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            return {absence_or_wrong(error)}
+        return {same_version(state, small_state_of)}
+
+    def leftovers(self, root: Path) -> set[str]:
+        path = root / "model"
+        index = path / "model.safetensors.index.json"
+        needed = {"model.safetensors"}
+        if not (path / "model.safetensors").exists() and index.exists():
+            needed = {index.name, *json.loads(index.read_text())["weight_map"].values()}
+        return {entry.name for entry in path.iterdir()} - needed
+
+
+def _in_several_files(*numbers: int) -> Callable[[int], Mapping[str, Any]]:
+    """In versions of these numbers."""
+    return lambda number: {"max_shard_bytes": 700} if number in numbers else {}
 
 
 class SavesAfterCrash(Scenario):
@@ -629,6 +665,7 @@ def quick(seed: int | str) -> list[Scenario]:
         Saves("save that keeps the superseded", {"keep_superseded": True}, versions=3),
         Saves("save after one that failed", faulty={1: "fdatasync", 2: "rename"}),
         Saves("save without sync, killed", _THREADS | {"sync_files": False}, loses=False),
+        ModelSaves("save of a model", _in_several_files(2, 3), versions=4),
         RanksSave("ranks save", RingSavePlanner),
         RanksSaveAlone("ranks save without collectives", 2),
         Checkpoints("checkpointer that keeps one", [1, 2, 3], keep_last=1),
@@ -647,6 +684,7 @@ def every(seed: int | str) -> list[Scenario]:
         Checkpoints("checkpointer that keeps one", [1, 2, 3], keep_last=1),
         Conversions("convert to dcp", "target", files=2),
         Conversions("convert to a file", "target.pt"),
+        ModelSaves("save of a model", _in_several_files(2, 3), versions=4),
     ]
     return [
         *quick(seed),
@@ -660,6 +698,8 @@ def every(seed: int | str) -> list[Scenario]:
         Saves("save in the background", asynchronous=True),
         Saves("save after one that failed early", faulty={1: "mkdir", 2: "open_below"}),
         Saves("save after one that failed late", faulty={1: "fsync", 2: "fsync"}),
+        ModelSaves("save of a model after one that failed", _in_several_files(1, 4), versions=4, faulty={2: "rename"}),
+        ModelSaves("save of a model in files alone", _in_several_files(1, 2, 3), versions=3, faulty={3: "fdatasync"}),
         RanksSave("ranks save by stock's planner", None, single_file_per_rank=False),
         RanksSave("ranks save with io_uring", RingSavePlanner, **_URING),
         RanksSaveAlone("ranks save without collectives, between others", 4, globally=(2, 4)),

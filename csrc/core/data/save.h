@@ -49,7 +49,7 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
 int dr_writer_write(struct dr_writer *writer, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error);
 
-/* Writes what is left, cuts the file to its length, and with options.sync makes it durable (not its name: see
+/* Writes what is left, cuts the file to its length, and makes it as durable as options.sync says (not its name: see
  * dr_directory_sync). */
 int dr_writer_finish(struct dr_writer *writer, const struct dr_control *control, struct dr_error *error);
 

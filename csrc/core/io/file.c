@@ -32,13 +32,14 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
     return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, DR_CALL_O_DIRECT, path) : 0;
 }
 
-/* ---- fdatasync, apart ---- */
+/* ---- fdatasync and fsync, apart ---- */
 
 /* Shared by the caller and the syncing thread; whoever leaves last frees it. */
 struct sync {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int fd, result;
+    enum dr_sync kind;
     bool done, abandoned;
 };
 
@@ -49,9 +50,13 @@ static void free_sync(struct sync *sync) {
     free(sync);
 }
 
+static int sync_now(int fd, enum dr_sync kind) {
+    return kind == DR_SYNC_LENGTH ? DR_RETRY(dr_sys.fsync(fd)) : DR_RETRY(dr_sys.fdatasync(fd));
+}
+
 static void *run_sync(void *argument) {
     struct sync *sync = argument;
-    int result = DR_RETRY(dr_sys.fdatasync(sync->fd));
+    int result = sync_now(sync->fd, sync->kind);
     pthread_mutex_lock(&sync->lock);
     sync->result = result;
     sync->done = true;
@@ -63,12 +68,13 @@ static void *run_sync(void *argument) {
     return NULL;
 }
 
-static struct sync *start_sync(int fd) {
+static struct sync *start_sync(int fd, enum dr_sync kind) {
     struct sync *sync = dr_calloc(1, sizeof *sync);
     if (!sync)
         return NULL;
     pthread_mutex_init(&sync->lock, NULL);
     dr_clock_cond_init(&sync->changed);
+    sync->kind = kind;
     sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -104,11 +110,13 @@ static bool await_sync(struct sync *sync, const struct dr_control *control, bool
     return cancelled;
 }
 
-int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error) {
-    struct sync *sync = start_sync(fd);
+int dr_file_sync(int fd, const char *path, enum dr_sync kind, const struct dr_control *control,
+                 struct dr_error *error) {
+    enum dr_call call = kind == DR_SYNC_LENGTH ? DR_CALL_FSYNC : DR_CALL_FDATASYNC;
+    struct sync *sync = start_sync(fd, kind);
     if (!sync) {
-        int rc = DR_RETRY(dr_sys.fdatasync(fd));
-        return rc < 0 ? dr_error_system(error, -rc, DR_CALL_FDATASYNC, path) : 0;
+        int rc = sync_now(fd, kind);
+        return rc < 0 ? dr_error_system(error, -rc, call, path) : 0;
     }
     bool ended;
     bool cancelled = await_sync(sync, control, &ended);
@@ -117,7 +125,7 @@ int dr_file_sync(int fd, const char *path, const struct dr_control *control, str
         free_sync(sync);
     if (cancelled)
         return dr_error_cancelled(error);
-    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_FDATASYNC, path) : 0;
+    return rc < 0 ? dr_error_system(error, -rc, call, path) : 0;
 }
 
 /* ---- directories ---- */

@@ -14,8 +14,8 @@ char *dr_path_join(const char *dir, const char *name);
  */
 int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error);
 
-/* fdatasync that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
-int dr_file_sync(int fd, const char *path, const struct dr_control *control, struct dr_error *error);
+/* fdatasync, or fsync, that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
+int dr_file_sync(int fd, const char *path, enum dr_sync sync, const struct dr_control *control, struct dr_error *error);
 
 /* mkdir -p; with sync, the entries of new directories are durable, and that of path whoever has made it. */
 int dr_directory_make(const char *path, bool sync, struct dr_error *error);

@@ -142,9 +142,9 @@ int dr_output_sync(struct dr_output *out, uint64_t length, const struct dr_contr
     int rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, out->path);
-    if (!out->options.sync)
+    if (out->options.sync == DR_SYNC_OFF)
         return 0;
-    rc = dr_file_sync(out->fd, out->path, control, error);
+    rc = dr_file_sync(out->fd, out->path, out->options.sync, control, error);
     dr_watch_note(out->options.watch, span);
     return rc;
 }

@@ -55,7 +55,7 @@ int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct 
 /* Writes at once, in the calling thread; not with direct I/O. */
 int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error);
 
-/* Cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); with options.sync its data are durable then. */
+/* Cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see options.sync for what is durable then. */
 #define DR_ANY_LENGTH UINT64_MAX
 int dr_output_sync(struct dr_output *out, uint64_t length, const struct dr_control *control, struct dr_error *error);
 

@@ -81,7 +81,7 @@ static int sync_once(int fd, const char *path, int number, const struct dr_contr
     ssize_t n = DR_RETRY(dr_sys.pwrite(fd, data, sizeof data, (off_t)number * SYNCED_BYTES));
     if (n < 0)
         return dr_error_io(error, (int)-n, DR_CALL_WRITE, path, (int64_t)number * SYNCED_BYTES, SYNCED_BYTES);
-    int rc = dr_file_sync(fd, path, control, error);
+    int rc = dr_file_sync(fd, path, DR_SYNC_DATA, control, error);
     *ns = dr_clock_ns() - begin;
     return rc;
 }

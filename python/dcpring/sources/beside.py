@@ -128,7 +128,7 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterat
 @contextlib.contextmanager
 def writing(directory: str, name: str, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
     """A new file, durable at the end, removed on failure."""
-    file = _C.FileWriter(directory, name, size_hint, IOOptions().for_core(True, watch))
+    file = _C.FileWriter(directory, name, size_hint, IOOptions().for_core(True, watch, exact=True))
     try:
         yield file
         file.finish()

@@ -325,7 +325,7 @@ class RingHFWriter(RingWriter):
 
     def _write_header(self, layout: Layout, header: bytes) -> None:
         assert len(header) == layout.head_bytes
-        options = dataclasses.replace(self.options, direct=False).for_core(self.sync_files)
+        options = dataclasses.replace(self.options, direct=False).for_core(self.sync_files, exact=True)
         file = _C.StripeFile(str(self.path), layout.name, 0, 0, options)
         try:
             file.write_at(0, header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -16,15 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import RankFailure, run
+from fault._support import fault, leaks_descriptors, open_descriptors
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcpring import CheckpointError, RingHFWriter, RingSavePlanner
+from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
 from dcpring.format import safetensors as headers
 from dcpring.move import host_memory, stripes
 
@@ -134,6 +136,36 @@ def test_any_mesh_makes_the_whole_tensors(tmp_path: Path, world: int) -> None:
         files = [file for file in Path(path).iterdir() if file.suffix == ".safetensors"]
         heads = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
         assert sum(rank[number] for rank in written) == sum(file.stat().st_size for file in files) - heads
+
+
+def load_back(path: str, reader: str) -> bool:
+    for mesh, layout in (((4,), "0"), ((4,), "1"), ((2, 2), "r1")):
+        wanted = state(mesh, layout)
+        loaded = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+        storage = RingHFReader(path) if reader == "ring" else HuggingFaceStorageReader(path)
+        planner = RingLoadPlanner() if reader == "ring" else DefaultLoadPlanner()
+        if reader == "stock":  # it cannot load tensors of no dimensions, nor empty ones
+            loaded = {key: tensor for key, tensor in loaded.items() if key not in ("scalar", "empty")}
+        dcp.load(loaded, storage_reader=storage, planner=planner)
+        assert all(torch.equal(loaded[key].to_local(), wanted[key].to_local()) for key in loaded)  # type: ignore[attr-defined]
+    return True
+
+
+@pytest.mark.parametrize("reader", ["ring", "stock"])
+def test_loads_into_other_shards(tmp_path: Path, reader: str) -> None:
+    run(4, save_jobs, [(str(tmp_path), (2, 2), "10", False, {"max_shard_bytes": 8 << 20})], None)
+    assert run(4, load_back, str(tmp_path), reader) == [True] * 4
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    values = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 19)}
+    save(tmp_path, values)
+    file = tmp_path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-(3 << 20)] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointException, match=r"'a'.*CRC-32"):
+        dcp.load(values, storage_reader=RingHFReader(tmp_path), planner=RingLoadPlanner(), no_dist=True)
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "c", "d"], ["a", "b", "a", "b"]])
@@ -293,6 +325,32 @@ def test_leftovers_go_at_the_next_save(tmp_path: Path) -> None:
     left = tmp_path / ".model-00001-of-00002.safetensors.0123456789abcdef.tmp"
     left.write_text("left")
     save(tmp_path, {"a": torch.ones(3)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("limit", [5 << 30, 3 << 20])
+def test_each_call_fails_once(tmp_path: Path, limit: int) -> None:
+    """Whatever fails, the old model or the new one is there, and the next save leaves nothing else."""
+    old, new = ({"a": torch.full((1 << 20,), n), "b": torch.full((5, 300_000), n)} for n in (1.0, 2.0))
+    save(tmp_path, old)
+    _C.arm_fault(None, 0, errno.EIO, False)
+    save(tmp_path, new, max_shard_bytes=limit)
+    calls = _C.disarm_fault()
+    before, failures = open_descriptors(), 0
+    for nth in range(1, calls + 1, max(1, calls // 25)):
+        save(tmp_path, old)
+        failed = False
+        with fault(None, nth):
+            try:
+                save(tmp_path, new, max_shard_bytes=limit)
+            except CheckpointException:
+                failed = True
+        failures += failed
+        found = read(tmp_path)
+        same(found, new if found["a"][0] == 2 else old)
+        assert failed or found["a"][0] == 2
+    assert failures > 3 and not leaks_descriptors(before)
+    save(tmp_path, old)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 

@@ -16,60 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _hf import INDEX, KINDS, MIB, PLACED, Tied, save_shards, tensors, with_crcs, write
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcpring
 from dcpring import CheckpointError, CorruptCheckpointError, KeyMismatchError, RingHFReader, RingLoadPlanner, RingReader
-from dcpring.format.safetensors import DTYPES, make_header, read_header
+from dcpring.format.safetensors import DTYPES, read_header
 
-INDEX = "model.safetensors.index.json"
 PLANNERS: dict[str, Any] = {"stock": DefaultLoadPlanner, "ring": RingLoadPlanner}
-PLACED = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()], "one": [Shard(0)]}
-MIB = 1 << 20
-
-
-def tensors() -> dict[str, Tensor]:
-    made = torch.Generator().manual_seed(5)
-    return {
-        "rows": torch.randn(1030, 257, generator=made),
-        "columns": torch.randn(129, 66, generator=made).bfloat16(),
-        "whole": torch.randn(33, generator=made).double(),
-        "one": torch.randn(1, generator=made).half(),
-        "scalar": torch.tensor(7),
-        "empty": torch.empty(0, 4),
-    }
-
-
-def write(path: Path, kind: str, given: dict[str, Tensor] | None = None) -> Path:
-    """A directory of safetensors: of one file, or of several with an index, or as a hub's cache has it."""
-    state = tensors() if given is None else given
-    path.mkdir(parents=True)
-    if kind == "one file":
-        save_file(state, path / "model.safetensors")
-    elif kind == "index":
-        names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
-        files = {name: names[number % 3] for number, name in enumerate(state)}
-        for file in names:
-            save_file({name: state[name] for name in state if files[name] == file}, path / file)
-        (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    elif kind == "links":
-        origin = write(path.parent / "origin", "index", state)
-        (path.parent / "blobs").mkdir()
-        for number, file in enumerate(sorted(origin.iterdir())):
-            file.rename(path.parent / "blobs" / str(number))
-            (path / file.name).symlink_to(Path("..", "blobs", str(number)))
-    else:
-        writer = HuggingFaceStorageWriter(str(path), save_distributed=kind == "stock's shards")
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    return path
-
-
-KINDS = ("one file", "index", "links", "stock's", "stock's shards")
 
 
 def load(state: dict[str, Any], reader: Any, planner: Any = None, **options: Any) -> None:
@@ -148,14 +107,11 @@ def test_other_files_do_not_matter(tmp_path: Path) -> None:
     _kinds.assert_same_bits(state, tensors())
 
 
-def test_files_of_an_index_that_is_not_there(tmp_path: Path) -> None:
+def test_the_index_is_not_there(tmp_path: Path) -> None:
+    """Files of two saves may have such names: nothing tells that they are of one."""
     path = write(tmp_path / "model", "index")
     (path / INDEX).unlink()
-    state = blank(tensors())
-    load(state, RingHFReader(path))
-    _kinds.assert_same_bits(state, tensors())
-    (path / "model-00002-of-00003.safetensors").unlink()
-    refused(RingHFReader(path), r"there is no model-00002-of-00003\.safetensors")
+    refused(RingHFReader(path), rf"holds parts of a model, .*00001.*, and no index of them, {INDEX}", CheckpointError)
 
 
 def test_a_checkpoint_of_dcp_stays_one(tmp_path: Path) -> None:
@@ -206,14 +162,6 @@ def test_what_stock_takes(tmp_path: Path) -> None:
 # ---- tied ----
 
 
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(700, 500)
-        self.head = torch.nn.Linear(500, 700, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_tied_names(tmp_path: Path, planner: str) -> None:
     """safetensors writes one of the names, and the other into the notes."""
@@ -237,26 +185,6 @@ def test_notes_that_tie_nothing(tmp_path: Path) -> None:
 
 
 # ---- checksums that dcpring has noted ----
-
-
-def with_crcs(path: Path, given: dict[str, Tensor], note: Callable[[dict[str, str]], str] = json.dumps) -> None:
-    """As RingHFWriter lays a file out."""
-    entries = [(name, tensor.dtype, tensor.shape) for name, tensor in given.items()]
-    sums = {name: "00" * 4 * (2 + tensor.nbytes // MIB) for name, tensor in given.items()}
-    size = len(make_header(entries, {"dcpring.crcs": json.dumps(sums)}))
-    begin, data = size, b"".join(map(_kinds.raw, given.values()))
-    whole = bytes(size) + data
-    for name, tensor in given.items():
-        end, at, found = begin + tensor.nbytes, begin, b""
-        while at < end:
-            stop = min(end, (at // MIB + 1) * MIB)
-            found += dcpring._C.crc32(whole[at:stop]).to_bytes(4, "little")
-            at = stop
-        sums[name], begin = found.hex(), end
-    header = make_header(entries, {"dcpring.crcs": note(sums)})
-    assert len(header) <= size or note is not json.dumps
-    header = (size - 8).to_bytes(8, "little") + header[8:].ljust(size - 8)
-    path.write_bytes(header + data)
 
 
 def test_checksums_are_compared(tmp_path: Path) -> None:
@@ -440,13 +368,6 @@ def test_sharded(tmp_path: Path, kind: str, planner: str, options: dict[str, Any
         assert {one["share"] for one in got} == {"host"}
         needed = sum(tensor.nbytes for name, tensor in tensors().items() if name in names)
         assert sum(one["bytes"] for one in got) <= 1.1 * needed + 4 * 64
-
-
-def save_shards(path: str) -> None:
-    state = {name: tensor for name, tensor in tensors().items() if name in PLACED}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {name: distribute_tensor(tensor, mesh, PLACED[name]) for name, tensor in state.items()}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
 
 
 def test_shards_of_all_ranks(tmp_path: Path) -> None:

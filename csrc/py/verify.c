@@ -43,7 +43,7 @@ static int parse_check(struct verify_job *job, PyObject *item, struct dr_check *
     if (!PyArg_ParseTuple(item, "nbKKKKOzO!p", &file, &kind, &offset, &length, &payload_offset, &payload_size, &crcs,
                           &dtype, &PyTuple_Type, &shape, &transformed))
         return -1;
-    if (file < 0 || (size_t)file >= job->input->count || kind > DR_CHECK_OTHER || !is_range(offset, length) ||
+    if (file < 0 || (size_t)file >= job->input->count || kind > DR_CHECK_RAW || !is_range(offset, length) ||
         !is_range(payload_offset, payload_size) || PyTuple_Size(shape) > DR_MAX_DIMS) {
         PyErr_SetString(PyExc_ValueError, "a record to check is out of range");
         return -1;

@@ -330,6 +330,35 @@ static void wrong_metadata(void) {
     forget();
 }
 
+/* Payloads alone, with no record around them. */
+static void raw_payloads(void) {
+    struct rng rng = {18};
+    for (unsigned n = 0; n < WAYS; n++) {
+        const struct dr_options options = way(n);
+        make_large(&rng, false);
+        for (size_t i = 0; i < count; i++) {
+            checks[i].kind = DR_CHECK_RAW;
+            checks[i].offset = checks[i].payload_offset;
+            checks[i].length = checks[i].payload_size;
+        }
+        expect_sound(&options);
+        flip(checks[1].offset + checks[1].length - 1);
+        struct dr_findings found = check(&options);
+        expect_one(&found, 1, checks[1].offset + checks[1].length - 1);
+        dr_findings_destroy(&found);
+        const uint8_t *crcs = checks[1].crcs;
+        checks[1].crcs = NULL;
+        expect_sound(&options);
+        CHECK_EQ(checks[1].unverified, DR_UNVERIFIED_BARE);
+        checks[1].crcs = crcs;
+        checks[1].length--;
+        found = check(&options);
+        expect_one(&found, 1, checks[1].offset);
+        dr_findings_destroy(&found);
+        forget();
+    }
+}
+
 /* However many records share bytes, none is read twice. */
 static void records_that_share_bytes(void) {
     struct rng rng = {9};
@@ -603,9 +632,9 @@ CHECK_MAIN({"sound_files", sound_files}, {"every_byte_is_read_once", every_byte_
            {"every_flip_is_found", every_flip_is_found}, {"flips_in_large_records", flips_in_large_records},
            {"flips_in_archives", flips_in_archives}, {"several_faults", several_faults},
            {"more_faults_than_are_kept", more_faults_than_are_kept}, {"wrong_metadata", wrong_metadata},
-           {"records_that_share_bytes", records_that_share_bytes}, {"missing_and_short_files", missing_and_short_files},
-           {"names_that_lead_out", names_that_lead_out}, {"bad_sectors", bad_sectors},
-           {"bad_sector_among_small_records", bad_sector_among_small_records},
+           {"raw_payloads", raw_payloads}, {"records_that_share_bytes", records_that_share_bytes},
+           {"missing_and_short_files", missing_and_short_files}, {"names_that_lead_out", names_that_lead_out},
+           {"bad_sectors", bad_sectors}, {"bad_sector_among_small_records", bad_sector_among_small_records},
            {"read_at_the_second_attempt", read_at_the_second_attempt},
            {"direct_where_there_is_none", direct_where_there_is_none}, {"every_call_fails", every_call_fails},
            {"cancelled", cancelled}, {"cancelled_while_rereading", cancelled_while_rereading})

@@ -39,14 +39,14 @@ static void make_check(const uint8_t *at, struct dr_check *c, int64_t sizes[MOST
     while (dr_dtypes[dtypes].name)
         dtypes++;
     uint64_t flags = take(&at, 1);
-    *c = (struct dr_check){.kind = (flags & 3) % 3, .transformed = flags >> 2 & 1};
+    *c = (struct dr_check){.kind = flags & 3, .transformed = flags >> 2 & 1};
     c->offset = take(&at, 2) % (file.size + 2);
     c->length = take(&at, 2);
     if (flags & 8)
         c->length = c->offset <= file.size ? file.size - c->offset : INT64_MAX / 2;
     c->payload_offset = c->offset + take(&at, 2) % 1024;
     c->payload_size = take(&at, 2);
-    if (c->kind == DR_CHECK_BYTES && flags & 16) {
+    if ((c->kind == DR_CHECK_BYTES || c->kind == DR_CHECK_RAW) && flags & 16) {
         c->payload_offset = c->offset;
         c->payload_size = c->length;
     }

@@ -5,8 +5,8 @@
  *
  * Covered are: of our tensors the payload by its block CRCs, and head and tail
  * by what dr_record_head and dr_record_tail make of shape and place; of our
- * other records all bytes by block CRCs; of torch.save's archives every entry
- * by its CRC, and its headers by each other.
+ * other records, and of raw ones, all bytes by block CRCs; of torch.save's
+ * archives every entry by its CRC, and its headers by each other.
  *
  * The records of a file lie side by side. Where several fit in a block they
  * are read with it and checked in memory. Of larger ones the headers are read
@@ -22,6 +22,7 @@ enum dr_check_kind {
     DR_CHECK_TENSOR, /* as dr_record_head makes them */
     DR_CHECK_BYTES,  /* the payload is all of it */
     DR_CHECK_OTHER,  /* what torch.save made, or anything */
+    DR_CHECK_RAW,    /* the payload is all of it: a tensor's elements, as files of safetensors have them */
 };
 
 enum dr_unverified {

@@ -354,8 +354,11 @@ void dr_verify_record(struct dr_verify *verify, size_t index, struct dr_window *
     dr_error_clear(&record.error);
     if (c->kind == DR_CHECK_TENSOR)
         check_tensor(&record);
-    else if (c->kind == DR_CHECK_BYTES && (c->payload_offset != c->offset || c->payload_size != c->length))
+    else if ((c->kind == DR_CHECK_BYTES || c->kind == DR_CHECK_RAW) &&
+             (c->payload_offset != c->offset || c->payload_size != c->length))
         note_problem(&record, c->offset, c->length, "its place in the metadata contradicts itself");
+    else if (c->kind == DR_CHECK_RAW && !c->crcs && c->length > 0)
+        mark_unverified(&record, DR_UNVERIFIED_BARE);
     else if (c->kind == DR_CHECK_OTHER || (!c->crcs && c->length > 0))
         check_archive(&record);
     else if (!verify->quick)

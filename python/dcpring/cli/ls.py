@@ -121,13 +121,13 @@ def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], fil
 
 
 def _origin(inventory: Inventory) -> str:
-    facts = [f"by {inventory.writer}"]
+    facts = [inventory.origin]
     if inventory.version:
         facts.append(f"format {inventory.version}")
     if inventory.manifest is not None:
         facts.append(f"step {inventory.manifest.step}")
         facts.append(count(inventory.manifest.world_size, "rank") + " saved")
-    elif len(inventory.parts) > 1 or inventory.parts[0].path.name != ".metadata":
+    elif any(rank is not None for rank in inventory.ranks):
         facts.append(f"metadata of {count(len(inventory.parts), 'rank')}")
     return ", ".join(facts)
 

@@ -87,8 +87,7 @@ CRCS = "dcpring.crcs"
 _NOT_TIED = ("format", CRCS, *OF_SHARDS)
 """Notes that never say what another name of a tensor is. All others do, where they are the name of one."""
 
-_NUMBERED = re.compile(r"((?!shard-).*)-(\d{5})-of-(\d{5})\.safetensors")
-_MOST_FILES = 1 << 16
+_NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 _READERS = 16
 """Threads that read headers: file systems in a network answer slowly, but many at a time."""
@@ -119,12 +118,14 @@ class Header(NamedTuple):
         tensors: by their names.
         tied: the names in ``tensors`` that other names stand for.
         notes: all texts.
+        begin: of the data in the file.
         version: of the file, which another one in its place has not.
     """
 
     tensors: dict[str, Stored]
     tied: dict[str, str]
     notes: dict[str, str]
+    begin: int
     version: tuple[int, int]
 
 
@@ -161,7 +162,7 @@ def read_header(path: Path) -> Header:
         for name, first in notes.items()
         if name not in _NOT_TIED and first in tensors and name not in tensors
     }
-    return Header(tensors, tied, notes, _version_of(about))
+    return Header(tensors, tied, notes, 8 + length, _version_of(about))
 
 
 def _version_of(about: os.stat_result) -> tuple[int, int]:
@@ -264,34 +265,29 @@ def is_safetensors(path: Path) -> bool:
 def find_in(directory: Path) -> Path:
     """What a directory means: ``model.safetensors``, or else the index of that name, as transformers has it.
 
-    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards, and where
-    the names of files tell that they are all of one model.
+    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards.
 
     Raises:
-        CheckpointError: there are several, or none.
-        CorruptCheckpointError: files of one model are missing, or damaged.
+        CheckpointError: there are several models, or parts of one without its index.
     """
     for name in (MODEL_NAME, INDEX_NAME):
         if (directory / name).exists():
             return directory / name
     found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob(f"*{SUFFIX}"))
-    numbered = [match for match in (_NUMBERED.fullmatch(path.name) for path in found) if match]
-    if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
-        _check_numbers(directory, numbered[0], {match[0] for match in numbered})
-        return directory if len(found) > 1 else found[0]
     if len(found) > 1 and all(map(_is_shard, found)):
         return directory
     if len(found) != 1:
-        names = ", ".join(path.name for path in found[:_MOST_NAMED])
+        names = some([path.name for path in found], _MOST_NAMED)
+        if found and all(_NUMBERED.fullmatch(path.name) for path in found):
+            raise CheckpointError(f"{directory} holds parts of a model, {names}, and no index of them, {INDEX_NAME}")
         raise CheckpointError(f"{directory} holds several models; name one of {names}")
     return found[0]
 
 
-def _check_numbers(directory: Path, one: re.Match[str], there: set[str]) -> None:
-    names = [f"{one[1]}-{number:05}-of-{one[3]}{SUFFIX}" for number in range(1, min(int(one[3]), _MOST_FILES) + 1)]
-    missing = [name for name in names if name not in there]
-    if missing:
-        raise CorruptCheckpointError(f"there is no {some(missing, _MOST_NAMED)}, and no index", str(directory))
+def rank_of_shard(name: str) -> int | None:
+    """The rank that wrote a shard, by the name of its file; None for other names."""
+    match = _SHARD_FILE.fullmatch(name)
+    return int(match[1]) - 1 if match else None
 
 
 def _is_shard(path: Path) -> bool:
@@ -346,8 +342,8 @@ class Model(NamedTuple):
         path: the file, the index, or the directory of shards.
         directory: in which the files are.
         tensors: by name, tied ones under each of their names.
-        notes: of the files, but for those of shards.
-        versions: of each file, by which ``unchanged`` knows them.
+        notes: of the files, but for what they say of their tensors.
+        headers: of the files, by their names.
         links: where the files really lie; empty where no file is a link. Hubs' caches hold links to files elsewhere,
             and it was the user who named them.
     """
@@ -356,7 +352,7 @@ class Model(NamedTuple):
     directory: Path
     tensors: dict[str, Whole]
     notes: dict[str, str]
-    versions: dict[str, tuple[int, int]]
+    headers: dict[str, Header]
     links: dict[str, str]
 
     @contextlib.contextmanager
@@ -367,9 +363,9 @@ class Model(NamedTuple):
         self._check_versions()
 
     def _check_versions(self) -> None:
-        for name, version in self.versions.items():
+        for name, header in self.headers.items():
             path = self.directory / name
-            if not path.exists() or _version_of(path.stat()) != version:
+            if not path.exists() or _version_of(path.stat()) != header.version:
                 raise CorruptCheckpointError("it was written anew after its header was read; load it again", str(path))
 
 
@@ -395,10 +391,14 @@ def read_model(path: Path) -> Model:
     lost = [name for name in listed or () if name not in parts]
     if listed and lost:
         raise CorruptCheckpointError(f"{lost[0]!r} is not in {listed[lost[0]]!r}, where the index says", str(path))
-    notes = {name: text for header in headers.values() for name, text in header.notes.items() if name not in OF_SHARDS}
+    notes = {
+        name: text
+        for header in headers.values()
+        for name, text in header.notes.items()
+        if name not in (CRCS, *OF_SHARDS) and name not in header.tied
+    }
     tensors = {name: _whole(name, found, path) for name, found in parts.items()}
-    versions = {name: header.version for name, header in headers.items()}
-    return Model(path, directory, tensors, notes, versions, _links(directory, names))
+    return Model(path, directory, tensors, notes, headers, _links(directory, names))
 
 
 def _read_headers(directory: Path, names: Sequence[str], path: Path) -> list[Header]:

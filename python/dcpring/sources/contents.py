@@ -1,7 +1,7 @@
 """A checkpoint looked at from outside, without a state dict: what is in it, where it lies, and any part of it.
 
-Whoever wrote it, its entries look the same here. Nothing in it is believed: metadata goes through the restricted
-unpickler, and parts are read by the Loader, with all its checks.
+It is one of DCP's, or safetensors. Whoever wrote it, its entries look the same here. Nothing in it is believed:
+metadata goes through the restricted unpickler, and parts are read by the Loader, with all its checks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from dcpring.base.collector import as_old
 from dcpring.base.files import read_regular
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.lazy import StoredChunks, has_known_tables
+from dcpring.format.lazy import Chunks, StoredChunks, has_known_tables
 from dcpring.format.metadata import BYTES, METADATA_NAME, Parts, Placed, Trailer, placed_of, split_metadata
 from dcpring.format.metadata import unpickle_metadata as unpickle
 from dcpring.format.properties import decode_properties
+from dcpring.format.safetensors import Model, rank_of_shard, read_model
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
 from dcpring.move.load import Inputs, Loader, Wanted
@@ -37,6 +38,7 @@ from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
+from dcpring.store.safetensors import chunks_of, is_model
 from dcpring.torchside.tensors import narrowed
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
@@ -107,7 +109,7 @@ class Part(NamedTuple):
 def rank_of_file(name: str) -> int | None:
     """The rank that wrote a data file, by its name; None for other names."""
     match = _RANK_OF_FILE.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else rank_of_shard(name)
 
 
 @dataclass
@@ -123,6 +125,8 @@ class Contents(Mapping[str, Entry]):
         trusted: whether objects are unpickled whatever they hold.
         stats: what has been read so far.
         sums: of records of which parts have been read one after the other; so reads must not overlap in time.
+        model: what files of safetensors hold; None for a checkpoint of DCP's. ``path`` is the file, the index, or the
+            directory of shards then.
     """
 
     directory: Path
@@ -134,6 +138,7 @@ class Contents(Mapping[str, Entry]):
     trusted: bool = False
     stats: IOStats = field(default_factory=IOStats)
     sums: RunningCrcs = field(default_factory=RunningCrcs)
+    model: Model | None = None
 
     def __getitem__(self, key: str) -> Entry:
         return self.entries[key]
@@ -146,7 +151,9 @@ class Contents(Mapping[str, Entry]):
 
     @property
     def writer(self) -> str:
-        """Who wrote the metadata: "dcpring" or "stock"."""
+        """Who wrote the metadata: "dcpring" or "stock"; "safetensors" where there is none."""
+        if self.model is not None:
+            return "safetensors"
         return "stock" if self.trailer is None else "dcpring"
 
     @functools.cached_property
@@ -162,7 +169,7 @@ class Contents(Mapping[str, Entry]):
     @functools.cached_property
     def inputs(self) -> Inputs:
         """These files, which stay open from the first reading on."""
-        return Inputs(str(self.directory), list(self.files))
+        return Inputs(str(self.directory), list(self.files), self.model.links if self.model else None)
 
     def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """A part of a tensor, in CPU memory.
@@ -348,7 +355,7 @@ def open_contents(
     """Reads a checkpoint's metadata.
 
     Args:
-        checkpoint: its directory.
+        checkpoint: its directory; of safetensors also a file, or an index.
         rank: of a save with ``use_collectives=False``, the rank whose part is wanted.
         trusted: unpickle whatever is there.
         options: how parts will be read.
@@ -358,6 +365,8 @@ def open_contents(
         CorruptCheckpointError, UntrustedCheckpointError, OSError: as for ``RingReader``.
     """
     directory = Path(checkpoint)
+    if rank is None and is_model(directory):
+        return _contents_of_model(read_model(directory), options or IOOptions())
     path = directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank))
     try:
         data = read_regular(path)
@@ -366,6 +375,11 @@ def open_contents(
     parts = split_metadata(data, path)
     entries, version = as_old(lambda: _entries_of(parts, path, trusted))
     return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
+
+
+def _contents_of_model(model: Model, options: IOOptions) -> Contents:
+    entries = as_old(lambda: _entries_of_tables(chunks_of(model)))
+    return Contents(model.directory, model.path, None, "", entries, options, model=model)
 
 
 def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:
@@ -385,7 +399,7 @@ def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOption
     return [open_contents(directory, rank=rank, trusted=trusted, options=options) for rank in sorted(ranks)]
 
 
-def _entries_of_tables(chunks: StoredChunks) -> dict[str, Entry]:
+def _entries_of_tables(chunks: Chunks) -> dict[str, Entry]:
     table, storage = chunks.table, chunks.storage
     assert storage is not None
     properties_of = [decode_properties(encoded) for encoded in table.properties()]

@@ -1,4 +1,4 @@
-"""DCP checkpoints as source and target."""
+"""DCP checkpoints as source and target, and safetensors as source: what ``Contents`` opens."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _RECORD_BYTES = 1024
 _OBJECT_BATCH_BYTES = 32 << 20
 
 
-class DcpSource:
+class ContentsSource:
     """A checkpoint, read through ``Contents``. Tensors that only ``torch.save`` understands count as objects."""
-
-    format = "dcp"
 
     def __init__(self, path: FilePath, *, rank: int | None, trusted: bool) -> None:
         self._contents = open_contents(path, rank=rank, trusted=trusted)
         self._trusted = trusted
-        self.notes: Mapping[str, str] = {}
+        model = self._contents.model
+        self.format = "dcp" if model is None else "safetensors"
+        self.notes: Mapping[str, str] = {} if model is None else model.notes
         self.files = len(self._contents.files)
-        paths = _paths(self._contents)
+        paths = {} if model is not None else _paths(self._contents)
         whole = _not_in_parts(self._contents)
         self.items = [_item(entry, paths.get(key, (key,)), key in whole) for key, entry in self._contents.items()]
 
@@ -102,8 +102,9 @@ def _item(entry: Entry, path: Path, whole: bool) -> Item:
     # RingWriter leaves to torch.save what is not elements side by side: it stays as it is.
     if not is_plain or any(record.place.kind == BYTES and not record.place.descriptors for record in entry.records):
         return Item(entry.key, entry.key, path)
-    place = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records)
-    return Item(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place, whole)
+    # What is empty lies where the next begins, in a file of safetensors.
+    place = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records if entry.nbytes)
+    return Item(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place or None, whole)
 
 
 # ---- writing ----

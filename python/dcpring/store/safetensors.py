@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring import _C
 from dcpring.errors import CorruptCheckpointError
-from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import TENSOR
-from dcpring.format.safetensors import Model, is_safetensors
+from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.format.metadata import METADATA_NAME, TENSOR, load_metadata
+from dcpring.format.safetensors import Model, is_safetensors, read_model
 from dcpring.plan.table import table_of_chunks
 
 
@@ -48,3 +48,14 @@ def chunks_of(model: Model) -> Chunks:
     except ValueError as error:
         raise CorruptCheckpointError(f"it holds what no checkpoint can ({error})", str(model.path)) from error
     return Chunks(table, False, storage)
+
+
+def metadata_of(path: Path) -> Metadata:
+    """The metadata of a checkpoint's directory, or made of the headers that a path leads to.
+
+    Raises:
+        CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, OSError: it cannot be read.
+    """
+    return (
+        LazyMetadata(source=chunks_of(read_model(path))) if is_model(path) else load_metadata(path / METADATA_NAME)[0]
+    )

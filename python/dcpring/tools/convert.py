@@ -13,17 +13,13 @@ import torch
 
 from dcpring.base.files import open_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import find_in, is_safetensors
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
 from dcpring.sources.beside import check_target
-from dcpring.sources.dcp import DcpSource, DcpTarget
-from dcpring.sources.safetensors import (
-    DEFAULT_SHARD_BYTES,
-    SafetensorsSource,
-    SafetensorsTarget,
-)
+from dcpring.sources.dcp import ContentsSource, DcpTarget
+from dcpring.sources.safetensors import DEFAULT_SHARD_BYTES, SafetensorsTarget
 from dcpring.sources.stream import Item, Source
 from dcpring.sources.torch_file import TorchSource, TorchTarget
+from dcpring.store.safetensors import is_model
 from dcpring.tools.inspect.select import check_patterns, key_filter
 from dcpring.watch.progress import progress_bar
 
@@ -149,10 +145,8 @@ def open_source(path: Path, *, rank: int | None = None, trusted: bool = False) -
     """Whatever a path names, by what is there rather than by its name."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    if path.is_dir() and is_safetensors(path) and not list(path.glob("*.metadata")):
-        return SafetensorsSource(find_in(path))
-    if path.is_dir():
-        return DcpSource(path, rank=rank, trusted=trusted)
+    if path.is_dir() or (rank is None and is_model(path)):
+        return ContentsSource(path, rank=rank, trusted=trusted)
     if rank is not None:
         raise CheckpointError(f"{path} is a file; ranks are parts of a DCP checkpoint, which is a directory")
     if path.suffix == ".distcp":
@@ -160,8 +154,6 @@ def open_source(path: Path, *, rank: int | None = None, trusted: bool = False) -
     with open_regular(path) as file:
         if file.read(2) == b"PK":
             return TorchSource(path, trusted=trusted)
-    if is_safetensors(path):
-        return SafetensorsSource(path)
     raise CheckpointError(
         f"{path} is neither a safetensors file nor a zip file of torch.save; one that torch.save wrote in its old "
         "format (before 1.6) must be loaded and saved again"

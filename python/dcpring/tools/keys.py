@@ -10,11 +10,12 @@ from typing import Any, TextIO
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcpring.format.metadata import METADATA_NAME, load_metadata, read_trailer
+from dcpring.format.metadata import METADATA_NAME, read_trailer
 from dcpring.names.diff import Different, KeyDiff, Unmatched, diff_entries, entries_of_metadata, entries_of_state_dict
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, load_tables, rename_metadata
 from dcpring.names.wrapping import model_keys, register_wrapper
 from dcpring.store import layout
+from dcpring.store.safetensors import is_model, metadata_of
 
 __all__ = [
     "Different",
@@ -41,7 +42,7 @@ def diff_keys(
 
     Args:
         state_dict: as for ``dcp.load``, nested or not; a model stands for its ``get_model_state_dict``.
-        checkpoint: the directory, or metadata that was read already. No tensor is read.
+        checkpoint: the directory, of safetensors too, or metadata that was read already. No tensor is read.
         key_map: compares as a load with this map would (see docs/keys.md).
 
     Raises:
@@ -54,7 +55,7 @@ def diff_keys(
 
         state_dict = get_model_state_dict(state_dict)
     if not isinstance(checkpoint, Metadata):
-        checkpoint, _ = load_metadata(Path(checkpoint) / METADATA_NAME)
+        checkpoint = metadata_of(Path(checkpoint))
     if key_map is not None:
         checkpoint = rename_metadata(checkpoint, KeyMap(key_map).rename(checkpoint.state_dict_metadata))
     return diff_entries(entries_of_state_dict(state_dict), entries_of_metadata(checkpoint))
@@ -78,6 +79,8 @@ def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -
         ValueError: the file with the map is damaged.
     """
     directory = Path(checkpoint)
+    if rank is None and is_model(directory):
+        return None
     trailer = read_trailer(directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank)))
     tables = load_tables(directory / layout.table_name(rank))
     return None if trailer is None else tables.get(trailer.save_id)

@@ -151,9 +151,19 @@ class Inventory:
         return found
 
     @property
+    def ranks(self) -> list[int | None]:
+        """Whose metadata each part is; None for that of all ranks."""
+        return [number for number, _ in self._numbered()]
+
+    @property
     def writer(self) -> str:
-        """Who wrote the metadata: "dcpring", "stock", or "dcpring and stock"."""
+        """Who wrote the metadata: "dcpring", "stock", or "dcpring and stock"; "safetensors" where there is none."""
         return " and ".join(sorted({contents.writer for contents in self.parts}))
+
+    @property
+    def origin(self) -> str:
+        """The same in words: "by dcpring", "safetensors"."""
+        return self.writer if self.parts[0].model else f"by {self.writer}"
 
     @property
     def version(self) -> str:
@@ -189,7 +199,7 @@ def take_inventory(checkpoint: str | Path, *, rank: int | None = None, trusted: 
         parts = [open_contents(directory, rank=rank, trusted=trusted)]
     else:
         parts = open_all(directory, trusted=trusted)
-    inventory = Inventory(directory, parts)
+    inventory = Inventory(parts[0].directory, parts)
     try:
         inventory.manifest = _manifest(parts[0])
     except (CheckpointError, OSError) as error:
@@ -246,13 +256,14 @@ def payload_bytes(entry: Entry, record: Record) -> int:
 
 def _files_of(items: Iterable[Item], sizes: dict[str, int]) -> dict[str, DataFile]:
     files: dict[str, DataFile] = {}
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[str, int, int]] = set()
     for item in items:
         for record in item.entry.records:
             place = record.place
-            if (place.file, place.offset) in seen:  # tied tensors share a record
+            where = place.file, place.offset, place.length
+            if where in seen:  # tied tensors share a record
                 continue
-            seen.add((place.file, place.offset))
+            seen.add(where)
             file = files.get(place.file)
             if file is None:
                 file = files[place.file] = DataFile(place.file, rank_of_file(place.file), sizes.get(place.file))

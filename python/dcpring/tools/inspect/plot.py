@@ -88,7 +88,7 @@ def _title(inventory: Inventory, shares: Shares, used: Sequence[DataFile]) -> st
         *([f"{format_bytes(padding)} of padding"] if padding > 0 else []),
         *([f"{count(missing, 'file')} missing or too short"] if missing else []),
     ]
-    return f"{drawable(str(inventory.directory), 80)} (by {inventory.writer}{step})\n{', '.join(facts)}; {ranks}{even}"
+    return f"{drawable(str(inventory.directory), 80)} ({inventory.origin}{step})\n{', '.join(facts)}; {ranks}{even}"
 
 
 def _shown_components(shares: Shares) -> dict[str, str]:

@@ -31,6 +31,7 @@ from dcpring.format.metadata import (
     unpickle_metadata,
     unpickle_safely,
 )
+from dcpring.format.safetensors import Model
 from dcpring.move.load import Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
@@ -43,6 +44,9 @@ __all__ = ["Problem", "VerifyReport", "verify"]
 
 _BARE, _PACKED = 1, 2
 """What the core leaves unchecked (csrc/core/data/verify.h)."""
+
+_RAW = 3
+"""A tensor's elements alone, with no record around them, likewise."""
 
 _END = 1 << 63
 
@@ -141,13 +145,14 @@ def verify(
     progress: bool = False,
     options: IOOptions | None = None,
 ) -> VerifyReport:
-    """Checks a checkpoint, stock's or dcpring's.
+    """Checks a checkpoint, stock's or dcpring's, or a directory of safetensors.
 
     Every record is read once, at the disk's speed, and compared with its checksums and with what the metadata says of
-    it. What stock wrote is covered by the CRCs that ``torch.save`` puts into its archives, where it does not pad.
+    it. What stock wrote is covered by the CRCs that ``torch.save`` puts into its archives, where it does not pad. Of
+    safetensors the headers are checked, and the data where dcpring has noted their checksums.
 
     Args:
-        checkpoint: its directory.
+        checkpoint: its directory; of safetensors also a file, or an index.
         quick: check only the metadata, that files are there and long enough, and the records' headers.
         trusted: unpickle metadata whatever it refers to.
         progress: show a bar on standard error, if that is a terminal.
@@ -159,9 +164,9 @@ def verify(
         OSError: with errno and path; not for what the checkpoint's own files cause.
     """
     started = time.perf_counter()
-    directory = Path(checkpoint)
-    report = VerifyReport(str(directory), quick)
-    parts = _open(directory, trusted, report)
+    report = VerifyReport(str(checkpoint), quick)
+    parts = _open(Path(checkpoint), trusted, report)
+    directory = parts[0].directory if parts else Path(checkpoint)
     records = _Records(directory, report)
     with collection_paused():
         for part in parts:
@@ -222,8 +227,10 @@ class _Records:
         self._keys: list[list[str]] = []
         self._records: list[tuple[Entry, Record]] = []
         self._by_place: dict[tuple[str, int, int], int] = {}
+        self._model: Model | None = None
 
     def add(self, contents: Contents) -> None:
+        self._model = contents.model
         self._report.keys += len(contents)
         for entry in contents.values():
             for record in entry.records:
@@ -247,7 +254,8 @@ class _Records:
         file = self._files.setdefault(place.file, len(self._files))
         dtype = None if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
         what = (place.payload_offset, place.payload_bytes, place.crcs, dtype, record.lengths, bool(place.descriptors))
-        self._items.append((file, place.kind, place.offset, place.length, *what))
+        kind = place.kind if self._model is None else _RAW
+        self._items.append((file, kind, place.offset, place.length, *what))
         self._keys.append([entry.key])
         self._records.append((entry, record))
         self._report.bytes += place.length
@@ -257,16 +265,28 @@ class _Records:
         files = list(self._files)
         if not files:
             return
-        with contextlib.closing(Inputs(str(self._directory), files)) as inputs:
+        links = self._model.links if self._model else None
+        with contextlib.closing(Inputs(str(self._directory), files, links)) as inputs:
             problems, left, unkept, repeated, _ = _C.verify(inputs.core, self._items, self._report.quick, options)
         for index, offset, length, what, err, crcs in problems:
             self._note(index, offset, length, _in_words(what, err, crcs))
         self._report.unlisted = unkept
         self._check_left(left)
-        self._report.notes += _unknown_bytes(self._directory, files, self._items)
+        self._report.notes += self._unknown_bytes(files)
         if repeated:
             blocks = _count(repeated, "block")
             self._report.notes.append(f"{blocks} could be read only at the second attempt: look at the kernel log")
+
+    def _unknown_bytes(self, files: list[str]) -> Iterator[str]:
+        """Files that hold more than their records, and their headers."""
+        known = [self._model.headers[name].begin if self._model else 0 for name in files]
+        for file, _, _, length, *_ in self._items:
+            known[file] += length
+        for name, size in zip(files, known, strict=True):
+            path = self._directory / name
+            more = path.stat().st_size - size if path.is_file() else 0
+            if more > 0:
+                yield f"{name}: {_count(more, 'byte')} belong to no key, and nothing covers them"
 
     def _note(self, index: int, offset: int, length: int, what: str) -> None:
         file = self._records[index][1].place.file
@@ -323,18 +343,6 @@ def _in_words(what: str, err: int, crcs: tuple[int, int] | None) -> str:
     if err:
         return f"{what}: {os.strerror(err)}"
     return f"{what} (CRC-32 is {crcs[1]:08x}, was {crcs[0]:08x})" if crcs else what
-
-
-def _unknown_bytes(directory: Path, files: list[str], items: list[tuple[Any, ...]]) -> Iterator[str]:
-    """Files that hold more than their records."""
-    known = [0] * len(files)
-    for file, _, _, length, *_ in items:
-        known[file] += length
-    for name, size in zip(files, known, strict=True):
-        path = directory / name
-        more = path.stat().st_size - size if path.is_file() else 0
-        if more > 0:
-            yield f"{name}: {_count(more, 'byte')} belong to no key, and nothing covers them"
 
 
 class _Slice(io.RawIOBase):
@@ -409,6 +417,8 @@ def _wrong_chunks(entry: Entry) -> str:
 
 def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | None, str]]:
     """dcpring's metadata says everything twice: as stock's pickle, and in tables."""
+    if contents.model is not None:
+        return
     parts = split_metadata(read_regular(contents.path), contents.path)
     if parts.trailer is None or not parts.trailer.index_bytes:
         return
@@ -445,7 +455,7 @@ def _is_made_of_tables(parts: Parts, path: Path) -> bool:
 
 def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str]) -> Iterator[Problem]:
     """Data files that no metadata refers to, and whether rank-local metadata belong together."""
-    if not parts:
+    if not parts or parts[0].model is not None:
         return
     used = {file for part in parts for file in part.files}
     files = {entry.name: entry.stat().st_size for entry in directory.iterdir() if entry.is_file()}

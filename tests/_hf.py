@@ -21,7 +21,7 @@ from dcpring.format.safetensors import make_header
 
 INDEX = "model.safetensors.index.json"
 PLACED = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()], "one": [Shard(0)]}
-KINDS = ("one file", "index", "links", "stock's", "stock's shards")
+KINDS = ("one file", "index", "links", "stock's", "stock's shards", "ours")
 
 
 MIB = 1 << 20
@@ -57,6 +57,9 @@ def write(path: Path, kind: str, given: dict[str, Tensor] | None = None) -> Path
         for number, file in enumerate(sorted(origin.iterdir())):
             file.rename(path.parent / "blobs" / str(number))
             (path / file.name).symlink_to(Path("..", "blobs", str(number)))
+    elif kind == "ours":
+        writer = dcpring.RingHFWriter(path, max_shard_bytes=1 << 17)
+        dcp.save(state, storage_writer=writer, planner=dcpring.RingSavePlanner(), no_dist=True)
     else:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=kind == "stock's shards")
         dcp.save(state, storage_writer=writer, no_dist=True)

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import _cli
 import _distributed
+import _kinds
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _hf import KINDS, PLACED, Tied, save_shards, tensors, with_crcs, write
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
-from dcpring import CheckpointError, CorruptCheckpointError, RingWriter, convert, diff_checkpoints, diff_keys, verify
+from dcpring import (
+    CheckpointError,
+    CorruptCheckpointError,
+    RingHFReader,
+    RingWriter,
+    convert,
+    diff_checkpoints,
+    diff_keys,
+    verify,
+)
 from dcpring.format.safetensors import read_header
 from dcpring.sources.contents import open_contents
 
@@ -41,7 +52,8 @@ def test_every_kind(tmp_path: Path, kind: str) -> None:
     assert {file["state"] for file in listed["files"]} == {"ok"}
     report = verify(path)
     assert report.ok and report.keys == report.records == len(expected) and report.bytes == data
-    assert len(report.notes) == 1 and "without checksums" in report.notes[0]
+    assert kind == "ours" or (len(report.notes) == 1 and "without checksums" in report.notes[0])
+    assert kind != "ours" or report.notes == []
     assert _cli.run("verify", path).status == 0
     keys = json.loads(_cli.run("keys", "--json", path).out)
     assert {one["key"] for one in keys["keys"]} == set(expected)
@@ -123,3 +135,93 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         assert _cli.run(command, tmp_path / "a.safetensors").status == 0
     with pytest.raises(CheckpointError, match=r"several models"):
         diff_keys({}, tmp_path)
+
+
+# ---- converting into a model's folder ----
+
+OTHERS = {"config.json": "{}", "tokenizer.json": '{"a": 1}', "README.md": "a model", "adapter_model.safetensors": "no"}
+
+
+def folder_of(path: Path, kind: str | None) -> Path:
+    """A model's folder with a configuration and a tokenizer, and with weights (None: without)."""
+    if kind is None:
+        path.mkdir()
+    else:
+        write(path, kind, {name: tensor + 1 for name, tensor in tensors().items()})
+    for name, text in OTHERS.items():
+        (path / name).write_text(text)
+    return path
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    state = {name: _kinds.poisoned(tensor) for name, tensor in tensors().items()}
+    dcp.load(state, storage_reader=RingHFReader(path), no_dist=True)
+    return state
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    dcp.save(tensors(), storage_writer=RingWriter(tmp_path / "source"), no_dist=True)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("before", (None, "one file", "index"))
+@pytest.mark.parametrize("shard_bytes, files", ((None, 1), (1 << 20, 2), (1 << 14, 3)))
+def test_into_a_folder(tmp_path: Path, source: Path, before: str | None, shard_bytes: int | None, files: int) -> None:
+    path = folder_of(tmp_path / "model", before)
+    options: dict[str, Any] = {"to": "safetensors", "shard_bytes": shard_bytes}
+    if before is not None:
+        names = sorted(file.name for file in path.iterdir())
+        with pytest.raises(CheckpointError, match=r"exists already.*--overwrite"):
+            convert(source, path, **options)
+        assert sorted(file.name for file in path.iterdir()) == names
+    report = convert(source, path, **options, overwrite=before is not None)
+    _kinds.assert_same_bits(weights_of(path), tensors())
+    assert {name: (path / name).read_text() for name in OTHERS} == OTHERS
+    index = [] if files == 1 else ["model.safetensors.index.json"]
+    assert {file.name for file in path.iterdir()} == {*OTHERS, *report.files, *index}, "nothing is stale"
+    assert len(report.files) == files
+
+
+@pytest.mark.parametrize("before", ("one file", "index"))
+@pytest.mark.parametrize("shard_bytes", (None, 1 << 14))
+def test_a_failure_leaves_the_model(tmp_path: Path, source: Path, before: str, shard_bytes: int | None) -> None:
+    path = folder_of(tmp_path / "model", before)
+    names = sorted(file.name for file in path.iterdir())
+    (data,) = source.glob("*.distcp")
+    place = open_contents(source)["columns"].records[0].place
+    with data.open("r+b") as file:
+        file.seek(place.payload_offset + 7)
+        file.write(b"x")
+    with pytest.raises(CorruptCheckpointError, match="'columns'"):
+        convert(source, path, to="safetensors", shard_bytes=shard_bytes, overwrite=True)
+    assert sorted(file.name for file in path.iterdir()) == names
+    _kinds.assert_same_bits(weights_of(path), {name: tensor + 1 for name, tensor in tensors().items()})
+
+
+def test_what_was_killed_is_removed(tmp_path: Path, source: Path) -> None:
+    path = folder_of(tmp_path / "model", None)
+    left = path / ".model-00001-of-00003.safetensors.0123456789abcdef.tmp"
+    left.write_text("half")
+    convert(source, path, to="safetensors")
+    assert not left.exists()
+
+
+def test_a_checkpoint_of_dcp_is_no_models_folder(tmp_path: Path, source: Path) -> None:
+    (source / "config.json").write_text("{}")
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"also holds 'config\.json'"):
+        convert(tmp_path / "a.safetensors", source, to="safetensors", overwrite=True)
+    assert (source / ".metadata").exists()
+
+
+def test_exclude(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "x.safetensors"
+    report = convert(source, target, exclude=["s*", "e*"], overwrite=True)
+    assert set(load_file(target)) == {"rows", "columns", "whole", "one"} and report.left_out == 2
+    report = convert(source, target, only=["rows", "one"], exclude="one", overwrite=True)
+    assert set(load_file(target)) == {"rows"} and report.left_out == 5
+    result = _cli.run("convert", "--overwrite", "--exclude", "rows", "--exclude", "col*", source, target)
+    assert result.status == 0 and "2 left out" in result.out and "rows" not in load_file(target)
+    result = _cli.run("convert", "--overwrite", "--exclude", "rowz", source, target)
+    assert result.status == 2 and "no key of" in result.err and "'rowz'" in result.err

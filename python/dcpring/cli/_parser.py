@@ -125,7 +125,7 @@ class Commands:
 
 def add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint", **kwargs: Any) -> None:
     """An argument that names a checkpoint."""
-    kwargs.setdefault("help", "directory of a checkpoint, stock's or dcpring's")
+    kwargs.setdefault("help", "directory of a checkpoint, stock's or dcpring's, or of safetensors")
     parser.add_argument(name, metavar=kwargs.pop("metavar", "CKPT"), **kwargs)
 
 

@@ -29,7 +29,8 @@ Data flow through a few buffers: half a GiB of memory is enough for any size.
 
 DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
 is what was in SRC, bit by bit, unless --dtype casts it. Checksums that SRC has are compared on the way: where one is
-wrong, DST stays as it was."""
+wrong, DST stays as it was. A directory that gets safetensors may be that of a model: its configuration and tokenizer,
+and all other files but those of a model, stay. Of a tensor with several names the first is stored."""
 
 EXAMPLES = [
     ("dcpring convert ckpt/step-100 step-100.pt", "one file for torch.load, nested as it was saved"),
@@ -40,6 +41,11 @@ EXAMPLES = [
     (
         "dcpring convert ckpt/step-100 hub --to safetensors --only 'model.*' --prefix model.= --shard-size 2G",
         "the same in shards of at most 2 GiB with an index, as model hubs have it",
+    ),
+    (
+        "dcpring convert ckpt/step-100 hub --to safetensors --only 'model.*' --prefix model.= --exclude '*.bias' "
+        "--overwrite",
+        "without biases, in the place of the model that is there; its config.json and tokenizer stay",
     ),
     (
         "dcpring convert model.safetensors init --prefix =model. --files 4",
@@ -68,6 +74,13 @@ def add(commands: Commands) -> None:
         metavar="PATTERN",
         help="only names in SRC that match, and those below; * stands for anything; repeatable",
     )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out names in SRC that match, and those below, whatever --only takes; repeatable",
+    )
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--key-map", metavar="FILE", help="new names: a JSON table (see docs/keys.md), or normalize")
     names.add_argument(
@@ -81,7 +94,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="cast floating-point tensors, e.g. to bfloat16")
     parser.add_argument("--files", type=positive, metavar="N", help="data files of a DCP checkpoint, at most")
     parser.add_argument("--shard-size", type=size, metavar="SIZE", help="most bytes of a safetensors shard (5G)")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists, or the model that is in it")
     add_rank(parser)
     add_trusted(parser)
     add_json(parser)
@@ -114,6 +127,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             args.target,
             to=args.to,
             only=args.only,
+            exclude=args.exclude,
             key_map=KeyTable(prefixes=dict(args.prefix)) if args.prefix else args.key_map,
             dtype=args.dtype,
             files=args.files,
@@ -149,7 +163,7 @@ def _summary(report: ConvertReport, has_names: bool) -> str:
     notes += [f"{report.cast} cast"] if report.cast else []
     notes += [f"{report.left_out} left out"] if report.left_out else []
     if report.tied and report.target_format == "safetensors":
-        notes.append(f"{report.tied} that share memory with another stored apart")
+        notes.append(f"{report.tied} stored under the name of another, which they are tied to")
     done = f"{', '.join(parts)} to {report.target} ({report.target_format}, {count(len(report.files), 'file')})"
     rate = report.bytes / max(report.seconds, 1e-9)
     return f"{done} in {report.seconds:.1f} s, {rate / 1e9:.2f} GB/s" + "".join(f"; {note}" for note in notes)

@@ -18,7 +18,8 @@ headers, and with what the metadata says of it. Prints a line for each checkpoin
 that is not what is wrong: the key, the file, and where in the file. The exit status is 1 then.
 
 dcpring's own checkpoints are covered to the last byte of each record. What stock DCP wrote is covered by the
-CRCs of torch.save's archives: tensors, objects and headers, but not the padding between them."""
+CRCs of torch.save's archives: tensors, objects and headers, but not the padding between them. Of safetensors the
+headers and the index are checked, and the data of files that dcpring wrote with checksums."""
 
 _MOST_ROWS = 100
 """Problems that a table shows; --json has all."""

@@ -84,7 +84,7 @@ CRCS = "dcpring.crcs"
 """The note that has, by the name of each tensor, in hexadecimal the little-endian CRC-32 of every block of the file's
 1 MiB grid that its bytes touch."""
 
-_NOT_TIED = ("format", CRCS, *OF_SHARDS)
+NOT_TIED = ("format", CRCS, *OF_SHARDS)
 """Notes that never say what another name of a tensor is. All others do, where they are the name of one."""
 
 _NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
@@ -160,7 +160,7 @@ def read_header(path: Path) -> Header:
     tied = {
         name: first
         for name, first in notes.items()
-        if name not in _NOT_TIED and first in tensors and name not in tensors
+        if name not in NOT_TIED and first in tensors and name not in tensors
     }
     return Header(tensors, tied, notes, 8 + length, _version_of(about))
 

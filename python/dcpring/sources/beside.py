@@ -19,18 +19,30 @@ from dcpring import _C
 from dcpring.base.files import unfinished_name
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
+from dcpring.store.safetensors import has_model
 
 logger = logging.getLogger("dcpring")
 
+_PARTS_OF_MODELS = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 _PARTS_OF_CHECKPOINTS = re.compile(
-    r"(__\d+)?\.metadata|__\d+_\d+(\.[0-9a-f]{16})?\.distcp|(__\d+)?\.dcpring\.json"
-    r"|[^/]+\.safetensors|[^/]+\.safetensors\.index\.json"
+    r"(__\d+)?\.metadata|__\d+_\d+(\.[0-9a-f]{16})?\.distcp|(__\d+)?\.dcpring\.json|" + _PARTS_OF_MODELS.pattern
 )
 """Names that a replaced directory may hold; with any other in it, it is not ours to remove."""
 
 
-def check_target(target: Path, is_directory: bool, overwrite: bool) -> None:
-    """Whether something can be written there; raises CheckpointError before any work is done."""
+def joins(target: Path) -> bool:
+    """Whether a model is written into a directory, as that of another, whose configuration and tokenizer stay."""
+    names = [entry.name for entry in target.iterdir()] if target.is_dir() and not target.is_symlink() else []
+    of_dcp = any(_PARTS_OF_CHECKPOINTS.fullmatch(name) and not _PARTS_OF_MODELS.fullmatch(name) for name in names)
+    return not of_dcp and any(not _PARTS_OF_MODELS.fullmatch(name) for name in names)
+
+
+def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bool = False) -> None:
+    """Whether something can be written there; raises CheckpointError before any work is done.
+
+    Args:
+        is_model: it is safetensors, for which the files that a directory holds besides are no hindrance.
+    """
     if not target.name:
         raise CheckpointError(f"{target} cannot be replaced; name a file or directory that is to be made")
     if not (target.exists() or target.is_symlink()):
@@ -42,12 +54,13 @@ def check_target(target: Path, is_directory: bool, overwrite: bool) -> None:
         wanted = "directory" if is_directory else "file"
         raise CheckpointError(f"{target} is a {kind}, and a {wanted} is to be written; choose another name")
     names = sorted(entry.name for entry in target.iterdir()) if is_directory else []
-    if is_directory and not names:
+    is_joined = is_directory and is_model and joins(target)
+    if is_directory and (not names or (is_joined and not has_model(names))):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
     strange = [name for name in names if not _PARTS_OF_CHECKPOINTS.fullmatch(name)]
-    if strange:
+    if strange and not is_joined:
         raise CheckpointError(
             f"{target} also holds {strange[0]!r}, which is no part of a checkpoint, and replacing the directory would "
             "remove it; choose another name"

@@ -22,7 +22,7 @@ from dcpring.plan.flatten import path_code
 from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing
 from dcpring.sources.contents import Contents, Entry, open_contents
-from dcpring.sources.stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run, Source, stream
+from dcpring.sources.stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run, Source, first_names, stream
 from dcpring.store import layout
 
 _LEAST_CUT_BYTES = 4 << 20
@@ -153,14 +153,8 @@ class DcpTarget:
     def __init__(self, path: FilePath, items: Sequence[Item], files: int) -> None:
         self._path = path
         self._items = items
-        self._owners: dict[str, Item] = {}
-        self._first: dict[str, str] = {}
-        same: dict[Any, str] = {}
-        for item in items:
-            key = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)
-            self._first[item.name] = same.setdefault(key, item.name)
-            if self._first[item.name] == item.name:
-                self._owners[item.name] = item
+        self._first = first_names(items)
+        self._owners = {item.name: item for item in items if self._first[item.name] == item.name}
         self._objects = [item for item in items if item.shape is None]
         self._shares = share_out([item for item in self._owners.values() if item.shape is not None], files)
         self._placed: dict[str, list[tuple[Piece | None, Placed]]] = {item.name: [] for item in items}

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import NamedTuple
 
 import torch
 
 from dcpring import _C
+from dcpring.base.files import unfinished_name
 from dcpring.format import safetensors
-from dcpring.sources.beside import directory_beside, file_beside, writing
-from dcpring.sources.stream import Item, Piece, Source, stream
+from dcpring.sources.beside import directory_beside, file_beside, joins, writing
+from dcpring.sources.stream import Item, Piece, Source, first_names, stream
+from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
 
 DEFAULT_SHARD_BYTES = 5 << 30
 
-_MOST_NAMED = 5
-
-
-class _File(NamedTuple):
-    name: str
-    items: list[Item]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
-
 
 class SafetensorsTarget:
-    """One file, or a directory of shards with an index."""
+    """One file, or a directory of shards with an index. Of a tensor with several names the first is written.
+
+    The others are in the notes of its file, as safetensors' ``save_model`` has them.
+    """
 
     format = "safetensors"
 
@@ -38,42 +31,55 @@ class SafetensorsTarget:
         safetensors.check_entries({item.name: item.dtype for item in items})
         self._path = path
         self._notes = {"format": "pt", **notes}
+        self._first = first_names(items)
+        self._first.update((name, name) for name in safetensors.NOT_TIED if name in self._first)
+        owners = [item for item in items if self._first[item.name] == item.name]
         self.is_directory = shard_bytes is not None
-        self._files = _sharded(items, shard_bytes) if shard_bytes is not None else [_File(path.name, list(items))]
-        self.files = [file.name for file in self._files]
-        self.nbytes = sum(item.nbytes for item in items)
-        places = [item.place for item in items if item.place is not None]
-        self.tied = len(places) - len(set(places))
+        self._groups = [owners] if shard_bytes is None else _sharded(owners, shard_bytes)
+        self.files = [path.name]
+        if self.is_directory:
+            self.files = [safetensors.file_name(number, len(self._groups)) for number in range(len(self._groups))]
+        self.nbytes = sum(item.nbytes for item in owners)
+        self.tied = len(items) - len(owners)
 
     def write(self, source: Source, overwrite: bool, watch: _C.Watch | None) -> None:
         if not self.is_directory:
-            (file,) = self._files
-            with file_beside(self._path, overwrite, file.nbytes, watch) as out:
-                self._fill(out, file, source)
-            return
-        with directory_beside(self._path, overwrite) as directory:
-            for file in self._files:
-                with writing(directory, file.name, file.nbytes, watch) as out:
-                    self._fill(out, file, source)
-            if len(self._files) > 1:
-                with writing(directory, safetensors.INDEX_NAME, 0, None) as index:
-                    index.write_bytes([self._index()])
+            with file_beside(self._path, overwrite, self.nbytes, watch) as out:
+                self._fill(out, self._groups[0], source)
+        elif joins(self._path):
+            self._write_into(self._path, source, watch)
+        else:
+            with directory_beside(self._path, overwrite) as directory:
+                self._write_into(FilePath(directory), source, watch)
 
-    def _fill(self, out: _C.FileWriter, file: _File, source: Source) -> None:
+    def _write_into(self, directory: FilePath, source: Source, watch: _C.Watch | None) -> None:
+        """Writes files, and commits them, in a directory that may hold others."""
+        remove_unfinished(directory)
+        self.files = free_names(directory, len(self._groups))
+        unfinished = {f".{unfinished_name(name)}": name for name in self.files}
+        try:
+            for name, group in zip(unfinished, self._groups, strict=True):
+                with writing(str(directory), name, sum(item.nbytes for item in group), watch) as out:
+                    self._fill(out, group, source)
+            pairs = zip(self.files, self._groups, strict=True)
+            weights = {item.name: file for file, group in pairs for item in group}
+            remove_files(directory, commit_model(directory, unfinished, weights, self.nbytes, True))
+        finally:
+            remove_files(directory, [name for name in unfinished if (directory / name).exists()])
+
+    def _fill(self, out: _C.FileWriter, items: Sequence[Item], source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.
-        items = sorted(file.items, key=lambda item: -(item.dtype or torch.uint8).itemsize)
+        items = sorted(items, key=lambda item: -(item.dtype or torch.uint8).itemsize)
         entries = [(item.name, item.dtype, item.shape) for item in items if item.dtype and item.shape is not None]
-        out.write_bytes([safetensors.make_header(entries, self._notes)])
+        here = {item.name for item in items}
+        tied = {name: first for name, first in self._first.items() if name != first and first in here}
+        out.write_bytes([safetensors.make_header(entries, {**tied, **self._notes})])
         for runs in stream(source, map(Piece.all_of, items)):
             out.write_bytes([run.part.memory for run in runs])
 
-    def _index(self) -> bytes:
-        listed = {item.name: file.name for file in self._files for item in file.items}
-        return safetensors.make_index(listed, self.nbytes)
 
-
-def _sharded(items: Sequence[Item], limit: int) -> list[_File]:
-    """Files of at most ``limit`` bytes of data (or one tensor), in order, named as hubs name them."""
+def _sharded(items: Sequence[Item], limit: int) -> list[list[Item]]:
+    """What goes into each file: at most ``limit`` bytes of data (or one tensor), in order."""
     groups: list[list[Item]] = [[]]
     size = 0
     for item in items:
@@ -82,4 +88,4 @@ def _sharded(items: Sequence[Item], limit: int) -> list[_File]:
             size = 0
         groups[-1].append(item)
         size += item.nbytes
-    return [_File(safetensors.file_name(number, len(groups)), group) for number, group in enumerate(groups)]
+    return groups

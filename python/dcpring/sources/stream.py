@@ -83,6 +83,16 @@ class Item:
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
 
+def first_names(items: Iterable[Item]) -> dict[str, str]:
+    """For each item's name the first one of the same tensor, which is its own where it is the only one."""
+    first: dict[Hashable, str] = {}
+    found = {}
+    for item in items:
+        same = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)
+        found[item.name] = first.setdefault(same, item.name)
+    return found
+
+
 class Part(NamedTuple):
     """A box of an item's tensor, in contiguous memory.
 

@@ -2,13 +2,8 @@
 
 The header of each file follows from the global plan, so every rank writes its bytes straight into the final files, once
 (``plan.stripes``, ``move.stripes``). Files are written under names of their own. The coordinator then adds the headers,
-with the CRCs that all ranks have summed, and commits:
-
-- One file: a rename to ``model.safetensors``.
-- Several: they get names that nothing refers to, then the index is renamed; a ``model.safetensors`` from before, which
-  comes first for whoever loads, is removed last.
-
-What the directory meant before stays good until then. Other files in it, as a model's config, are left alone.
+with the CRCs that all ranks have summed, and commits (``safetensors``): what the directory meant before stays good
+until then. Other files in it, as a model's config, are left alone.
 """
 
 from __future__ import annotations
@@ -18,11 +13,9 @@ import fnmatch
 import json
 import logging
 import os
-import re
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -32,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
-from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.files import unfinished_name
 from dcpring.base.groups import host_id
 from dcpring.base.memory import same_memory
 from dcpring.base.text import some_keys
@@ -44,6 +37,7 @@ from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of
+from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
@@ -57,9 +51,6 @@ __all__ = ["RingHFWriter"]
 logger = logging.getLogger("dcpring")
 
 DEFAULT_SHARD_BYTES = 5 << 30
-
-_UNFINISHED = re.compile(r"\.model[^/]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{16}\.tmp")
-_SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
 
 
 class _Local(NamedTuple):
@@ -188,7 +179,7 @@ class RingHFWriter(RingWriter):
     @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._phases.span(_trace.CLEAN_UP):
-            _remove(self._directory, [name for name in os.listdir(self._directory) if _UNFINISHED.fullmatch(name)])
+            remove_unfinished(self._directory)
         told = [_local_of(plan) for plan in plans]
         boxes = [_only_boxes(boxes_of(plan.items)) for plan in plans]
         ties = _agreed_ties(told, boxes)
@@ -212,10 +203,7 @@ class RingHFWriter(RingWriter):
         safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
         kept = {name: box for name, box in tensors.items() if name not in ties}
         groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
-        names = [safetensors.file_name(number, len(groups)) for number in range(len(groups))]
-        if len(names) > 1 and any((self._directory / name).exists() for name in names):
-            tag = new_tag()
-            names = [name.replace("model", f"model-{tag}", 1) for name in names]
+        names = free_names(self._directory, len(groups))
         model = _Model(names, [], {}, {stored[second]: stored[first] for second, first in ties.items()})
         for name, group in zip(names, groups, strict=True):
             # Larger elements first: every tensor is then aligned to its own.
@@ -304,7 +292,7 @@ class RingHFWriter(RingWriter):
         try:
             return StripeResults(saving.write(), stats)
         except BaseException:
-            _remove(self._directory, [layout.name for layout in part.files])
+            remove_files(self._directory, [layout.name for layout in part.files])
             raise
 
     # ---- the commit ----
@@ -334,29 +322,11 @@ class RingHFWriter(RingWriter):
             file.close()
 
     def _commit_model(self, model: _Model) -> None:
-        path, before = str(self.path), set(os.listdir(self._directory))
-        if len(model.layouts) == 1:
-            _C.replace(path, model.layouts[0].name, safetensors.MODEL_NAME, self.sync_files)
-            doomed = {safetensors.INDEX_NAME} & before
-        else:
-            for layout, name in zip(model.layouts, model.names, strict=True):
-                _C.replace(path, layout.name, name, False)
-            if self.sync_files:
-                _C.sync_directory(path)
-            total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
-            index = safetensors.make_index(model.files, total)
-            _C.commit(
-                path, f".{unfinished_name(safetensors.INDEX_NAME)}", safetensors.INDEX_NAME, index, self.sync_files
-            )
-            doomed = {safetensors.MODEL_NAME} & before
-            _C.remove_files(path, sorted(doomed))  # what is loaded first: its end is the commit where it is there
-            doomed = set()
-            if self.sync_files:
-                _C.sync_directory(path)
+        files = {layout.name: name for layout, name in zip(model.layouts, model.names, strict=True)}
+        total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
+        stale = commit_model(self._directory, files, model.files, total, self.sync_files)
         self._phases.begin(_trace.CLEAN_UP)
-        _remove(
-            self._directory, sorted(doomed | {name for name in before if _SHARD.fullmatch(name)} - set(model.names))
-        )
+        remove_files(self._directory, stale)
 
 
 class _Model(NamedTuple):
@@ -432,11 +402,3 @@ def _agreed_ties(told: Sequence[_Local], boxes: Sequence[Sequence[Box]]) -> dict
             if box.name in found and one.ties.get(box.name) != found[box.name]:
                 del found[box.name]
     return found
-
-
-def _remove(directory: Path, names: list[str]) -> None:
-    """What cannot be removed stays, and harms nobody; the next save tries again."""
-    try:
-        _C.remove_files(str(directory), names)
-    except OSError as error:
-        logger.warning("files of earlier saves stay in %s: %s", directory, error)

@@ -2,20 +2,49 @@
 
 The metadata that is made of them has the same tables as a checkpoint of RingWriter, so plans, loads, sharing between
 ranks and errors are those that all checkpoints have.
+
+A model is committed to a directory that may hold another, and files that are nobody's business here:
+
+- One file: a rename to ``model.safetensors``.
+- Several: they get names that nothing refers to, then the index is renamed; a ``model.safetensors`` from before, which
+  comes first for whoever loads, is removed last.
+
+What the directory meant before stays good until then.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring import _C
+from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import METADATA_NAME, TENSOR, load_metadata
-from dcpring.format.safetensors import Model, is_safetensors, read_model
+from dcpring.format.safetensors import (
+    INDEX_NAME,
+    MODEL_NAME,
+    Model,
+    file_name,
+    is_safetensors,
+    make_index,
+    read_model,
+)
 from dcpring.plan.table import table_of_chunks
+
+logger = logging.getLogger("dcpring")
+
+_UNFINISHED = re.compile(r"\.model[^/]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{16}\.tmp")
+_SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
+
+
+# ---- reading ----
 
 
 def is_model(path: Path) -> bool:
@@ -59,3 +88,67 @@ def metadata_of(path: Path) -> Metadata:
     return (
         LazyMetadata(source=chunks_of(read_model(path))) if is_model(path) else load_metadata(path / METADATA_NAME)[0]
     )
+
+
+# ---- writing ----
+
+
+def has_model(names: Iterable[str]) -> bool:
+    """Whether there is a model among the files of a directory that a commit would replace."""
+    return any(name in (MODEL_NAME, INDEX_NAME) or _SHARD.fullmatch(name) for name in names)
+
+
+def free_names(directory: Path, count: int) -> list[str]:
+    """What so many files of a model will be called; several have names that no file in the directory has."""
+    names = [file_name(number, count) for number in range(count)]
+    if count > 1 and any((directory / name).exists() for name in names):
+        tag = new_tag()
+        names = [name.replace("model", f"model-{tag}", 1) for name in names]
+    return names
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Before a save: removes what others, that were killed, have left."""
+    remove_files(directory, [name for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)])
+
+
+def commit_model(
+    directory: Path, files: Mapping[str, str], weights: Mapping[str, str], total_bytes: int, durable: bool
+) -> list[str]:
+    """Puts a model in the place of the one that is there.
+
+    Args:
+        directory: which holds the files.
+        files: that are written, by what they are called until now, the names that ``free_names`` has given.
+        weights: the file of each tensor.
+        total_bytes: of the tensors.
+        durable: whether renames are synced.
+
+    Returns:
+        Files in the directory that nothing refers to any more.
+    """
+    path, before = str(directory), set(os.listdir(directory))
+    stale = {name for name in before if _SHARD.fullmatch(name)} - set(files.values())
+    if len(files) == 1:
+        ((unfinished, name),) = files.items()
+        _C.replace(path, unfinished, name, durable)
+        return sorted(stale | ({INDEX_NAME} & before))
+    for unfinished, name in files.items():
+        _C.replace(path, unfinished, name, False)
+    if durable:
+        _C.sync_directory(path)
+    _C.commit(path, f".{unfinished_name(INDEX_NAME)}", INDEX_NAME, make_index(weights, total_bytes), durable)
+    _C.remove_files(
+        path, sorted({MODEL_NAME} & before)
+    )  # what is loaded first: its end is the commit where it is there
+    if durable:
+        _C.sync_directory(path)
+    return sorted(stale)
+
+
+def remove_files(directory: Path, names: list[str]) -> None:
+    """What cannot be removed stays, and harms nobody; the next save tries again."""
+    try:
+        _C.remove_files(str(directory), names)
+    except OSError as error:
+        logger.warning("files of earlier saves stay in %s: %s", directory, error)

@@ -41,10 +41,10 @@ class ConvertReport:
         source, target: paths.
         source_format, target_format: "dcp", "torch" or "safetensors".
         tensors, objects: how many of each.
-        left_out: how many ``only`` left out.
+        left_out: how many ``only`` and ``exclude`` left out.
         renamed: how many have another name than before.
         cast: how many tensors have another dtype than before.
-        tied: names whose tensor has another name, too. safetensors files hold such a tensor once for each name.
+        tied: names whose tensor has another name, too, under which it is stored.
         bytes: of tensors, in the target.
         files: with data, in the target.
         seconds: wall time.
@@ -71,6 +71,7 @@ def convert(
     *,
     to: Format | None = None,
     only: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     key_map: KeyMapLike = None,
     dtype: torch.dtype | str | None = None,
     files: int | None = None,
@@ -97,13 +98,15 @@ def convert(
             ``.bin``, ``.ckpt``, ``.tar`` a file of ``torch.save``; any other a directory, of DCP.
         to: "dcp", "torch" or "safetensors". With the last, a name without ``.safetensors`` is a directory of shards.
         only: patterns of names in the source, which are taken with those below them; others are left out.
+        exclude: patterns of names that are left out, with those below them, whatever ``only`` takes.
         key_map: new names, as for ``RingReader``; applied to names in the source.
         dtype: of all floating-point tensors in the target; others keep theirs.
         files: data files of a DCP checkpoint, of about the same size; None: as many as a DCP source has, else 1.
         shard_bytes: most bytes of a safetensors shard; 5 GiB if None.
         rank: of a DCP checkpoint saved with ``use_collectives=False``, the part to convert.
         trusted: unpickle whatever is in the source, even if that runs code.
-        overwrite: replace a target that is there. A directory must hold nothing but a checkpoint.
+        overwrite: replace a target that is there. A directory must hold nothing but a checkpoint; one that gets
+            safetensors may hold other files than those of a DCP checkpoint, which stay.
         progress: draw a bar on standard error, if that is a terminal.
 
     Raises:
@@ -116,9 +119,9 @@ def convert(
     started = time.perf_counter()
     where = Path(os.path.abspath(target))
     goal = _format_of(where, to, files, shard_bytes)
-    check_target(where, _is_directory(where, goal), overwrite)
+    check_target(where, _is_directory(where, goal), overwrite, goal == "safetensors")
     opened = open_source(Path(source), rank=rank, trusted=trusted)
-    chosen = _chosen(opened.items, [only] if isinstance(only, str) else list(only), os.fspath(source))
+    chosen = _chosen(opened.items, _listed(only), _listed(exclude), os.fspath(source))
     items = _cast(_renamed(chosen, key_map), None if dtype is None else float_dtype(dtype))
     _check_sizes(items, os.fspath(source))
     made = _target(goal, where, items, opened, files, shard_bytes)
@@ -200,13 +203,17 @@ def _check_sizes(items: Sequence[Item], source: str) -> None:
         raise CorruptCheckpointError(what, source)
 
 
-def _chosen(items: list[Item], patterns: list[str], source: str) -> list[Item]:
-    if not patterns:
-        return items
-    is_chosen = key_filter(patterns)
-    found = [item for item in items if is_chosen(item.source)]
-    check_patterns(patterns, [item.source for item in found], source)
+def _chosen(items: list[Item], only: list[str], exclude: list[str], source: str) -> list[Item]:
+    is_chosen, is_excluded = key_filter(only), key_filter(exclude)
+    found = [item for item in items if is_chosen(item.source) and not (exclude and is_excluded(item.source))]
+    names = [item.source for item in items]
+    check_patterns(only, names, source)
+    check_patterns(exclude, names, source)
     return found
+
+
+def _listed(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _renamed(items: list[Item], key_map: KeyMapLike) -> list[Item]:

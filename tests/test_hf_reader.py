@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -430,3 +432,48 @@ def test_installed(tmp_path: Path) -> None:
         load(state, HuggingFaceStorageReader(str(path)))
         _kinds.assert_same_bits(state, tensors())
     assert type(HuggingFaceStorageReader(str(path))) is HuggingFaceStorageReader
+
+
+# ---- headers that nobody has written ----
+
+_NUMBERS = ("0", "-1", "1.5", "true", "null", "9" * 25, "1e9", '"1"', "[]", str(1 << 62))
+
+
+def mutated(header: bytes, chance: random.Random) -> bytes:
+    """A header in which something is another number, or bytes are others, gone, or there twice."""
+    kind = chance.randrange(4)
+    at = chance.randrange(len(header))
+    if kind == 0:
+        numbers = [match.span() for match in re.finditer(rb"\d+", header)]
+        begin, end = chance.choice(numbers)
+        return header[:begin] + chance.choice(_NUMBERS).encode() + header[end:]
+    if kind == 1:
+        return header[:at] + bytes([header[at] ^ 1 << chance.randrange(8)]) + header[at + 1 :]
+    length = chance.randrange(1, 30)
+    return header[:at] + (header[at : at + length] * 2 if kind == 2 else b"") + header[at + length :]
+
+
+@pytest.mark.parametrize("kind", ("one file", "stock's shards", "checksums"))
+def test_random_headers(tmp_path: Path, kind: str) -> None:
+    """Each is refused with one of our errors, or means tensors that lie in the file."""
+    given = {name: tensor for name, tensor in tensors().items() if name not in ("rows", "scalar", "empty")}
+    if kind == "checksums":
+        with_crcs(tmp_path / "model.safetensors", given)
+    else:
+        write(tmp_path / "x", kind, given)
+        next((tmp_path / "x").glob("*.safetensors")).rename(tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    chance, refusals = random.Random(kind), 0
+    for _ in range(500):
+        header = mutated(data[8 : 8 + size], chance)
+        file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+        try:
+            metadata = RingReader(tmp_path).read_metadata()
+            assert metadata.state_dict_metadata is not None
+            for stored in read_header(file).tensors.values():
+                assert 8 + len(header) <= stored.begin <= stored.end <= file.stat().st_size
+        except CheckpointError:
+            refusals += 1
+    assert 250 < refusals < 500

@@ -5,6 +5,7 @@ docs/format.md has the bytes; csrc/py/table.c makes the same ones for strided te
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,16 @@ _CONTIGUOUS, _STRIDED = 1, 2
 
 def encode_properties(properties: TensorProperties, lengths: Sequence[int] | None = None) -> tuple[bytes, int]:
     """``TensorProperties`` of a row of these lengths as bytes, and how many of them are the dtype's."""
-    dtype = str(properties.dtype).encode()
+    head, dtype_bytes = _encoded_head(properties.dtype, properties.layout)
     form = _FORMATS.index(properties.memory_format)
     flags = bytes((properties.requires_grad, form, properties.pin_memory))
-    strides = _encode_strides(strides_of(properties), lengths)
-    return dtype + b"\0" + str(properties.layout).encode() + b"\0" + flags + strides, len(dtype)
+    return head + flags + _encode_strides(strides_of(properties), lengths), dtype_bytes
+
+
+@functools.cache
+def _encoded_head(dtype: torch.dtype, layout: torch.layout) -> tuple[bytes, int]:
+    name = str(dtype).encode()
+    return name + b"\0" + str(layout).encode() + b"\0", len(name)
 
 
 def _encode_strides(strides: Sequence[int] | None, lengths: Sequence[int] | None) -> bytes:

@@ -21,6 +21,7 @@ import torch
 
 from dcpring import _C
 from dcpring.base import strict_json
+from dcpring.base.collector import collection_paused
 from dcpring.base.files import open_regular, read_regular
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
@@ -139,18 +140,25 @@ def read_header(path: Path) -> Header:
         CorruptCheckpointError: it contradicts itself or the file's size.
         OSError: it cannot be read.
     """
+    return _parsed(path, *_read_bytes(path))
+
+
+def _read_bytes(path: Path) -> tuple[bytes, os.stat_result]:
     with open_regular(path) as file:
         about = os.fstat(file.fileno())
-        size = about.st_size
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+        if about.st_size < 8 or length > min(about.st_size - 8, _MOST_HEADER_BYTES):
             raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
-        data = file.read(length)
+        return file.read(length), about
+
+
+def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
+    begin = 8 + len(data)
     try:
         entries = strict_json.loads(data)
         notes = _checked_notes(entries.pop(NOTES, {}))
-        tensors = {name: _stored(name, entry, 8 + length) for name, entry in entries.items()}
-        _check_spans(tensors, 8 + length, size)
+        tensors = {name: _stored(name, entry, begin) for name, entry in entries.items()}
+        _check_spans(tensors, begin, about.st_size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
     if SHARDING in notes:
@@ -162,7 +170,7 @@ def read_header(path: Path) -> Header:
         for name, first in notes.items()
         if name not in NOT_TIED and first in tensors and name not in tensors
     }
-    return Header(tensors, tied, notes, 8 + length, _version_of(about))
+    return Header(tensors, tied, notes, begin, _version_of(about))
 
 
 def _version_of(about: os.stat_result) -> tuple[int, int]:
@@ -382,13 +390,11 @@ def read_model(path: Path) -> Model:
     listed = weight_map(path) if path.name.endswith(".json") else None
     directory = path if path.is_dir() else path.parent
     names = [file.name for file in files_of(path)] if listed is None else list(dict.fromkeys(listed.values()))
-    headers = dict(zip(names, _read_headers(directory, names, path), strict=True))
-    parts: dict[str, list[Part]] = {}
-    for file, header in headers.items():
-        for name, stored in _stored_under(header).items():
-            if listed is None or listed.get(name, file if name in header.tied else None) == file:
-                parts.setdefault(name, []).append(Part(file, stored.offsets or (0,) * len(stored.shape), stored))
-    lost = [name for name in listed or () if name not in parts]
+    found = _read_all(directory, names, path)
+    with collection_paused():
+        headers = {name: _parsed(directory / name, *one) for name, one in zip(names, found, strict=True)}
+        tensors = _joined(headers, listed, path)
+    lost = [name for name in listed or () if name not in tensors]
     if listed and lost:
         raise CorruptCheckpointError(f"{lost[0]!r} is not in {listed[lost[0]]!r}, where the index says", str(path))
     notes = {
@@ -397,14 +403,15 @@ def read_model(path: Path) -> Model:
         for name, text in header.notes.items()
         if name not in (CRCS, *OF_SHARDS) and name not in header.tied
     }
-    tensors = {name: _whole(name, found, path) for name, found in parts.items()}
     return Model(path, directory, tensors, notes, headers, _links(directory, names))
 
 
-def _read_headers(directory: Path, names: Sequence[str], path: Path) -> list[Header]:
-    def read(name: str) -> Header:
+def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[bytes, os.stat_result]]:
+    """The headers of files, as bytes."""
+
+    def read(name: str) -> tuple[bytes, os.stat_result]:
         try:
-            return read_header(directory / name)
+            return _read_bytes(directory / name)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{name} is not there, which it lists", str(path)) from error
 
@@ -412,6 +419,16 @@ def _read_headers(directory: Path, names: Sequence[str], path: Path) -> list[Hea
         return list(map(read, names))
     with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
         return list(pool.map(read, names))
+
+
+def _joined(headers: Mapping[str, Header], listed: Mapping[str, str] | None, path: Path) -> dict[str, Whole]:
+    """The tensors of all files, or those that an index lists, and those that are tied to them."""
+    parts: dict[str, list[Part]] = {}
+    for file, header in headers.items():
+        for name, stored in _stored_under(header).items():
+            if listed is None or listed.get(name, file if name in header.tied else None) == file:
+                parts.setdefault(name, []).append(Part(file, stored.offsets or (0,) * len(stored.shape), stored))
+    return {name: _whole(name, found, path) for name, found in parts.items()}
 
 
 def _stored_under(header: Header) -> dict[str, Stored]:
@@ -422,6 +439,8 @@ def _stored_under(header: Header) -> dict[str, Stored]:
 def _whole(name: str, parts: list[Part], path: Path) -> Whole:
     """The tensor that parts make up."""
     first = parts[0].stored
+    if len(parts) == 1 and not any(parts[0].offsets):
+        return Whole(first.dtype, first.shape, parts)
     others = [part.stored.dtype for part in parts if part.stored.dtype != first.dtype]
     if others or len({len(part.offsets) for part in parts}) > 1:
         what = f"{first.dtype} and {others[0]}" if others else "of different numbers of dimensions"
@@ -429,7 +448,7 @@ def _whole(name: str, parts: list[Part], path: Path) -> Whole:
     boxes = [(part.offsets, part.stored.shape) for part in parts]
     ends = [[offset + length for offset, length in zip(*box, strict=True)] for box in boxes]
     shape = tuple(map(max, zip(*ends, strict=True)))
-    wrong = wrong_boxes(shape, boxes) if len(parts) > 1 or any(parts[0].offsets) else ""
+    wrong = wrong_boxes(shape, boxes)
     if wrong:
         files = some(list(dict.fromkeys(part.file for part in parts)), _MOST_NAMED)
         raise CorruptCheckpointError(

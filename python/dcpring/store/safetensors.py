@@ -23,6 +23,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring import _C
+from dcpring.base.collector import collection_paused
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -60,6 +61,11 @@ def chunks_of(model: Model) -> Chunks:
     Raises:
         CorruptCheckpointError: names that no table can have.
     """
+    with collection_paused():
+        return _tables(model)
+
+
+def _tables(model: Model) -> Chunks:
     properties = {dtype: TensorProperties(dtype=dtype) for dtype in {whole.dtype for whole in model.tensors.values()}}
     chunks = [
         [(whole.shape, part.offsets, part.stored.shape, properties[whole.dtype]) for part in whole.parts]

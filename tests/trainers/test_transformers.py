@@ -1,10 +1,11 @@
-"""transformers' Trainer with ``dcpring.install()``: what it saves with FSDP2, and ``resume_from_checkpoint``."""
+"""transformers with dcpring: its Trainer with ``install()``, and a model from the files of ``save_pretrained``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import _ranks
+import pytest
 from test_accelerate import assert_equal, is_ours
 
 _ranks.load_before("transformers_program")
@@ -30,3 +31,9 @@ def test_resume_from_checkpoint_goes_on_as_with_stock(tmp_path: Path) -> None:
     train(tmp_path / "stock", 3, "--resume", half)
     assert_equal(tmp_path / "on 3" / "checkpoint-4", tmp_path / "stock" / "checkpoint-4")
     assert is_ours(tmp_path / "on 3" / "checkpoint-4")
+
+
+@pytest.mark.parametrize("options", ((), ("--tie",)))
+def test_load_pretrained_on_meta(tmp_path: Path, options: tuple[str, ...]) -> None:
+    _ranks.run("pretrained_program.py", 2, tmp_path, *options)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1

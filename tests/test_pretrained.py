@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dcpring import CheckpointError, CorruptCheckpointError, KeyMismatchError, RingWriter, load_pretrained
+from dcpring import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    RingWriter,
+    load_pretrained,
+    save_pretrained_weights,
+)
 from dcpring.names.state_dict import get_model_state_dict
 
 
@@ -315,3 +322,51 @@ def test_ranks_fail_alike(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"no")
     texts = _distributed.run(2, fail, str(path), "damaged")
     assert texts[0] == texts[1] and texts[0].startswith(CorruptCheckpointError.__name__)
+
+
+# ---- and back ----
+
+
+def save_sharded(path: str, mesh: str) -> None:
+    model = MESHES[mesh]("cpu")
+    load_pretrained(model, f"{path}/model")
+    save_pretrained_weights(model, f"{path}/again")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_saved_from_shards(path: Path, mesh: str) -> None:
+    """What is written is what was read, with the tied weights once."""
+    _distributed.run(4, save_sharded, str(path.parent), mesh)
+    found = load_file(path.parent / "again" / "model.safetensors")
+    expected = weights()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def save_wrapped(path: str, index: int) -> list[str]:
+    case = list(_wrappers.cases())[index]
+    try:
+        model = _wrappers.build(case, seed=1)
+    except Exception:
+        return []  # torch cannot nest these
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    save_pretrained_weights(model, path)
+    if dist.get_rank() != 0:
+        return []
+    found = load_file(f"{path}/model.safetensors")
+    wrong = [name for name in full.keys() ^ found.keys() if isinstance(full.get(name), Tensor)]
+    return wrong + [name for name in found if not torch.equal(_wrappers.full_tensor(full[name]), found[name])]
+
+
+@pytest.mark.slow(but=[str(index) for index in range(0, len(list(_wrappers.cases())), 11)])
+@pytest.mark.parametrize("index", range(len(list(_wrappers.cases()))))
+def test_saved_from_every_wrapping(tmp_path: Path, index: int) -> None:
+    assert _distributed.run(2, save_wrapped, str(tmp_path), index) == [[], []]
+
+
+def test_saved_by_one_process(path: Path) -> None:
+    model = net(1)
+    load_pretrained(model, path)
+    save_pretrained_weights(model, path, dtype=torch.bfloat16)
+    found, expected = load_file(path / "model.safetensors"), weights()
+    assert all(torch.equal(found[name], one.bfloat16()) for name, one in expected.items())
+    assert [one.name for one in path.iterdir()] == ["model.safetensors"]

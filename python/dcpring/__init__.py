@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
     from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
-    from dcpring.resume.pretrained import load_pretrained
+    from dcpring.resume.pretrained import load_pretrained, save_pretrained_weights
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
@@ -100,6 +100,7 @@ __all__ = [
     "print_keys",
     "register_wrapper",
     "save",
+    "save_pretrained_weights",
     "saved_key_map",
     "set_model_state_dict",
     "set_optimizer_state_dict",
@@ -128,7 +129,7 @@ _MODULES = {
     "store.hf_writer": ("RingHFWriter",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
-    "resume.pretrained": ("load_pretrained",),
+    "resume.pretrained": ("load_pretrained", "save_pretrained_weights"),
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),

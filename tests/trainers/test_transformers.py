@@ -37,3 +37,9 @@ def test_resume_from_checkpoint_goes_on_as_with_stock(tmp_path: Path) -> None:
 def test_load_pretrained_on_meta(tmp_path: Path, options: tuple[str, ...]) -> None:
     _ranks.run("pretrained_program.py", 2, tmp_path, *options)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+
+
+def test_the_example_of_pretrained_weights(tmp_path: Path) -> None:
+    """From a directory into FSDP2 on 4 ranks, a step, and back: the example compares with ``from_pretrained``."""
+    _ranks.run("../../examples/huggingface.py", 4, tmp_path)
+    assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}

@@ -1,4 +1,6 @@
-"""``dcpring.load_pretrained``: the weights of a model from a directory of safetensors, whatever shards the model.
+"""``dcpring.load_pretrained`` and ``save_pretrained_weights``: a model's weights, and a directory of safetensors.
+
+A load goes in three steps:
 
 1. Names are compared, on all ranks, before anything is changed.
 2. What is on ``meta`` gets memory, and what the files do not have its first values.
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from dcpring.base.groups import rank_in
+from dcpring.base.groups import has_group, rank_in
 from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError
@@ -33,10 +35,11 @@ from dcpring.plan.sharing import Share
 from dcpring.resume import backend
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
+from dcpring.store.hf_writer import RingHFWriter
 from dcpring.torchside import modules
 from dcpring.torchside.tensors import is_whole, local_tensor
 
-__all__ = ["load_pretrained"]
+__all__ = ["load_pretrained", "save_pretrained_weights"]
 
 logger = logging.getLogger("dcpring")
 
@@ -97,6 +100,32 @@ def load_pretrained(
             return _load(joint, model, reader, policy, key_map, device, initialize, share)
     finally:
         ranks.close()
+
+
+def save_pretrained_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Saves a model's weights as the directory of safetensors that ``from_pretrained`` loads, in place by all ranks.
+
+    The names are those of the model without any wrapper. Tied tensors are written once. Files that are no weights stay:
+    a configuration or tokenizer is saved by its own ``save_pretrained``, on one rank.
+
+    Args:
+        model: sharded, compiled and wrapped in whatever ways; all ranks of the process group call this.
+        path: of the directory, made if missing.
+        process_group: the ranks; None for all.
+        options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16`` or ``max_shard_bytes``.
+
+    Raises:
+        CheckpointError, OSError: within DCP's ``CheckpointException``, as ``RingHFWriter`` raises them.
+    """
+    group = process_group if process_group is not None or not has_group() else dist.group.WORLD
+    writer = RingHFWriter(path, **options)
+    backend.save(backend.get_model_state_dict(model), writer, backend.SavePlanner(), group)
 
 
 def _load(

@@ -32,13 +32,14 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dcpring
-from dcpring import RingHFReader, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import RingHFReader, RingHFWriter, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.torchside import versions
 
 PAIRS = {
     FileSystemWriter: RingWriter,
     FileSystemReader: RingReader,
     HuggingFaceStorageReader: RingHFReader,
+    HuggingFaceStorageWriter: RingHFWriter,
     DefaultSavePlanner: RingSavePlanner,
     DefaultLoadPlanner: RingLoadPlanner,
 }
@@ -99,7 +100,9 @@ def test_subclasses_stay_what_they_are(tmp_path: Path) -> None:
         assert type(OwnWriter(tmp_path)) is OwnWriter and not isinstance(OwnWriter(tmp_path), RingWriter)
         assert type(OwnPlanner(3)) is OwnPlanner and not OwnPlanner(3).flatten_state_dict
         assert type(Later(allow_partial_load=True)) is Later
-        assert type(HuggingFaceStorageWriter(str(tmp_path))) is HuggingFaceStorageWriter
+        shards = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)  # for who consolidates by himself
+        assert type(shards) is HuggingFaceStorageWriter
+        assert type(HuggingFaceStorageWriter(str(tmp_path), None, 1, True, True)) is RingHFWriter
         assert type(_EmptyStateDictLoadPlanner()) is _EmptyStateDictLoadPlanner
         assert type(RingWriter(tmp_path)) is RingWriter
 

@@ -93,10 +93,11 @@ def install(
 
     From now on ``FileSystemWriter(...)``, ``FileSystemReader(...)``, ``DefaultSavePlanner(...)`` and
     ``DefaultLoadPlanner(...)`` of torch make a ``RingWriter``, ``RingReader``, ``RingSavePlanner`` and
-    ``RingLoadPlanner``, and ``HuggingFaceStorageReader(...)`` a ``RingHFReader``, wherever they are called and however
-    they were imported: in ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` with ``checkpoint_id=``, in trainers, in
-    processes that this one spawns. The classes themselves stay what they are: other subclasses of them
-    (``HuggingFaceStorageWriter``, ``FsspecWriter``, a program's own) are not touched, and ``isinstance`` holds. What
+    ``RingLoadPlanner``, and ``HuggingFaceStorageReader(...)`` and ``HuggingFaceStorageWriter(...)`` a ``RingHFReader``
+    and ``RingHFWriter``, wherever they are called and however they were imported: in ``dcp.save``, ``dcp.load`` and
+    ``dcp.async_save`` with ``checkpoint_id=``, in trainers, in processes that this one spawns. The classes themselves
+    stay what they are: other subclasses of them (``FsspecWriter``, a program's own) are not touched, and ``isinstance``
+    holds. What
     dcpring does not take (paths of object stores, ``serialization_format=SAFETENSORS``) goes to torch's class, which is
     said once in the log.
 
@@ -107,7 +108,8 @@ def install(
         trusted: what a load does about objects, and metadata, that hold more than plain data. "warn" loads them as
             torch does, which may run code from the checkpoint, and logs their names; False refuses them; True says
             nothing.
-        writer_options: for ``RingWriter``, besides what the program gives.
+        writer_options: for ``RingWriter`` and ``RingHFWriter``, of each those that it takes, besides what the program
+            gives.
         reader_options: for ``RingReader``. ``casts`` is "any" here if not given, as torch has it.
         save_planner_options: for ``RingSavePlanner``.
         load_planner_options: for ``RingLoadPlanner``.

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from dcpring.integrations.install import Options
+from dcpring.options import IOArguments
 
 logger = logging.getLogger("dcpring")
 
@@ -33,6 +35,7 @@ PAIRS: dict[type, tuple[str, str]] = {
     FileSystemWriter: ("RingWriter", "writer"),
     FileSystemReader: ("RingReader", "reader"),
     HuggingFaceStorageReader: ("RingHFReader", "reader"),
+    HuggingFaceStorageWriter: ("RingHFWriter", "writer"),
     DefaultSavePlanner: ("RingSavePlanner", "save_planner"),
     DefaultLoadPlanner: ("RingLoadPlanner", "load_planner"),
 }
@@ -45,6 +48,7 @@ def ours() -> dict[type, Any]:
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.store.hf_reader import RingHFReader
+    from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.torchside import shim  # noqa: F401
@@ -53,6 +57,7 @@ def ours() -> dict[type, Any]:
         FileSystemWriter: RingWriter,
         FileSystemReader: RingReader,
         HuggingFaceStorageReader: RingHFReader,
+        HuggingFaceStorageWriter: RingHFWriter,
         DefaultSavePlanner: RingSavePlanner,
         DefaultLoadPlanner: RingLoadPlanner,
     }
@@ -61,16 +66,17 @@ def ours() -> dict[type, Any]:
 @functools.cache
 def _taken() -> dict[type, frozenset[str]]:
     """The arguments that our classes take."""
-    from dcpring.options import IOArguments
+    return {stock: frozenset(_arguments_of(one)) for stock, one in ours().items()}
 
-    named = {
-        stock: {name for each in one.__mro__ if _is_ours(each) for name in inspect.signature(each.__init__).parameters}
-        for stock, one in ours().items()
-    }
-    return {
-        stock: frozenset(names | {*IOArguments.__annotations__} if "io" in names else names)
-        for stock, names in named.items()
-    }
+
+def _arguments_of(kind: Any) -> Iterator[str]:
+    for each in filter(_is_ours, kind.__mro__):
+        parameters = inspect.signature(each.__init__).parameters
+        yield from parameters
+        if "io" in parameters:
+            yield from IOArguments.__annotations__
+        if not any(one.kind == one.VAR_KEYWORD and name != "io" for name, one in parameters.items()):
+            return  # else the others are for the class above
 
 
 def _is_ours(kind: type) -> bool:
@@ -101,9 +107,11 @@ def start(options: Options, *, is_loading: bool) -> None:
     """
     global _options
     if not is_loading:
-        for stock, (name, kind) in PAIRS.items():
-            wrong = sorted(set(getattr(options, kind)) - _taken()[stock])
+        for kind in dict.fromkeys(kind for _, kind in PAIRS.values()):
+            names = {stock: name for stock, (name, of_kind) in PAIRS.items() if of_kind == kind}
+            wrong = sorted(set(getattr(options, kind)).difference(*(_taken()[stock] for stock in names)))
             if wrong:
+                name = next(iter(names.values()))
                 raise TypeError(f"{kind}_options has {', '.join(map(repr, wrong))}, which {name} does not take")
     _options = options
     if _replaced:
@@ -181,8 +189,9 @@ def _constructor(stock: Any, kind: str) -> Callable[..., None]:
             say_once(logging.WARNING, f"{stock.__name__} with {reason} is torch's own, as dcpring does not take that")
             return construct(self, *args, **kwargs)
         self.__class__ = ours()[stock]
+        chosen = {name: value for name, value in getattr(options, kind).items() if name in _taken()[stock]}
         try:
-            self.__init__(**{**getattr(options, kind), **given})
+            self.__init__(**{**chosen, **given})
         except BaseException:
             self.__class__ = stock
             raise
@@ -196,6 +205,8 @@ def _not_taken(given: dict[str, Any], unknown: set[str]) -> str:
 
     if unknown:
         return ", ".join(f"{name}=" for name in sorted(unknown))
+    if given.get("save_distributed") and not given.get("enable_consolidation"):
+        return "save_distributed=True and no consolidation, which leaves each rank's shards to the program,"
     form = given.get("serialization_format", SerializationFormat.TORCH_SAVE)
     if form != SerializationFormat.TORCH_SAVE:
         return f"serialization_format={form}"

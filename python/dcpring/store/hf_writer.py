@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
@@ -80,7 +81,7 @@ class StripeResults(ResultList):
         return StripeResults, (self.sums, self.stats)
 
 
-class RingHFWriter(RingWriter):
+class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     """Writes a directory of safetensors that ``from_pretrained`` loads, from any sharding, in place::
 
         dcp.save(get_model_state_dict(model), storage_writer=RingHFWriter("out"), planner=RingSavePlanner())
@@ -135,7 +136,8 @@ class RingHFWriter(RingWriter):
     ) -> None:
         if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: must be an int from 1")
-        super().__init__(
+        RingWriter.__init__(
+            self,
             path,
             thread_count=thread_count,
             sync_files=sync_files,

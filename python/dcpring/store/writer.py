@@ -141,7 +141,8 @@ class RingWriter(FileSystemWriter):
                 "for safetensors use torch.distributed.checkpoint.HuggingFaceStorageWriter"
             )
         layout.require_local(path)
-        super().__init__(
+        FileSystemWriter.__init__(  # a subclass of other writers of torch's, too, is made by this
+            self,
             path,
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -114,7 +115,12 @@ def test_the_index_is_not_there(tmp_path: Path) -> None:
     """Files of two saves may have such names: nothing tells that they are of one."""
     path = write(tmp_path / "model", "index")
     (path / INDEX).unlink()
-    refused(RingHFReader(path), rf"holds parts of a model, .*00001.*, and no index of them, {INDEX}", CheckpointError)
+    for left in ("00001", "00003"):  # until the last of them is there alone
+        refused(
+            RingHFReader(path), rf"holds parts of a model, .*{left}.*, and no index of them, {INDEX}", CheckpointError
+        )
+        (path / f"model-{left}-of-00003.safetensors").unlink()
+    refused(RingHFReader(path), r"holds parts of a model, model-00002-of-00003\.safetensors, and", CheckpointError)
 
 
 def test_a_checkpoint_of_dcp_stays_one(tmp_path: Path) -> None:
@@ -160,6 +166,13 @@ def test_what_stock_takes(tmp_path: Path) -> None:
         assert (entry.size, entry.properties.dtype, entry.chunks) == (
             *(theirs.size, theirs.properties.dtype, theirs.chunks),
         )
+
+
+def test_without_a_state_dict(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", "index")
+    _kinds.assert_same_bits(dcpring.load(path), tensors())
+    found = _load_state_dict_from_keys({"whole"}, storage_reader=RingHFReader(path), no_dist=True)
+    assert found.keys() == {"whole"} and torch.equal(found["whole"], tensors()["whole"])
 
 
 # ---- tied ----

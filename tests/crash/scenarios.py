@@ -41,6 +41,7 @@ from dcpring import (
     saved_key_map,
     verify,
 )
+from dcpring.format.safetensors import INDEX_NAME, MODEL_NAME
 from dcpring.sources.contents import open_contents
 
 StateDict = dict[str, Any]
@@ -644,6 +645,25 @@ class Conversions(Scenario):
         return {entry.name for entry in root.iterdir()} - {self._target}
 
 
+class ConversionsIntoAFolder(Conversions):
+    """``convert`` to safetensors in a model's folder, whose configuration stays."""
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        (root / self._target).mkdir()
+        (root / self._target / "config.json").write_text("{}")
+
+    def find(self, root: Path) -> set[int]:
+        if not any((root / self._target / name).exists() for name in (MODEL_NAME, INDEX_NAME)):
+            return {NOTHING}
+        return super().find(root)
+
+    def leftovers(self, root: Path) -> set[str]:
+        folder = root / self._target
+        known = {"config.json", INDEX_NAME, *(file.name for file in folder.glob("model*"))}
+        return super().leftovers(root) | {entry.name for entry in folder.iterdir()} - known
+
+
 # ---- all of them ----
 
 _THREADS = {"engine": "threads", "direct": False}
@@ -671,6 +691,7 @@ def quick(seed: int | str) -> list[Scenario]:
         Checkpoints("checkpointer that keeps one", [1, 2, 3], keep_last=1),
         Conversions("convert to dcp", "target", files=2),
         Conversions("convert to a file", "target.pt"),
+        ConversionsIntoAFolder("convert into a folder", "target", to="safetensors", shard_bytes=1 << 10),
         *(SavesAfterCrash(Saves("save", planner=RingSavePlanner), number, seed) for number in range(3)),
     ]
 

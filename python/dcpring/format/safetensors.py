@@ -88,7 +88,7 @@ CRCS = "dcpring.crcs"
 NOT_TIED = ("format", CRCS, *OF_SHARDS)
 """Notes that never say what another name of a tensor is. All others do, where they are the name of one."""
 
-_NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+_NUMBERED = re.compile(r".*-\d{5}-of-(?!00001)\d{5}\.safetensors")
 
 _READERS = 16
 """Threads that read headers: file systems in a network answer slowly, but many at a time."""
@@ -284,10 +284,10 @@ def find_in(directory: Path) -> Path:
     found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob(f"*{SUFFIX}"))
     if len(found) > 1 and all(map(_is_shard, found)):
         return directory
+    names = some([path.name for path in found], _MOST_NAMED)
+    if found and all(_NUMBERED.fullmatch(path.name) for path in found):
+        raise CheckpointError(f"{directory} holds parts of a model, {names}, and no index of them, {INDEX_NAME}")
     if len(found) != 1:
-        names = some([path.name for path in found], _MOST_NAMED)
-        if found and all(_NUMBERED.fullmatch(path.name) for path in found):
-            raise CheckpointError(f"{directory} holds parts of a model, {names}, and no index of them, {INDEX_NAME}")
         raise CheckpointError(f"{directory} holds several models; name one of {names}")
     return found[0]
 

@@ -37,6 +37,7 @@ from dcpring.format.safetensors import (
     make_index,
     read_model,
 )
+from dcpring.plan.flatten import path_code
 from dcpring.plan.table import table_of_chunks
 
 logger = logging.getLogger("dcpring")
@@ -77,12 +78,13 @@ def _tables(model: Model) -> Chunks:
             size = stored.end - stored.begin
             places.append((file, TENSOR, stored.begin, size, stored.begin, size, stored.crcs))
     try:
-        table = table_of_chunks(list(model.tensors), None, chunks)
+        codes = [path_code({name: (name,)}, name) for name in model.tensors]
+        table = table_of_chunks(list(model.tensors), codes, chunks)
         storage = _C.StorageIndex(len(table))
         storage.put(places)
     except ValueError as error:
         raise CorruptCheckpointError(f"it holds what no checkpoint can ({error})", str(model.path)) from error
-    return Chunks(table, False, storage)
+    return Chunks(table, True, storage)
 
 
 def metadata_of(path: Path) -> Metadata:

@@ -171,7 +171,7 @@ def test_what_stock_takes(tmp_path: Path) -> None:
 def test_without_a_state_dict(tmp_path: Path) -> None:
     path = write(tmp_path / "model", "index")
     _kinds.assert_same_bits(dcpring.load(path), tensors())
-    found = _load_state_dict_from_keys({"whole"}, storage_reader=RingHFReader(path), no_dist=True)
+    found = _load_state_dict_from_keys({"whole"}, storage_reader=RingHFReader(path))
     assert found.keys() == {"whole"} and torch.equal(found["whole"], tensors()["whole"])
 
 

@@ -256,6 +256,11 @@ def test_casts_are_told(path: Path) -> None:
     assert torch.equal(model.up.weight, weights()["up.weight"].double())
 
 
+def test_a_name_on_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"org/model does not exist; what is on a hub.*snapshot_download"):
+        load_pretrained(net(), "org/model")
+
+
 # ---- first values of what no file has ----
 
 

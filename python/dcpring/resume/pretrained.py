@@ -96,6 +96,11 @@ def load_pretrained(
     ranks = Ranks(process_group)
     try:
         with ranks.operation("load_pretrained") as joint:
+            if not os.path.exists(path):
+                raise CheckpointError(
+                    f"{os.fspath(path)} does not exist; what is on a hub is to be downloaded first, for example with "
+                    "huggingface_hub.snapshot_download"
+                )
             reader = OnceReader(path, **(reader_options or {}))
             return _load(joint, model, reader, policy, key_map, device, initialize, share)
     finally:

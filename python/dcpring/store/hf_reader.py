@@ -16,7 +16,7 @@ __all__ = ["RingHFReader"]
 
 
 class RingHFReader(RingReader, HuggingFaceStorageReader):
-    """Reads safetensors: ``dcp.load(state_dict, storage_reader=RingHFReader("org/model"))``.
+    """Reads safetensors: ``dcp.load(state_dict, storage_reader=RingHFReader(path))``.
 
     Takes the arguments of ``HuggingFaceStorageReader``, and all that ``RingReader`` has. A path is a directory, with
     ``model.safetensors``, an index and its files, or the shards of all ranks

@@ -136,13 +136,16 @@ def test_a_release_knows_the_processors_instructions_for_crcs(extension: Path) -
 
 
 CRCS = """
-import zlib
+import struct, zlib
 from dcpring import _C
 data = bytes(range(256)) * 400
 for start in range(9):
     for size in (0, 1, 15, 16, 63, 64, 65, 1000, 100_000):
         part = data[start:start + size]
         assert _C.crc32(part, 7) == zlib.crc32(part, 7), (start, size)
+halves = struct.pack("<40H", *range(0x3c00, 0x3c28))
+floats = struct.pack("<40f", *(1 + i / 1024 for i in range(40)))
+assert _C.convert("float16", "float32", halves) == floats and _C.convert("float32", "float16", floats) == halves
 print("right")
 """
 

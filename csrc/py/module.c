@@ -8,9 +8,9 @@
 #include "record/record.h"
 
 static PyMethodDef *const all_methods[] = {
-    torch_methods,  reader_methods,        directory_methods, fault_methods,  table_methods,
-    merge_methods,  storage_index_methods, match_methods,     key_methods,    probe_methods,
-    verify_methods, compare_methods,       unpickle_methods,  record_methods, stripe_methods,
+    torch_methods,         reader_methods, directory_methods, fault_methods,    table_methods,  merge_methods,
+    storage_index_methods, match_methods,  key_methods,       probe_methods,    verify_methods, compare_methods,
+    unpickle_methods,      record_methods, stripe_methods,    elements_methods,
 };
 
 enum { TYPES = 9 };

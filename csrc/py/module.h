@@ -87,5 +87,6 @@ extern PyMethodDef verify_methods[];
 extern PyMethodDef compare_methods[];
 extern PyMethodDef unpickle_methods[];
 extern PyMethodDef stripe_methods[];
+extern PyMethodDef elements_methods[];
 
 #endif

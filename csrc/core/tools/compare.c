@@ -7,11 +7,13 @@
  */
 #include "tools/compare.h"
 
+#include "base/elements.h"
+
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
 
-enum { BLOCK = 512, SMALL = 256 };
+enum { BLOCK = 512 };
 
 /* What a block needs besides its bytes. */
 struct scratch {
@@ -19,14 +21,14 @@ struct scratch {
     double distance[BLOCK];            /* NaN where an element is */
     double size[BLOCK];                /* the larger of the absolute values */
     bool same[BLOCK], both_nan[BLOCK];
-    double small[SMALL]; /* what each byte stands for in an 8-bit format */
+    const struct dr_codec *codec; /* of floats that have one */
 };
 
 /* ---- elements as doubles ---- */
 
 #define DECODE(name, type) \
-    static void decode_##name(const void *from, size_t count, const double *small, double *to) { \
-        (void)small; \
+    static void decode_##name(const void *from, size_t count, const struct dr_codec *codec, double *to) { \
+        (void)codec; \
         const type *in = from; \
         for (size_t i = 0; i < count; i++) \
             to[i] = (double)in[i]; \
@@ -43,101 +45,33 @@ DECODE(uint16, uint16_t)
 DECODE(uint32, uint32_t)
 DECODE(uint64, uint64_t)
 
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static void decode_bfloat16(const void *from, size_t count, const double *small, double *to) {
-    (void)small;
-    const uint16_t *in = from;
+static void decode_float(const void *from, size_t count, const struct dr_codec *codec, double *to) {
+    float block[2 * BLOCK];
+    codec->decode(from, count, block);
     for (size_t i = 0; i < count; i++)
-        to[i] = (double)float_of((uint32_t)in[i] << 16);
-}
-
-static void decode_float16(const void *from, size_t count, const double *small, double *to) {
-    (void)small;
-    const uint16_t *in = from;
-    for (size_t i = 0; i < count; i++) {
-        uint32_t rest = in[i] & 0x7fffu;
-        /* The exponent's bias is 112 less than a float's, denormals included; all ones stay all ones. */
-        float size = rest >= 0x7c00u ? float_of(rest << 13 | 0x7f800000u) : float_of(rest << 13) * 0x1p112f;
-        to[i] = in[i] & 0x8000u ? -(double)size : (double)size;
-    }
-}
-
-static void decode_small(const void *from, size_t count, const double *small, double *to) {
-    const uint8_t *in = from;
-    for (size_t i = 0; i < count; i++)
-        to[i] = small[in[i]];
-}
-
-/* ---- 8-bit formats ---- */
-
-/* How the codes with no finite value are chosen. */
-enum special {
-    IEEE,      /* the highest exponent: infinities and NaN */
-    ALL_ONES,  /* NaN where all bits but the sign are set */
-    MINUS_ZERO /* NaN where minus zero would be */
-};
-
-struct small_format {
-    int exponent_bits, mantissa_bits, bias;
-    enum special special;
-};
-
-static const struct small_format e5m2 = {5, 2, 15, IEEE}, e4m3fn = {4, 3, 7, ALL_ONES},
-                                 e5m2fnuz = {5, 2, 16, MINUS_ZERO}, e4m3fnuz = {4, 3, 8, MINUS_ZERO},
-                                 e8m0 = {8, 0, 127, ALL_ONES};
-
-static double small_value(const struct small_format *f, unsigned code) {
-    unsigned exponent = (code >> f->mantissa_bits) & ((1u << f->exponent_bits) - 1);
-    unsigned mantissa = code & ((1u << f->mantissa_bits) - 1), one = 1u << f->mantissa_bits;
-    bool signless = f->exponent_bits + f->mantissa_bits == 8, negative = !signless && code & 0x80u;
-    unsigned rest = signless ? code : code & 0x7fu;
-    if (f->special == MINUS_ZERO && code == 0x80u)
-        return NAN;
-    if (f->special == ALL_ONES && rest == (signless ? 0xffu : 0x7fu))
-        return NAN;
-    if (f->special == IEEE && exponent == (1u << f->exponent_bits) - 1)
-        return mantissa ? NAN : negative ? -INFINITY : INFINITY;
-    double value = exponent || signless ? ldexp(one + mantissa, (int)exponent - f->bias - f->mantissa_bits)
-                                        : ldexp(mantissa, 1 - f->bias - f->mantissa_bits);
-    return negative ? -value : value;
+        to[i] = (double)block[i];
 }
 
 /* ---- types ---- */
 
 struct type {
     const char *name;
-    void (*decode)(const void *from, size_t count, const double *small, double *to); /* NULL: no numbers */
-    const struct small_format *small;
+    void (*decode)(const void *from, size_t count, const struct dr_codec *codec, double *to); /* NULL: no numbers */
     bool is_float, is_complex;
 };
 
 static const struct type types[] = {
-    {"float32", decode_float32, NULL, true, false},
-    {"float64", decode_float64, NULL, true, false},
-    {"float16", decode_float16, NULL, true, false},
-    {"bfloat16", decode_bfloat16, NULL, true, false},
-    {"int64", decode_int64, NULL, false, false},
-    {"int32", decode_int32, NULL, false, false},
-    {"int16", decode_int16, NULL, false, false},
-    {"int8", decode_int8, NULL, false, false},
-    {"uint8", decode_uint8, NULL, false, false},
-    {"bool", decode_uint8, NULL, false, false},
-    {"complex64", decode_float32, NULL, true, true},
-    {"complex128", decode_float64, NULL, true, true},
-    {"complex32", decode_float16, NULL, true, true},
-    {"uint16", decode_uint16, NULL, false, false},
-    {"uint32", decode_uint32, NULL, false, false},
-    {"uint64", decode_uint64, NULL, false, false},
-    {"float8_e5m2", decode_small, &e5m2, true, false},
-    {"float8_e4m3fn", decode_small, &e4m3fn, true, false},
-    {"float8_e5m2fnuz", decode_small, &e5m2fnuz, true, false},
-    {"float8_e4m3fnuz", decode_small, &e4m3fnuz, true, false},
-    {"float8_e8m0fnu", decode_small, &e8m0, true, false},
+    {"float32", decode_float32, true, false},       {"float64", decode_float64, true, false},
+    {"float16", decode_float, true, false},         {"bfloat16", decode_float, true, false},
+    {"int64", decode_int64, false, false},          {"int32", decode_int32, false, false},
+    {"int16", decode_int16, false, false},          {"int8", decode_int8, false, false},
+    {"uint8", decode_uint8, false, false},          {"bool", decode_uint8, false, false},
+    {"complex64", decode_float32, true, true},      {"complex128", decode_float64, true, true},
+    {"complex32", decode_float, true, true},        {"uint16", decode_uint16, false, false},
+    {"uint32", decode_uint32, false, false},        {"uint64", decode_uint64, false, false},
+    {"float8_e5m2", decode_float, true, false},     {"float8_e4m3fn", decode_float, true, false},
+    {"float8_e5m2fnuz", decode_float, true, false}, {"float8_e4m3fnuz", decode_float, true, false},
+    {"float8_e8m0fnu", decode_float, true, false},
 };
 
 static const struct type *type_of(const struct dr_dtype *dtype) {
@@ -255,11 +189,11 @@ static void tally(const struct scratch *s, size_t count, int64_t base, const str
 static void count_nans(const struct type *type, const char *data, size_t count, struct scratch *s, uint64_t nans[2]) {
     uint64_t found = 0;
     if (type->is_complex) {
-        type->decode(data, 2 * count, s->small, s->a);
+        type->decode(data, 2 * count, s->codec, s->a);
         for (size_t i = 0; i < count; i++)
             found += s->a[2 * i] != s->a[2 * i] || s->a[2 * i + 1] != s->a[2 * i + 1];
     } else {
-        type->decode(data, count, s->small, s->a);
+        type->decode(data, count, s->codec, s->a);
         for (size_t i = 0; i < count; i++)
             found += s->a[i] != s->a[i];
     }
@@ -270,8 +204,8 @@ static void count_nans(const struct type *type, const char *data, size_t count, 
 static void measure(const struct type *type, const char *a, const char *b, size_t count, size_t item_size,
                     struct scratch *s, uint64_t nans[2]) {
     size_t scalars = type->is_complex ? 2 * count : count;
-    type->decode(a, scalars, s->small, s->a);
-    type->decode(b, scalars, s->small, s->b);
+    type->decode(a, scalars, s->codec, s->a);
+    type->decode(b, scalars, s->codec, s->b);
     if (type->is_complex)
         measure_complex(s, count, nans);
     else
@@ -285,9 +219,8 @@ void dr_compare(const struct dr_dtype *dtype, const void *a, const void *b, size
     const struct type *type = type_of(dtype);
     const size_t item_size = dtype->item_size;
     struct scratch s;
+    s.codec = dr_codec_of(type->is_complex ? dr_dtype_by_name("float16") : dtype, DR_SIMD_BEST);
     *out = (struct dr_difference){.first = -1, .farthest = -1};
-    for (unsigned code = 0; type->small && code < SMALL; code++)
-        s.small[code] = small_value(type->small, code);
     for (size_t base = 0; base < count; base += BLOCK) {
         size_t size = count - base < BLOCK ? count - base : BLOCK;
         const char *left = (const char *)a + base * item_size, *right = (const char *)b + base * item_size;

@@ -26,13 +26,22 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
 )
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dcpring
-from dcpring import RingHFReader, RingHFWriter, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import (
+    RingHFReader,
+    RingHFWriter,
+    RingLoadPlanner,
+    RingQuantizedHFReader,
+    RingReader,
+    RingSavePlanner,
+    RingWriter,
+)
 from dcpring.torchside import versions
 
 PAIRS = {
@@ -40,6 +49,7 @@ PAIRS = {
     FileSystemReader: RingReader,
     HuggingFaceStorageReader: RingHFReader,
     HuggingFaceStorageWriter: RingHFWriter,
+    QuantizedHuggingFaceStorageReader: RingQuantizedHFReader,
     DefaultSavePlanner: RingSavePlanner,
     DefaultLoadPlanner: RingLoadPlanner,
 }

@@ -5,14 +5,16 @@
 #include "input.h"
 #include "tensors.h"
 
-#include "data/load.h"
+#include "data/dequantise.h"
 
 struct job {
     PyObject *input_object; /* borrowed, and taken */
     struct dr_input *input;
     struct dr_options options;
     struct tensors tensors;
+    struct tensors scales; /* of the reads that are quantised */
     struct dr_read *reads;
+    struct dr_quantised *forms; /* of each read, where it is quantised */
     Py_ssize_t count;
     int64_t *ints; /* sizes, offsets and lengths of all reads */
 };

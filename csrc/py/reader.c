@@ -11,6 +11,9 @@ void job_free(struct job *job) {
         input_give(job->input_object);
     if (job->tensors.shim)
         tensors_free(&job->tensors);
+    if (job->scales.shim)
+        tensors_free(&job->scales);
+    PyMem_Free(job->forms);
     PyMem_Free(job->reads);
     PyMem_Free(job->ints);
 }
@@ -62,15 +65,68 @@ static int check_range(unsigned long long offset, unsigned long long size) {
     return -1;
 }
 
-/* (file, payload_offset, payload_size, crcs, whole_crc, chunk sizes, slice offsets, slice lengths) */
+/* The elements of a tensor, whose memory is contiguous; -1 for another. */
+static int64_t count_elements(const struct tensor_view *view) {
+    struct dr_shape shape = {view->dtype, (int)view->ndim, view->sizes};
+    uint64_t bytes;
+    if (view->kind != TENSOR_PLAIN || !dr_shape_bytes(&shape, &bytes) || !view_is_contiguous(view))
+        return -1;
+    return (int64_t)(bytes / view->dtype->item_size);
+}
+
+/* Whether what the form makes of the read fills the tensor. */
+static bool fills(const struct dr_read *read, const struct dr_quantised *form, const struct tensor_view *view,
+                  const struct tensor_view *scales) {
+    const int last = read->chunk.ndim - 1;
+    int64_t rows = 1;
+    if (last < 0 || view->kind != TENSOR_PLAIN || !dr_quantised_good(form, read->lengths[last]) ||
+        (form->columns > 1 && view->strides[last] != 1))
+        return false;
+    for (int d = 0; d < last; rows *= view->sizes[d++])
+        if (read->lengths[d] != view->sizes[d])
+            return false;
+    return (form->scales || form->exponents) && count_elements(scales) == dr_quantised_blocks(form, rows);
+}
+
+/* (dtype of the codes, first, block_rows, block_columns, skip_rows, skip_columns, which of the scales) */
+static int parse_form(struct job *job, Py_ssize_t index, PyObject *item, struct dr_quantised *form) {
+    struct dr_read *read = &job->reads[index];
+    const struct tensor_view *view = &job->tensors.views[index], *scales;
+    const char *codes;
+    long long n[5];
+    Py_ssize_t number;
+    if (!PyArg_ParseTuple(item, "sLLLLLn", &codes, &n[0], &n[1], &n[2], &n[3], &n[4], &number))
+        return -1;
+    const struct dr_dtype *dtype = dr_dtype_by_name(codes);
+    if (dtype && view->ndim > 0 && number >= 0 && number < job->scales.count) {
+        scales = &job->scales.views[number];
+        *form = (struct dr_quantised){dtype, view->dtype, view->sizes[view->ndim - 1], n[0], NULL, NULL, n[1], n[2],
+                                      n[3],  n[4]};
+        if (scales->kind == TENSOR_PLAIN && strcmp(scales->dtype->name, "float32") == 0)
+            form->scales = scales->data;
+        else if (scales->kind == TENSOR_PLAIN && strcmp(scales->dtype->name, "uint8") == 0)
+            form->exponents = scales->data;
+        read->chunk.dtype = dr_dtype_by_name("uint8");
+        read->quantised = form;
+        if (fills(read, form, view, scales))
+            return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "codes, scales and destination %zd do not fit each other", index);
+    return -1;
+}
+
+/*
+ * (file, payload_offset, payload_size, crcs, whole_crc, chunk sizes, slice offsets, slice lengths), and how it is made
+ * if it is quantised: sizes, offsets and lengths are of its bytes then.
+ */
 static int parse_read(struct job *job, Py_ssize_t index, PyObject *item, int64_t **ints) {
     struct dr_read *read = &job->reads[index];
     const struct tensor_view *view = &job->tensors.views[index];
     unsigned long long payload_offset, payload_size;
     Py_ssize_t file;
-    PyObject *crcs, *whole, *sizes, *offsets, *lengths;
-    if (!PyArg_ParseTuple(item, "nKKOOO!OO", &file, &payload_offset, &payload_size, &crcs, &whole, &PyTuple_Type,
-                          &sizes, &offsets, &lengths))
+    PyObject *crcs, *whole, *sizes, *offsets, *lengths, *form = NULL;
+    if (!PyArg_ParseTuple(item, "nKKOOO!OO|O!", &file, &payload_offset, &payload_size, &crcs, &whole, &PyTuple_Type,
+                          &sizes, &offsets, &lengths, &PyTuple_Type, &form))
         return -1;
     int64_t *at = *ints;
     Py_ssize_t ndim = PyTuple_Size(sizes);
@@ -93,7 +149,10 @@ static int parse_read(struct job *job, Py_ssize_t index, PyObject *item, int64_t
     *ints += 3 * ndim;
     if (check_file(job, read->file) < 0 || check_range(payload_offset, payload_size) < 0)
         return -1;
-    if (view->kind != TENSOR_PLAIN || memcmp(read->lengths, view->sizes, (size_t)ndim * sizeof *view->sizes) != 0) {
+    if (form && parse_form(job, index, form, &job->forms[index]) < 0)
+        return -1;
+    const size_t size = (size_t)ndim * sizeof *view->sizes;
+    if (!form && (view->kind != TENSOR_PLAIN || memcmp(read->lengths, view->sizes, size) != 0)) {
         PyErr_SetString(PyExc_ValueError, "the destination is not a plain CPU tensor of the slice's shape");
         return -1;
     }
@@ -105,7 +164,8 @@ static int parse_reads(struct job *job, PyObject *items) {
     for (Py_ssize_t i = 0; i < job->count; i++)
         total += 3 * (size_t)job->tensors.views[i].ndim;
     job->ints = PyMem_Calloc(total + 1, sizeof *job->ints);
-    if (!job->ints) {
+    job->forms = PyMem_Calloc((size_t)job->count + 1, sizeof *job->forms);
+    if (!job->ints || !job->forms) {
         PyErr_NoMemory();
         return -1;
     }
@@ -152,9 +212,9 @@ PyObject *job_run(struct module_state *state, struct job *job) {
 }
 
 static PyObject *load(PyObject *module, PyObject *args) {
-    PyObject *input, *items, *tensors, *options, *result = NULL;
-    if (!PyArg_ParseTuple(args, "OO!O!O!", &input, &PyList_Type, &items, &PyList_Type, &tensors, &PyTuple_Type,
-                          &options))
+    PyObject *input, *items, *tensors, *options, *scales = NULL, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!O!|O!", &input, &PyList_Type, &items, &PyList_Type, &tensors, &PyTuple_Type,
+                          &options, &PyList_Type, &scales))
         return NULL;
     struct module_state *state = module_state(module);
     struct job job = {0};
@@ -162,7 +222,7 @@ static PyObject *load(PyObject *module, PyObject *args) {
     if (PyList_Size(tensors) != count)
         return PyErr_Format(PyExc_ValueError, "%zd items, but %zd tensors", count, PyList_Size(tensors));
     if (job_init(&job, state, input, options, count) == 0 && tensors_init(&job.tensors, state, tensors) == 0 &&
-        parse_reads(&job, items) == 0)
+        (!scales || tensors_init(&job.scales, state, scales) == 0) && parse_reads(&job, items) == 0)
         result = job_run(state, &job);
     job_free(&job);
     return result;
@@ -312,8 +372,11 @@ static PyObject *crc32(PyObject *module, PyObject *args) {
 
 PyMethodDef reader_methods[] = {
     {"load", load, METH_VARARGS,
-     "load(input, items, tensors, options) -> (bytes, cached_bytes, engine, direct); an item is (file, "
-     "payload_offset, payload_size, crcs or None, whole crc or None, chunk sizes, slice offsets, slice lengths)"},
+     "load(input, items, tensors, options, scales=[]) -> (bytes, cached_bytes, engine, direct); an item is (file, "
+     "payload_offset, payload_size, crcs or None, whole crc or None, chunk sizes, slice offsets, slice lengths), of a "
+     "quantised tensor's bytes with (dtype of the codes, first, block_rows, block_columns, skip_rows, skip_columns, "
+     "which "
+     "of the scales): see csrc/core/data/dequantise.h"},
     {"load_bytes", load_bytes, METH_VARARGS,
      "load_bytes(input, [(file, offset, size, crcs or None)], options) -> ([bytes], as load)"},
     {"locate", locate, METH_VARARGS,

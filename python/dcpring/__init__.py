@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
-    from dcpring.store.hf_reader import RingHFReader
+    from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
     from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
@@ -80,6 +80,7 @@ __all__ = [
     "RingHFReader",
     "RingHFWriter",
     "RingLoadPlanner",
+    "RingQuantizedHFReader",
     "RingReader",
     "RingSavePlanner",
     "RingWriter",
@@ -125,7 +126,7 @@ _MODULES = {
     "plan.load_planner": ("RingLoadPlanner",),
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
-    "store.hf_reader": ("RingHFReader",),
+    "store.hf_reader": ("RingHFReader", "RingQuantizedHFReader"),
     "store.hf_writer": ("RingHFWriter",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),

@@ -2,6 +2,7 @@
 #include "data/load.h"
 
 #include "base/crc.h"
+#include "data/dequantise.h"
 #include "data/load_plan.h"
 #include "record/region.h"
 
@@ -57,9 +58,14 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
 static void scatter(struct dr_read *read, const struct dr_block *block, const uint8_t *data, uint64_t lo, uint64_t hi) {
     assert(lo >= block->lo && lo < hi && hi <= block->hi);
     assert(lo >= read->payload_offset && hi <= read->payload_offset + read->payload_size);
-    struct dr_region region;
-    dr_region_init(&region, &read->chunk, read->offsets, read->lengths, read->memory, read->strides);
-    dr_region_scatter(&region, lo - read->payload_offset, hi - read->payload_offset, data + (lo - block->lo));
+    const uint64_t first = lo - read->payload_offset, end = hi - read->payload_offset;
+    if (read->quantised) {
+        dr_dequantise(read, first, end, data + (lo - block->lo));
+    } else {
+        struct dr_region region;
+        dr_region_init(&region, &read->chunk, read->offsets, read->lengths, read->memory, read->strides);
+        dr_region_scatter(&region, first, end, data + (lo - block->lo));
+    }
     __atomic_store_n(&read->touched, true, __ATOMIC_RELAXED);
 }
 

@@ -9,6 +9,7 @@
  * All that can be checked without reading payloads is checked first: that the
  * files that reads refer to are there and long enough, and that slices, shapes
  * and sizes fit.
+ * Quantised tensors are made of the bytes instead of a copy.
  * Blocks that the page cache holds are read through it, others directly.
  */
 #ifndef DCPRING_LOAD_H
@@ -30,7 +31,8 @@ struct dr_read {
     const uint8_t *crcs;              /* dr_crc_count() little-endian CRCs, or NULL */
     bool has_whole_crc;               /* of a payload without block CRCs: checked when all of it is read */
     uint32_t whole_crc;
-    bool touched; /* out: memory was written to */
+    const struct dr_quantised *quantised; /* what is made of the bytes (dequantise.h); NULL: they are copied */
+    bool touched;                         /* out: memory was written to */
 };
 
 int dr_load(struct dr_input *input, struct dr_read *reads, size_t read_count, const struct dr_options *options,

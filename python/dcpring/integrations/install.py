@@ -93,13 +93,13 @@ def install(
 
     From now on ``FileSystemWriter(...)``, ``FileSystemReader(...)``, ``DefaultSavePlanner(...)`` and
     ``DefaultLoadPlanner(...)`` of torch make a ``RingWriter``, ``RingReader``, ``RingSavePlanner`` and
-    ``RingLoadPlanner``, and ``HuggingFaceStorageReader(...)`` and ``HuggingFaceStorageWriter(...)`` a ``RingHFReader``
-    and ``RingHFWriter``, wherever they are called and however they were imported: in ``dcp.save``, ``dcp.load`` and
-    ``dcp.async_save`` with ``checkpoint_id=``, in trainers, in processes that this one spawns. The classes themselves
-    stay what they are: other subclasses of them (``FsspecWriter``, a program's own) are not touched, and ``isinstance``
-    holds. What
-    dcpring does not take (paths of object stores, ``serialization_format=SAFETENSORS``) goes to torch's class, which is
-    said once in the log.
+    ``RingLoadPlanner``, and ``HuggingFaceStorageReader(...)``, ``QuantizedHuggingFaceStorageReader(...)`` and
+    ``HuggingFaceStorageWriter(...)`` a ``RingHFReader``, ``RingQuantizedHFReader`` and ``RingHFWriter``, wherever they
+    are called and however they were imported: in ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` with
+    ``checkpoint_id=``, in trainers, in processes that this one spawns. The classes themselves stay what they are: other
+    subclasses of them (``FsspecWriter``, a program's own) are not touched, and ``isinstance`` holds. What dcpring does
+    not take (paths of object stores, ``serialization_format=SAFETENSORS``) goes to torch's class, which is said once in
+    the log.
 
     All ranks of a job call it, before their first save or load. Without a change of the program:
     ``python -m dcpring run train.py``, or ``DCPRING_INSTALL=1`` in its environment.

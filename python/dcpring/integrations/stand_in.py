@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -36,6 +37,7 @@ PAIRS: dict[type, tuple[str, str]] = {
     FileSystemReader: ("RingReader", "reader"),
     HuggingFaceStorageReader: ("RingHFReader", "reader"),
     HuggingFaceStorageWriter: ("RingHFWriter", "writer"),
+    QuantizedHuggingFaceStorageReader: ("RingQuantizedHFReader", "reader"),
     DefaultSavePlanner: ("RingSavePlanner", "save_planner"),
     DefaultLoadPlanner: ("RingLoadPlanner", "load_planner"),
 }
@@ -47,7 +49,7 @@ def ours() -> dict[type, Any]:
     """Our classes, for torch's. They are imported here, and not above: one of them may be what imports DCP."""
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
-    from dcpring.store.hf_reader import RingHFReader
+    from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
     from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
@@ -58,6 +60,7 @@ def ours() -> dict[type, Any]:
         FileSystemReader: RingReader,
         HuggingFaceStorageReader: RingHFReader,
         HuggingFaceStorageWriter: RingHFWriter,
+        QuantizedHuggingFaceStorageReader: RingQuantizedHFReader,
         DefaultSavePlanner: RingSavePlanner,
         DefaultLoadPlanner: RingLoadPlanner,
     }

@@ -30,8 +30,9 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import split_box, windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, PlanError, UntrustedCheckpointError
 from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import BYTES, TENSOR, Placed, placed_of
+from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed, placed_of
 from dcpring.format.properties import decode_properties
+from dcpring.format.quantised import DTYPES, Quantised
 from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.move.device import Uploader, padded
@@ -214,16 +215,42 @@ class _Source(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def stored(self) -> tuple[_Source, ...]:
+        """What is read of files for it."""
+        return (self,)
+
+
+class _Coded(NamedTuple):
+    """A tensor that is made of two in files.
+
+    Attributes:
+        form: how.
+        stored: its codes and its scales.
+        sizes, dtype: its own.
+    """
+
+    form: Quantised
+    stored: tuple[_Source, _Source]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def scale_bytes(self, box: _Box) -> int:
+        (_, lengths) = self.form.boxes(box.offsets, box.lengths)[1]
+        return math.prod(lengths) * self.stored[1].dtype.itemsize
+
 
 class _Box(NamedTuple):
-    """A part of a plain tensor, and the memory that it is read into.
+    """A part of a tensor, and the memory that it goes into.
 
     Attributes:
         position: of what is wanted.
-        offsets, lengths: in the record.
+        source: the tensor.
+        offsets, lengths: in the tensor.
     """
 
     position: int
+    source: _Source | _Coded
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     memory: Tensor
@@ -235,7 +262,8 @@ class Loader:
     Everything that is loaded goes by its position among the items: in ``Wanted``, among the sources, and in errors.
 
     With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
-    share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``.
+    share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``. ``quantised`` tensors
+    go by their place.
     """
 
     def __init__(
@@ -254,6 +282,7 @@ class Loader:
         sums: RunningCrcs | None = None,
         inputs: Inputs | None = None,
         links: Mapping[str, str] | None = None,
+        quantised: Mapping[tuple[str, int], Quantised] | None = None,
     ) -> None:
         self._planner = planner
         self._is_windowed = makes_tensors(planner)
@@ -272,10 +301,11 @@ class Loader:
         self._sums = sums
         self._shared_inputs = inputs
         self._links = links
+        self._quantised = quantised or {}
         self._inputs: Inputs
         self._wanted: Mapping[int, Wanted] = {}
         self._matched: Matched | None = None
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _Source | _Coded] = {}
 
     def load(self, wanted: Mapping[int, Wanted]) -> None:
         """Loads all that is wanted, once all that can be checked before has been."""
@@ -291,7 +321,7 @@ class Loader:
 
     def _load(self, wanted: Mapping[int, Wanted]) -> None:
         self._wanted = wanted
-        files = {each.place.file for each in wanted.values()}
+        files = {file for each in wanted.values() for file in self._files_of(each.place)}
         with self._opened(sorted(files) if self._matched is None else list(self._matched.storage.file_sizes())):
             objects, wholes = self._classify()
             self._check_ends(wholes)
@@ -309,11 +339,24 @@ class Loader:
 
     def _wanted_bytes(self, wholes: list[int]) -> int:
         rest = sum(self._wanted[position].place.length for position in wholes)
-        rest += sum(map(self._source_bytes, self._sources))
+        rest += sum(map(self._read_bytes, self._sources))
         return rest if self._matched is None else rest + self._matched.wanted_bytes()
 
     def _source_bytes(self, position: int) -> int:
         return math.prod(self._wanted[position].item.lengths) * self._sources[position].dtype.itemsize
+
+    def _read_bytes(self, position: int) -> int:
+        """What is read for an item."""
+        source, item = self._sources[position], self._wanted[position].item
+        if isinstance(source, _Source):
+            return self._source_bytes(position)
+        boxes = source.form.boxes(item.storage_offsets, item.lengths)
+        sizes = (stored.dtype.itemsize for stored in source.stored)
+        return sum(math.prod(lengths) * size for (_, lengths), size in zip(boxes, sizes, strict=True))
+
+    def _files_of(self, place: Placed) -> list[str]:
+        made = self._quantised.get((place.file, place.offset))
+        return [place.file] if made is None else [place.file, made.scales.file]
 
     # ---- what each item is ----
 
@@ -338,8 +381,11 @@ class Loader:
         for position, (item, place, stored) in self._wanted.items():
             if place.offset + place.length >= 1 << 63:
                 raise CorruptCheckpointError(f"{self._name(position)} ends where no file can", self._path)
+            made = self._quantised.get((place.file, place.offset))
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
+            elif made is not None and place.kind == OPAQUE:
+                self._sources[position] = self._coded(made)
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
             elif place.kind == TENSOR and stored is not None:
@@ -348,6 +394,13 @@ class Loader:
             else:
                 unknown.append(position)
         return objects, wholes + self._locate(unknown)
+
+    def _coded(self, made: Quantised) -> _Coded:
+        sources = []
+        for (file, _, stored), sizes in zip((made.codes, made.scales), made.stored_sizes, strict=True):
+            where = self._inputs.numbers[file], stored.begin, stored.end - stored.begin
+            sources.append(_Source(*where, stored.crcs, None, sizes, stored.dtype))
+        return _Coded(made, (sources[0], sources[1]), made.shape, made.dtype)
 
     def _locate(self, unknown: list[int]) -> list[int]:
         """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""
@@ -379,17 +432,17 @@ class Loader:
 
     def _check_ends(self, positions: Iterable[int]) -> None:
         """Whether files are there and reach to where what is wanted ends: the core checks this before it reads."""
-        chosen = list(positions)
-        if chosen:
-            with self._explaining(chosen):
-                _C.load_bytes(self._inputs.core, [(*self._end_of(each), 0, None) for each in chosen], self._options)
+        ends = [(position, end) for position in positions for end in self._ends_of(position)]
+        if ends:
+            with self._explaining(position for position, _ in ends):
+                _C.load_bytes(self._inputs.core, [(*end, 0, None) for _, end in ends], self._options)
 
-    def _end_of(self, position: int) -> tuple[int, int]:
+    def _ends_of(self, position: int) -> list[tuple[int, int]]:
         source = self._sources.get(position)
         if source is not None:
-            return source.file, source.payload_offset + source.payload_bytes
+            return [(one.file, one.payload_offset + one.payload_bytes) for one in source.stored]
         file, offset, length = self._range_of(position)
-        return file, offset + length
+        return [(file, offset + length)]
 
     # ---- objects and whole records ----
 
@@ -566,11 +619,11 @@ class Loader:
         in_place: list[_Box] = []
         through_host: list[_Box] = []
         for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
-            dtype = self._sources[position].dtype
-            self._check_target(position, target, dtype)
-            plain = kind == 0 and type(target) is Tensor and target.dtype == dtype and _is_plain_memory(target)
-            box = _Box(position, item.storage_offsets, item.lengths, target)
-            (in_place if plain else through_host).append(box)
+            source = self._sources[position]
+            self._check_target(position, target, source.dtype)
+            plain = kind == 0 and type(target) is Tensor and _is_plain_memory(target)
+            box = _Box(position, source, item.storage_offsets, item.lengths, target)
+            (in_place if plain and _takes(target, source) else through_host).append(box)
         self._check_ends(box.position for box in through_host)
         self._read_boxes(in_place, self._sums)
         _bump_versions([box.memory for box in in_place])
@@ -600,19 +653,41 @@ class Loader:
         logger.info("%s is cast from %s to %s", self._name(position), stored, target.dtype)
 
     def _read_boxes(self, boxes: list[_Box], sums: RunningCrcs | None) -> None:
+        self._read_plain([box for box in boxes if isinstance(box.source, _Source)], sums)
+        coded = (part for box in boxes if isinstance(box.source, _Coded) for part in _cut(box, box.source))
+        for window in windows(coded, lambda part: part[1].scale_bytes(part[0]), _WINDOW_BYTES):
+            self._read_coded(window)
+
+    def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
         if not boxes:
             return
-        reads = [(*self._sources[box.position][:-1], box.offsets, box.lengths) for box in boxes]
+        reads = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in boxes]
         memory = [box.memory for box in boxes]
-        with self._explaining(box.position for box in boxes):
+        with self._explaining((box.position for box in boxes), changed):
             self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options))
         if sums is not None and self._checksum:
             self._check_sums(boxes, sums)
 
+    def _read_coded(self, boxes: list[tuple[_Box, _Coded]]) -> None:
+        """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
+        reads: list[tuple[Any, ...]] = []
+        scales: list[_Box] = []
+        for number, (box, source) in enumerate(boxes):
+            codes, factors = source.form.boxes(box.offsets, box.lengths)
+            reads.append((*source.stored[0][:-1], *codes, (*source.form.how(box.offsets), number)))
+            stored = source.stored[1]
+            scales.append(_Box(box.position, stored, *factors, torch.empty(factors[1], dtype=stored.dtype)))
+        self._read_plain(scales, None, changed=())
+        values = [scale.memory for scale in scales]
+        values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
+        memory = [box.memory for box, _ in boxes]
+        with self._explaining(box.position for box, _ in boxes):
+            self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options, values))
+
     def _check_sums(self, boxes: list[_Box], sums: RunningCrcs) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
         for box in boxes:
-            source = self._sources[box.position]
+            source = _source_of(box)
             name = self._inputs.names[source.file]
             if not _sum_up(sums, name, source, box):
                 why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
@@ -621,21 +696,16 @@ class Loader:
 
     def _read_through_host(self, boxes: list[_Box]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
-        needed = sum(padded(self._source_bytes(box.position)) for box in boxes)
+        needed = sum(map(_host_bytes, boxes))
         sums = self._sums or RunningCrcs()
         with Uploader([box.memory for box in boxes], needed, _WINDOW_BYTES) as uploader:
-            parts = (part for box in boxes for part in self._parts_of(box, uploader.window_bytes))
-            for window in windows(parts, self._padded_bytes, uploader.window_bytes):
-                hosts = uploader.take((part.lengths, self._sources[part.position].dtype) for part in window)
+            parts = (
+                part for box in boxes for part in _parts_of(box, uploader.window_bytes // box.source.dtype.itemsize)
+            )
+            for window in windows(parts, _host_bytes, uploader.window_bytes):
+                hosts = uploader.take((part.lengths, part.source.dtype) for part in window)
                 self._read_boxes([part._replace(memory=host) for part, host in zip(window, hosts, strict=True)], sums)
                 uploader.send(zip((part.memory for part in window), hosts, strict=True))
-
-    def _parts_of(self, box: _Box, most_bytes: int) -> Iterator[_Box]:
-        for offsets, lengths in split_box(box.lengths, most_bytes // self._sources[box.position].dtype.itemsize):
-            yield _Box(box.position, _added(box.offsets, offsets), lengths, narrowed(box.memory, offsets, lengths))
-
-    def _padded_bytes(self, box: _Box) -> int:
-        return padded(math.prod(box.lengths) * self._sources[box.position].dtype.itemsize)
 
     # ---- reporting ----
 
@@ -699,6 +769,38 @@ def _check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         offset, name = item.dest_index.offset, item.dest_index.fqn
         if item.type == LoadItemType.TENSOR and offset is not None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
+
+
+def _source_of(box: _Box) -> _Source:
+    assert isinstance(box.source, _Source)
+    return box.source
+
+
+def _takes(target: Tensor, source: _Source | _Coded) -> bool:
+    """Whether it is read into the target's plain memory as it is, or made there."""
+    if isinstance(source, _Source):
+        return target.dtype == source.dtype
+    # torch makes the source's dtype, and casts that: once is enough where the first loses nothing.
+    is_rounded_once = source.dtype in (target.dtype, torch.float32) and target.dtype in DTYPES
+    return is_rounded_once and (target.size(-1) <= 1 or target.stride(-1) == 1)
+
+
+def _host_bytes(box: _Box) -> int:
+    return padded(math.prod(box.lengths) * box.source.dtype.itemsize)
+
+
+def _parts_of(box: _Box, most_elements: int) -> Iterator[_Box]:
+    for offsets, lengths in split_box(box.lengths, most_elements):
+        memory = narrowed(box.memory, offsets, lengths)
+        yield box._replace(offsets=_added(box.offsets, offsets), lengths=lengths, memory=memory)
+
+
+def _cut(box: _Box, source: _Coded) -> Iterator[tuple[_Box, _Coded]]:
+    """Parts of which the scales fit a window."""
+    elements, size = math.prod(box.lengths), source.scale_bytes(box)
+    if elements:
+        for part in _parts_of(box, elements * _WINDOW_BYTES // max(size, _WINDOW_BYTES)):
+            yield part, source
 
 
 def _sum_up(sums: RunningCrcs, name: str, source: _Source, box: _Box) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -70,11 +70,18 @@ class LoadPolicy:
             self.unexpected != "ignore" and logger.isEnabledFor(_LEVELS[self.unexpected])
         )
 
-    def report_unexpected(self, planner: LoadPlanner, metadata: Metadata, rank: int) -> None:
-        """Reports keys that a planner does not ask for, where it can be seen what it does."""
+    def report_unexpected(
+        self, planner: LoadPlanner, metadata: Metadata, rank: int, made_of: Container[str] = ()
+    ) -> None:
+        """Reports keys that a planner does not ask for, where it can be seen what it does.
+
+        Args:
+            made_of: keys that others are made of, for which nobody need ask.
+        """
         wanted = getattr(planner, "state_dict", None)
         if isinstance(wanted, Mapping) and self.looks_at_unexpected:
-            self.report([key for key in metadata.state_dict_metadata if key not in wanted], rank)
+            left = [key for key in metadata.state_dict_metadata if key not in wanted and key not in made_of]
+            self.report(left, rank)
 
     def report(self, unexpected: Sequence[str], rank: int) -> None:
         """Does what the policy says about unexpected keys. Raises KeyMismatchError when that is an error."""

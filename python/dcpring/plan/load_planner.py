@@ -323,7 +323,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def _report_unexpected(self, chunks: Chunks) -> None:
         if self.policy.looks_at_unexpected:
-            stored = {self._names.get(name, name) for name in chunks.table.names()}
+            names = (name for name in chunks.table.names() if name not in self._run.made_of)
+            stored = {self._names.get(name, name) for name in names}
             left = stored - self.state_dict.keys()
             self.policy.report(sorted(left), rank_in())
 

@@ -120,12 +120,14 @@ class LoadRun(Run):
     Attributes:
         stored: the metadata under the checkpoint's own names, where the storage has a key map.
         goes_by_stored: whether the plan's items have these names.
+        made_of: of the checkpoint's names those that others are made of: nobody need ask for them.
         report: what RingLoadPlanner has planned.
         rank: of this process in the report.
     """
 
     stored: Metadata | None = None
     goes_by_stored: bool = False
+    made_of: frozenset[str] = frozenset()
     report: LoadReport = field(default_factory=LoadReport)
     rank: int | None = None
 

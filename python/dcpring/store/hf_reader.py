@@ -1,4 +1,4 @@
-"""RingHFReader: the storage reader for directories of safetensors, such as model hubs have."""
+"""RingHFReader: the storage reader for directories of safetensors, such as model hubs have; another dequantises."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHuggingFaceStorageReader
 
 from dcpring.errors import CheckpointError
+from dcpring.format.quantised import DTYPES, Quantised, find_quantised
 from dcpring.format.safetensors import Model, is_safetensors, read_model
 from dcpring.store.reader import RingReader
 
-__all__ = ["RingHFReader"]
+__all__ = ["RingHFReader", "RingQuantizedHFReader"]
 
 
 class RingHFReader(RingReader, HuggingFaceStorageReader):
@@ -45,3 +47,46 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
         if not is_safetensors(path):
             raise CheckpointError(f"{path} holds no safetensors; RingReader reads checkpoints of DCP")
         return read_model(path)
+
+
+class RingQuantizedHFReader(RingHFReader, QuantizedHuggingFaceStorageReader):
+    """Reads safetensors and dequantises them on the way: ``storage_reader=RingQuantizedHFReader("org/model")``.
+
+    Takes the arguments of ``QuantizedHuggingFaceStorageReader``, and all that ``RingHFReader`` has. Two forms are
+    known: matrices of float8 ``x.weight`` with a factor in ``x.weight_scale_inv`` for each block, or one for all; and
+    MXFP4, ``x_blocks`` with exponents in ``x_scales``. They have ``target_dtype`` in the metadata, and MXFP4 the shape
+    [..., groups x bytes x 2]; the scales can be loaded as well. What else the files hold is read as it is stored.
+
+    Values are those that torch's reader makes, bit for bit (of what is NaN, some NaN). They are made by the core, on
+    ``workers`` threads, of the slices that a rank needs and the scales of these.
+
+    Args:
+        path: of the model.
+        thread_count: as for ``RingHFReader``.
+        target_dtype: what is made: float32, bfloat16 or float16. It is cast if the state dict has another.
+        block_size: rows and columns of a block of FP8.
+        **options: as for ``RingReader``.
+
+    Raises:
+        CorruptCheckpointError: float8 weights without scales, or scales that do not fit.
+        Others: as ``RingHFReader``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        target_dtype: torch.dtype = torch.float32,
+        block_size: int = 128,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, thread_count, **options)
+        if target_dtype not in DTYPES:
+            raise ValueError(f"target_dtype={target_dtype}: must be one of {', '.join(map(str, DTYPES))}")
+        if not isinstance(block_size, int) or block_size < 1:
+            raise ValueError(f"block_size={block_size!r}: must be a positive int")
+        self.target_dtype = target_dtype
+        self.block_size = block_size
+
+    def _find_quantised(self, model: Model) -> dict[str, Quantised]:
+        return find_quantised(model, self.target_dtype, self.block_size)

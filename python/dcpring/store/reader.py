@@ -30,6 +30,7 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import Model, read_model
 from dcpring.format.unpickler import Trust
 from dcpring.move.handon import exchange_of
@@ -60,6 +61,7 @@ class _Loads(threading.local):
         metadata: of the checkpoint, as DCP has it.
         storage_data: where items are stored; None until somebody asks.
         model: what files of safetensors hold, of which the metadata was made; None for a checkpoint of DCP's.
+        quantised: its tensors that are made of others.
     """
 
     def __init__(self) -> None:
@@ -68,6 +70,7 @@ class _Loads(threading.local):
         self.metadata: Metadata | None = None
         self.storage_data: dict[MetadataIndex, Any] | None = None
         self.model: Model | None = None
+        self.quantised: dict[str, Quantised] = {}
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
@@ -197,7 +200,10 @@ class RingReader(FileSystemReader):
         self._load.model = self._find_model(directory)
         if self._load.model is not None:
             about = StorageMeta(checkpoint_id=self.path)
-            return LazyMetadata(source=chunks_of(self._load.model), storage_meta=about)
+            self._load.quantised = self._find_quantised(self._load.model)
+            self._load.run.made_of = frozenset(each.scale_name for each in self._load.quantised.values())
+            chunks = chunks_of(self._load.model, self._load.quantised)
+            return LazyMetadata(source=chunks, storage_meta=about)
         if rank is None:
             refuse_stale(directory)
             path = directory / METADATA_NAME
@@ -210,6 +216,10 @@ class RingReader(FileSystemReader):
     def _find_model(self, path: Path) -> Model | None:
         """The safetensors that a path leads to; None where it is a checkpoint of DCP's."""
         return read_model(path) if is_model(path) else None
+
+    def _find_quantised(self, model: Model) -> dict[str, Quantised]:
+        """Tensors of a model that are to be dequantised, by name."""
+        return {}
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:
@@ -289,9 +299,10 @@ class RingReader(FileSystemReader):
             casts=self.policy.casts,
             run=load.run,
             links=None if model is None else model.links,
+            quantised={each.place: each for each in load.quantised.values()},
         )
         if not isinstance(planner, RingLoadPlanner):
-            self.policy.report_unexpected(planner, load.metadata, self._rank())
+            self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
         with load.run.meter, contextlib.nullcontext() if model is None else model.unchanged():
             self._read(loader, plan, planner)
         stats.seconds = time.perf_counter() - started

@@ -14,6 +14,7 @@ What the directory meant before stays good until then.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -27,7 +28,8 @@ from dcpring.base.collector import collection_paused
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
-from dcpring.format.metadata import METADATA_NAME, TENSOR, load_metadata
+from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
+from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import (
     INDEX_NAME,
     MODEL_NAME,
@@ -56,33 +58,36 @@ def is_model(path: Path) -> bool:
     return path.is_file() and is_safetensors(path)
 
 
-def chunks_of(model: Model) -> Chunks:
-    """The tables of a model: a row for each part of a tensor.
+def chunks_of(model: Model, quantised: Mapping[str, Quantised] | None = None) -> Chunks:
+    """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
 
     Raises:
         CorruptCheckpointError: names that no table can have.
     """
     with collection_paused():
-        return _tables(model)
+        return _tables(model, quantised or {})
 
 
-def _tables(model: Model) -> Chunks:
-    properties = {dtype: TensorProperties(dtype=dtype) for dtype in {whole.dtype for whole in model.tensors.values()}}
-    chunks = [
-        [(whole.shape, part.offsets, part.stored.shape, properties[whole.dtype]) for part in whole.parts]
-        for whole in model.tensors.values()
-    ]
-    places = []
-    for whole in model.tensors.values():
-        for file, _, stored in whole.parts:
+def _tables(model: Model, quantised: Mapping[str, Quantised]) -> Chunks:
+    properties = functools.cache(lambda dtype: TensorProperties(dtype=dtype))
+    chunks, places = [], []
+    for name, whole in model.tensors.items():
+        made = quantised.get(name)
+        shape, dtype = (whole.shape, whole.dtype) if made is None else (made.shape, made.dtype)
+        rows = []
+        for file, offsets, stored in whole.parts:
+            begins, lengths = (offsets, stored.shape) if made is None else ((0,) * len(shape), shape)
+            rows.append((shape, begins, lengths, properties(dtype)))
             size = stored.end - stored.begin
-            places.append((file, TENSOR, stored.begin, size, stored.begin, size, stored.crcs))
+            kind = TENSOR if made is None else OPAQUE  # whose bytes are not those of its elements
+            places.append((file, kind, stored.begin, size, stored.begin, size, stored.crcs))
+        chunks.append(rows)
     try:
         codes = [path_code({name: (name,)}, name) for name in model.tensors]
         table = table_of_chunks(list(model.tensors), codes, chunks)
         storage = _C.StorageIndex(len(table))
         storage.put(places)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise CorruptCheckpointError(f"it holds what no checkpoint can ({error})", str(model.path)) from error
     return Chunks(table, True, storage)
 

@@ -1,0 +1,175 @@
+"""Tensors that safetensors hold as small codes, and beside them the scales of their blocks.
+
+Two forms are known, those that PyTorch's QuantizedHuggingFaceStorageReader reads:
+
+- FP8: ``x.weight`` of a float8 dtype in two dimensions, and ``x.weight_scale_inv`` with a factor for each block of
+  128 x 128 elements, or one for all.
+- MXFP4: ``x_blocks`` [..., groups, bytes], two codes of 4 bits to a byte, the first in the lower half, and ``x_scales``
+  [..., groups] with an exponent for each group. What is made of it has the shape [..., groups x bytes x 2].
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+
+from dcpring.base.windows import Box
+from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.safetensors import Model, Part, Stored
+
+FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
+MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be made of codes."""
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+_PACKED = "float4_e2m1fn_x2"
+"""Codes of which a byte holds two. torch has a dtype of this name since 2.8."""
+
+Ints = tuple[int, ...]
+
+
+class Quantised(NamedTuple):
+    """One such tensor.
+
+    Attributes:
+        codes, scales: where they are stored.
+        scale_name: of the scales.
+        shape, dtype: of what is made of them.
+        block: elements of the last dimension, and of the one before, that share a scale.
+        per_byte: codes in a byte.
+    """
+
+    codes: Part
+    scales: Part
+    scale_name: str
+    shape: Ints
+    dtype: torch.dtype
+    block: tuple[int, int]
+    per_byte: int
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which a load knows it, whatever its name."""
+        return self.codes.file, self.codes.stored.begin
+
+    @property
+    def stored_sizes(self) -> tuple[Ints, Ints]:
+        """Of the codes, as bytes that are elements of the last dimension, and of the scales."""
+        whole = (0,) * len(self.shape)
+        codes, scales = self.boxes(whole, self.shape)
+        return codes[1], scales[1]
+
+    def boxes(self, offsets: Ints, lengths: Ints) -> tuple[Box, Box]:
+        """The codes, and the scales, that a box is made of."""
+        return _divided(offsets, lengths, 1, self.per_byte), _divided(offsets, lengths, *self.block)
+
+    def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
+        """How the core makes a box that begins there: see ``_C.load``."""
+        rows, columns = self.block
+        codes = _PACKED if self.per_byte == 2 else str(self.codes.stored.dtype).removeprefix("torch.")
+        skipped = offsets[-2] % rows if rows > 1 else 0
+        return codes, offsets[-1] % self.per_byte, rows, columns, skipped, offsets[-1] % columns
+
+
+def _divided(offsets: Ints, lengths: Ints, rows: int, columns: int) -> Box:
+    """A box in a tensor whose elements each stand for so many of the last two dimensions."""
+    by = (*(1,) * (len(offsets) - 2), rows, columns)[-len(offsets) :]
+    begins = tuple(map(operator.floordiv, offsets, by))
+    ends = (-(-(offset + length) // each) for offset, length, each in zip(offsets, lengths, by, strict=True))
+    return begins, tuple(map(operator.sub, ends, begins))
+
+
+def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[str, Quantised]:
+    """The quantised tensors of a model, by the names of their codes.
+
+    Raises:
+        CorruptCheckpointError: codes without scales, or scales that do not fit them.
+        CheckpointError: they are shards of several ranks.
+    """
+    found: dict[str, Quantised] = {}
+    for name in model.tensors:
+        codes = _codes_of(name)
+        if codes in model.tensors:
+            found[codes] = _quantised(model, codes, name, dtype, block_size)
+    places = {each.place: each for each in found.values()}
+    for name, whole in model.tensors.items():
+        if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in _FLOAT8:
+            part = whole.parts[0]
+            if (part.file, part.stored.begin) not in places:
+                raise CorruptCheckpointError(
+                    f"{name!r} is {whole.dtype}, and there is no {_renamed(name, FLOAT8_CODES, FLOAT8_SCALE)!r} by "
+                    "which it is to be scaled; RingHFReader loads it as it is stored",
+                    str(model.directory / part.file),
+                )
+            found[name] = places[part.file, part.stored.begin]  # another name of the same tensor
+    return found
+
+
+def _codes_of(scales: str) -> str:
+    for ending, codes in ((FLOAT8_SCALE, FLOAT8_CODES), (MXFP4_SCALE, MXFP4_CODES)):
+        if scales.endswith(ending):
+            return _renamed(scales, ending, codes)
+    return ""
+
+
+def _renamed(name: str, ending: str, other: str) -> str:
+    return name.removesuffix(ending) + other
+
+
+def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_size: int) -> Quantised:
+    first, second = _only_part(model, codes), _only_part(model, scales)
+    is_mxfp4 = codes.endswith(MXFP4_CODES)
+    try:
+        found = _mxfp4(first.stored, second.stored) if is_mxfp4 else _float8(first.stored, second.stored, block_size)
+    except ValueError as error:
+        path = str(model.directory / second.file)
+        raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
+    return Quantised(first, second, scales, found.shape, dtype, found.block, found.per_byte)
+
+
+def _only_part(model: Model, name: str) -> Part:
+    parts = model.tensors[name].parts
+    if len(parts) > 1:
+        raise CheckpointError(
+            f"{name!r} is in {len(parts)} shards, and quantised tensors can only be read whole; load it as it is "
+            "stored, with RingHFReader, or convert the shards to a model first"
+        )
+    return parts[0]
+
+
+class _Form(NamedTuple):
+    """As ``Quantised`` has them."""
+
+    shape: Ints
+    block: tuple[int, int]
+    per_byte: int
+
+
+def _mxfp4(codes: Stored, scales: Stored) -> _Form:
+    if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and both must be uint8")
+    if len(codes.shape) < 2 or codes.shape[:-1] != scales.shape:
+        shapes = f"{list(codes.shape)} and {list(scales.shape)}"
+        raise ValueError(f"their shapes are {shapes}, the second without the last number of the first")
+    *outer, groups, size = codes.shape
+    return _Form((*outer, groups * size * 2), (1, max(2 * size, 1)), 2)
+
+
+def _float8(codes: Stored, scales: Stored, block_size: int) -> _Form:
+    if codes.dtype not in _FLOAT8 or not scales.dtype.is_floating_point:
+        raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and not float8 and floats")
+    if len(codes.shape) != 2:
+        raise ValueError(f"the codes have shape {list(codes.shape)}, and a matrix is needed")
+    rows, columns = codes.shape
+    needed = (-(-rows // block_size), -(-columns // block_size))
+    if scales.shape != needed and all(size == 1 for size in scales.shape):
+        return _Form(codes.shape, (max(rows, 1), max(columns, 1)), 1)  # one for all
+    if scales.shape != needed:
+        blocks = f"blocks of {block_size} x {block_size} elements of {list(codes.shape)}"
+        raise ValueError(f"their shape is {list(scales.shape)}, and {blocks} need {list(needed)}; see block_size=")
+    return _Form(codes.shape, (block_size, block_size), 1)

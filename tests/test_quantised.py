@@ -1,0 +1,356 @@
+"""RingQuantizedHFReader against torch's reader, bit for bit, on whole tensors, slices and shards; and what is wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import _distributed
+import _kinds
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from test_elements import assert_same_bits
+from test_hf_reader import INDEX, PLANNERS, load
+from torch import Tensor
+from torch.distributed.checkpoint import QuantizedHuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcpring
+from dcpring import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    RingHFReader,
+    RingLoadPlanner,
+    RingQuantizedHFReader,
+)
+from dcpring.format.safetensors import CRCS, SHARDING, make_header
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def float8(rows: int, columns: int, dtype: torch.dtype, scale: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """All codes, those of NaN and infinities too, and scales from 0 to infinity."""
+    made = torch.Generator().manual_seed(rows * columns)
+    codes = torch.randint(0, 256, (rows, columns), generator=made).to(torch.uint8).view(dtype)
+    blocks = -(-rows // 128), -(-columns // 128)
+    scales = torch.randn(blocks, generator=made) * 2.0 ** torch.randint(-20, 20, blocks, generator=made)
+    for place, value in enumerate((0.0, -0.0, float("inf"), float("nan"), 1e38, 1e-38)):
+        if scales.numel() > 4 * place:
+            scales.view(-1)[4 * place] = value
+    return codes, scales.to(scale)
+
+
+def mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
+    """All codes, and all exponents."""
+    made = torch.Generator().manual_seed(sum(shape))
+    codes = torch.randint(0, 256, shape, generator=made).to(torch.uint8)
+    scales = torch.arange(shape[0] * shape[1] * shape[2]).add(100).to(torch.uint8).view(shape[:-1])
+    return codes, scales
+
+
+def tensors() -> dict[str, Tensor]:
+    state = {}
+    for number, dtype in enumerate(FLOAT8):
+        name = f"layers.{number}.weight"
+        state[name], state[name + "_scale_inv"] = float8(300 + number, 515, dtype)
+    state["thin.weight"], state["thin.weight_scale_inv"] = float8(1, 129, torch.float8_e4m3fn)
+    state["halves.weight"], state["halves.weight_scale_inv"] = float8(128, 256, FLOAT8[0], torch.bfloat16)
+    state["doubles.weight"], state["doubles.weight_scale_inv"] = float8(130, 2, FLOAT8[0], torch.float64)
+    state["experts.up_blocks"], state["experts.up_scales"] = mxfp4(3, 37, 6, 16)
+    state["experts.odd_blocks"], state["experts.odd_scales"] = mxfp4(2, 5, 7, 3)
+    state["norm.weight"] = torch.randn(65, generator=torch.Generator().manual_seed(1)).bfloat16()
+    state["bias_scales"] = torch.ones(3)
+    return state
+
+
+def write(path: Path, state: dict[str, Tensor], files: int = 2) -> Path:
+    """A model whose scales are in other files than what they scale."""
+    path.mkdir()
+    names = [f"model-{number + 1:05}-of-{files:05}.safetensors" for number in range(files)]
+    where = {name: names[number % files] for number, name in enumerate(state)}
+    for file in names:
+        save_file({name: state[name] for name in state if where[name] == file}, path / file)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("quantised") / "model", tensors())
+
+
+def wanted(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors for all that is quantised, as it is when it is not."""
+    state: dict[str, Tensor] = {}
+    for name, stored in tensors().items():
+        if name.endswith("_blocks"):
+            state[name] = torch.full((*stored.shape[:-2], stored.shape[-2] * stored.shape[-1] * 2), 7, dtype=dtype)
+        elif "scale" not in name and name != "norm.weight":
+            state[name] = torch.full(stored.shape, 7, dtype=dtype)
+    return state
+
+
+def by_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What torch's reader makes of MXFP4; with DCP's planner it fills but a few columns of the tensor."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=dtype)
+    made = torch.stack([values[codes.long() & 15], values[codes.long() >> 4]], -1).flatten(-2)
+    torch.ldexp(made, scales.to(torch.int32).unsqueeze(-1) - 127, out=made)
+    return made.flatten(-2)
+
+
+@functools.cache
+def expected(model: Path, dtype: torch.dtype, into: torch.dtype) -> dict[str, Tensor]:
+    state, stored = wanted(into), tensors()
+    float8s = {name: tensor for name, tensor in state.items() if not name.endswith("_blocks")}
+    load(float8s, QuantizedHuggingFaceStorageReader(str(model), target_dtype=dtype))
+    for name in state.keys() - float8s.keys():
+        state[name] = by_torch(stored[name], stored[name.replace("_blocks", "_scales")], dtype).to(into)
+    return state
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("into", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_tensors(model: Path, dtype: torch.dtype, into: torch.dtype, planner: str) -> None:
+    state = wanted(into)
+    load(state, RingQuantizedHFReader(str(model), target_dtype=dtype, casts="any"), PLANNERS[planner]())
+    for name, tensor in expected(model, dtype, into).items():
+        assert_same_bits(state[name], tensor)
+
+
+def test_the_metadata_tells_what_is_made(model: Path) -> None:
+    entries = RingQuantizedHFReader(str(model), target_dtype=torch.bfloat16).read_metadata().state_dict_metadata
+    assert entries["experts.up_blocks"].size == torch.Size((3, 37, 192))
+    assert entries["layers.0.weight"].size == torch.Size((300, 515))
+    dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
+    assert all(dtypes[name] == torch.bfloat16 for name in wanted(torch.bfloat16))
+    assert dtypes["layers.0.weight_scale_inv"] == torch.float32 and dtypes["experts.up_scales"] == torch.uint8
+    stored = RingHFReader(str(model)).read_metadata().state_dict_metadata
+    assert stored["layers.0.weight"].properties.dtype == FLOAT8[0]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_is_not_quantised_and_scales_too(model: Path, planner: str) -> None:
+    names = ("norm.weight", "bias_scales", "layers.1.weight_scale_inv", "experts.up_scales")
+    state = {name: torch.zeros_like(tensors()[name]) for name in names}
+    load(state, RingQuantizedHFReader(str(model)), PLANNERS[planner]())
+    _kinds.assert_same_bits(state, {name: tensors()[name] for name in names})
+
+
+def test_scales_are_not_unexpected(tmp_path: Path) -> None:
+    codes, scales = float8(64, 64, FLOAT8[0])
+    path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales, "y": torch.ones(1)})
+    for planner in (dcp.DefaultLoadPlanner(), RingLoadPlanner(unexpected="error")):
+        reader = RingQuantizedHFReader(str(path), unexpected="error")
+        with pytest.raises(KeyMismatchError, match=r"unexpected in the checkpoint \(1\): 'y'"):
+            load({"x.weight": torch.zeros(64, 64)}, reader, planner)
+
+
+# ---- slices ----
+
+
+class Boxes(dcp.DefaultLoadPlanner):
+    """Wants these boxes of tensors, each in a tensor of its own."""
+
+    def __init__(self, boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]]) -> None:
+        super().__init__()
+        self.boxes = boxes
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for name, boxes in self.boxes.items():
+            for number, (offsets, tensor) in enumerate(boxes):
+                items.append(
+                    ReadItem(
+                        LoadItemType.TENSOR,
+                        *(MetadataIndex(f"{name}/{number}"), torch.Size((0,) * tensor.ndim)),
+                        *(MetadataIndex(name, torch.Size((0,) * tensor.ndim)), torch.Size(offsets), tensor.shape),
+                    )
+                )
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        name, number = index.fqn.rsplit("/", 1)
+        return self.boxes[name][int(number)][1]
+
+
+def random_boxes(shape: torch.Size, dtype: torch.dtype, made: random.Random) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Of all sizes, none among them, and of all layouts of memory."""
+    boxes = []
+    for number in range(16):
+        ranges = [sorted(made.choices(range(size + 1), k=2)) for size in shape]
+        lengths = [end - begin for begin, end in ranges]
+        tensor = torch.full(lengths, 7, dtype=dtype)
+        if number % 4 == 1:
+            tensor = torch.full([2 * length for length in lengths], 7, dtype=dtype)[tuple(map(slice, lengths))]
+        elif number % 4 == 2:
+            tensor = torch.full(lengths[::-1], 7, dtype=dtype).permute(*range(len(shape))[::-1])
+        boxes.append((tuple(begin for begin, _ in ranges), tensor))
+    return boxes
+
+
+@pytest.mark.parametrize("into", DTYPES)
+@pytest.mark.parametrize("window_bytes", (5000, 32 << 20))
+def test_any_box(model: Path, into: torch.dtype, window_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where host copies are cut into small windows."""
+    monkeypatch.setattr("dcpring.move.load._WINDOW_BYTES", window_bytes)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = expected(model, dtype, into)
+        made = random.Random(window_bytes)
+        boxes = {name: random_boxes(tensor.shape, into, made) for name, tensor in whole.items()}
+        planner = Boxes(boxes)
+        load({}, RingQuantizedHFReader(str(model), target_dtype=dtype, casts="any", workers=3), planner)
+        for name, each in boxes.items():
+            for offsets, tensor in each:
+                part = tuple(slice(begin, begin + size) for begin, size in zip(offsets, tensor.shape, strict=True))
+                assert_same_bits(tensor.contiguous(), whole[name][part].contiguous())
+
+
+def load_placed(path: str, planner: str) -> dict[str, Tensor]:
+    """Sharded along each dimension, unevenly, and on a mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    layouts = ([Shard(0), Replicate()], [Shard(1), Replicate()], [Shard(1), Shard(0)], [Replicate(), Shard(0)])
+    state: dict[str, Any] = {}
+    for number, (name, tensor) in enumerate(wanted(torch.bfloat16).items()):
+        state[name] = distribute_tensor(tensor, mesh, layouts[number % len(layouts)])
+    options = {"process_group": dist.group.WORLD, "share": "host"} if planner == "ring" else {}
+    dcp.load(state, storage_reader=RingQuantizedHFReader(path), planner=PLANNERS[planner](**options))
+    return {name: tensor.full_tensor() for name, tensor in state.items() if isinstance(tensor, DTensor)}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_sharded(model: Path, planner: str) -> None:
+    whole = expected(model, torch.float32, torch.bfloat16)
+    for got in _distributed.run(4, load_placed, str(model), planner):
+        assert got.keys() == whole.keys()
+        for name, tensor in got.items():
+            assert_same_bits(tensor, whole[name])
+
+
+def test_only_what_a_slice_needs_is_read(tmp_path: Path) -> None:
+    codes, scales = float8(4096, 4096, FLOAT8[0])
+    path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales})
+    tensor = torch.zeros(1024, 4096)
+    reader = RingQuantizedHFReader(str(path))
+    load({}, reader, Boxes({"x.weight": [((1024, 0), tensor)]}))
+    assert reader.stats is not None and reader.stats.bytes < 1.1 * tensor.numel()
+
+
+# ---- a scale for all, other block sizes, several names ----
+
+
+def test_other_blocks(tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 120, (70, 50), generator=made).to(torch.uint8).view(FLOAT8[0])
+    blocks = torch.randn(5, 4, generator=made)
+    one = torch.tensor(0.3)
+    path = write(tmp_path / "blocks", {"x.weight": codes, "x.weight_scale_inv": blocks})
+    state = {"x.weight": torch.zeros(70, 50)}
+    load(state, RingQuantizedHFReader(str(path), block_size=16))
+    full = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)[:70, :50]
+    assert torch.equal(state["x.weight"], codes.float() * full)
+    for number, scale in enumerate((one, one.view(1), one.view(1, 1))):
+        path = write(tmp_path / f"{number}", {"x.weight": codes, "x.weight_scale_inv": scale})
+        load(state, RingQuantizedHFReader(str(path), block_size=16))
+        assert torch.equal(state["x.weight"], codes.float() * one)
+
+
+def test_key_maps_and_tied_names(tmp_path: Path) -> None:
+    codes, scales = float8(64, 64, FLOAT8[0])
+    path = tmp_path / "model"
+    path.mkdir()
+    save_file({"x.weight": codes, "x.weight_scale_inv": scales}, path / "model.safetensors", {"y.weight": "x.weight"})
+    got = {"y.weight": torch.zeros(64, 64), "z": torch.zeros(64, 64)}
+    for planner in PLANNERS.values():
+        load(got, RingQuantizedHFReader(str(path), key_map={"x.weight": "z"}), planner())
+        assert_same_bits(got["y.weight"], got["z"])
+        assert_same_bits(got["z"], codes.float() * scales)
+
+
+def test_installed(model: Path) -> None:
+    state = {"experts.up_blocks": wanted(torch.float32)["experts.up_blocks"]}
+    with dcpring.install():
+        reader = QuantizedHuggingFaceStorageReader(str(model), 4, target_dtype=torch.bfloat16, block_size=128)
+        assert type(reader) is RingQuantizedHFReader and reader.target_dtype == torch.bfloat16
+        load(state, reader)
+    whole = expected(model, torch.bfloat16, torch.float32)
+    assert_same_bits(state["experts.up_blocks"], whole["experts.up_blocks"])
+
+
+# ---- what is wrong ----
+
+
+def test_what_cannot_be_made(model: Path) -> None:
+    for options, said in (({"target_dtype": torch.int8}, "target_dtype"), ({"block_size": 0}, "block_size")):
+        with pytest.raises(ValueError, match=said):
+            RingQuantizedHFReader(str(model), **options)
+    state = {"layers.0.weight": torch.zeros(300, 515, dtype=torch.float16)}
+    for casts, into in (("never", torch.bfloat16), ("safe", torch.int32)):
+        state = {"layers.0.weight": torch.zeros(300, 515, dtype=into)}
+        with pytest.raises(CheckpointError, match=r"layers.0.weight.*the checkpoint has torch.float32"):
+            load(state, RingQuantizedHFReader(str(model), casts=casts))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"x.weight": torch.zeros(130, 5).to(FLOAT8[0])}, r"'x.weight' is torch.float8_e4m3fn, and there is no 'x"),
+        (
+            {"x.weight": torch.zeros(130, 5).to(FLOAT8[0]), "x.weight_scale_inv": torch.zeros(3, 1)},
+            r"'x.weight_scale_inv' cannot be the scales of 'x.weight': their shape is \[3, 1\].*need \[2, 1\]",
+        ),
+        (
+            {"x.weight": torch.zeros(130, 5, 5).to(FLOAT8[0]), "x.weight_scale_inv": torch.zeros(2, 1)},
+            "a matrix is needed",
+        ),
+        ({"x.weight": torch.zeros(130, 5), "x.weight_scale_inv": torch.zeros(2, 1)}, "torch.float32 and torch.float32"),
+        (
+            {"x_blocks": torch.zeros(3, 4, 16, dtype=torch.uint8), "x_scales": torch.zeros(4, 3, dtype=torch.uint8)},
+            r"\[3, 4, 16\] and \[4, 3\]",
+        ),
+        ({"x_blocks": torch.zeros(3, 4, 16, dtype=torch.uint8), "x_scales": torch.zeros(3, 4)}, "both must be uint8"),
+    ],
+)
+def test_scales_that_do_not_fit(tmp_path: Path, given: dict[str, Tensor], said: str) -> None:
+    path = write(tmp_path / "model", given, files=len(given))
+    with pytest.raises(CorruptCheckpointError, match=said) as caught:
+        RingQuantizedHFReader(str(path)).read_metadata()
+    assert caught.value.path == str(path / f"model-{len(given):05}-of-{len(given):05}.safetensors")
+
+
+def test_damage_is_said_with_key_and_file(tmp_path: Path) -> None:
+    """Of codes and of scales, where the files have CRCs."""
+    codes, scales = float8(300, 300, FLOAT8[0])
+    for name, tensor in (("x.weight", codes), ("x.weight_scale_inv", scales)):
+        path = write(tmp_path / name, {"x.weight": codes, "x.weight_scale_inv": scales})
+        file = path / ("model-00001-of-00002.safetensors" if tensor is codes else "model-00002-of-00002.safetensors")
+        note = {CRCS: json.dumps({name: "00000000"})}
+        header = make_header([(name, tensor.dtype, tensor.shape)], note)
+        file.write_bytes(header + tensor.view(torch.uint8).numpy().tobytes())
+        for planner in PLANNERS.values():
+            with pytest.raises(CorruptCheckpointError, match=r"'x.weight'.*CRC") as caught:
+                load({"x.weight": torch.zeros(300, 300)}, RingQuantizedHFReader(str(path)), planner())
+            assert caught.value.path == str(file)
+            assert "already overwritten" not in str(caught.value)
+
+
+def test_shards_are_refused(tmp_path: Path) -> None:
+    codes, scales = float8(256, 128, FLOAT8[0])
+    for number, begin in enumerate((0, 128)):
+        part = {"x.weight": codes[begin : begin + 128]} | ({} if number else {"x.weight_scale_inv": scales})
+        offsets = {"x.weight": [begin, 0], "x.weight_scale_inv": [0, 0]}
+        note = {SHARDING: json.dumps({name: {"saved_offsets": offsets[name]} for name in part})}
+        save_file(part, tmp_path / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", note)
+    with pytest.raises(CheckpointError, match=r"'x.weight' is in 2 shards"):
+        RingQuantizedHFReader(str(tmp_path)).read_metadata()

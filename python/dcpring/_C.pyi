@@ -22,8 +22,9 @@ _Span = tuple[int, int, int, int, int, int, int, int, int]
 _Placed = tuple[int, int, int, int, bytes]
 # bytes, cached_bytes, engine, direct
 _LoadStats = tuple[int, int, str, bool]
-# file, payload_offset, payload_size, crcs, whole crc, chunk sizes, slice offsets, slice lengths
-_Read = tuple[int, int, int, bytes | None, int | None, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# file, payload_offset, payload_size, crcs, whole crc, chunk sizes, slice offsets, slice lengths; of a quantised tensor
+# one more: see csrc/core/data/dequantise.h
+_Read = tuple[Any, ...]
 
 # item, offset, length, what, errno, (expected CRC, found)
 _Problem = tuple[int, int, int, str, int, tuple[int, int] | None]
@@ -75,7 +76,7 @@ def bind_torch(
 ) -> list[str]: ...
 def bind_dtype(name: str, tensors: list[Tensor]) -> None: ...
 def load(
-    input: Input, items: list[Any], tensors: list[Tensor], options: _Options, scales: list[Tensor] = ..., /
+    input: Input, items: list[_Read], tensors: list[Tensor], options: _Options, scales: list[Tensor] = ..., /
 ) -> _LoadStats: ...
 def load_bytes(
     input: Input, items: Sequence[tuple[int, int, int, bytes | None]], options: _Options, /

@@ -261,6 +261,46 @@ def test_a_name_on_a_hub(tmp_path: Path) -> None:
         load_pretrained(net(), "org/model")
 
 
+# ---- quantised weights ----
+
+
+def quantised(folder: Path) -> tuple[Tensor, Tensor]:
+    codes = torch.randint(0, 120, (200, 300)).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3)
+    save_file({"up.weight": codes, "up.weight_scale_inv": scales}, folder / "model.safetensors")
+    return codes, scales
+
+
+def scaled(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(300, 200, bias=False)
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    codes, scales = quantised(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.device("meta"):
+            model = Up().to(dtype)
+        diff = load_pretrained(model, tmp_path, device="cpu", unexpected="error")
+        assert torch.equal(model.up.weight, scaled(codes, scales).to(dtype))
+        assert not diff.missing and not diff.unexpected
+
+
+def test_a_model_that_is_quantised_itself(tmp_path: Path) -> None:
+    codes, scales = quantised(tmp_path)
+    model = Up()
+    model.up.weight = nn.Parameter(torch.zeros(200, 300).to(codes.dtype), requires_grad=False)
+    model.up.register_buffer("weight_scale_inv", torch.zeros(2, 3))
+    load_pretrained(model, tmp_path)
+    assert torch.equal(model.up.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(model.up.weight_scale_inv, scales)
+
+
 # ---- first values of what no file has ----
 
 

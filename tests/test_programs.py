@@ -65,6 +65,12 @@ def test_background_benchmark(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_quantised_benchmark(tmp_path: Path) -> None:
+    out = run("benchmarks/quantised.py", "--quick", "--dir", tmp_path)
+    assert "MXFP4" in out and "stock" in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_anatomy(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     out = run("benchmarks/anatomy.py", "--path", "--json", report)

@@ -32,6 +32,7 @@ from dcpring import (
     RingHFReader,
     RingLoadPlanner,
     RingQuantizedHFReader,
+    RingReader,
 )
 from dcpring.format.safetensors import CRCS, SHARDING, make_header
 
@@ -127,6 +128,16 @@ def test_whole_tensors(model: Path, dtype: torch.dtype, into: torch.dtype, plann
     load(state, RingQuantizedHFReader(str(model), target_dtype=dtype, casts="any"), PLANNERS[planner]())
     for name, tensor in expected(model, dtype, into).items():
         assert_same_bits(state[name], tensor)
+
+
+def test_any_reader_dequantises_if_told(model: Path) -> None:
+    whole = expected(model, torch.float32, torch.float32)
+    for kind in (RingReader, RingHFReader):
+        state = {"layers.0.weight": torch.zeros(300, 515)}
+        load(state, kind(str(model), dequantize=torch.float32))
+        assert_same_bits(state["layers.0.weight"], whole["layers.0.weight"])
+        with pytest.raises(ValueError, match="dequantize"):
+            kind(str(model), dequantize=torch.float64)
 
 
 def test_the_metadata_tells_what_is_made(model: Path) -> None:
@@ -292,7 +303,7 @@ def test_installed(model: Path) -> None:
 
 
 def test_what_cannot_be_made(model: Path) -> None:
-    for options, said in (({"target_dtype": torch.int8}, "target_dtype"), ({"block_size": 0}, "block_size")):
+    for options, said in (({"target_dtype": torch.int8}, "dequantize"), ({"block_size": 0}, "block_size")):
         with pytest.raises(ValueError, match=said):
             RingQuantizedHFReader(str(model), **options)
     state = {"layers.0.weight": torch.zeros(300, 515, dtype=torch.float16)}

@@ -22,10 +22,13 @@ from dcpring.format.safetensors import Model, Part, Stored
 FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
 
+BLOCK_SIZE = 128
+"""Rows and columns of a block of FP8, if nobody says otherwise."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be made of codes."""
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 _PACKED = "float4_e2m1fn_x2"
 """Codes of which a byte holds two. torch has a dtype of this name since 2.8."""
@@ -98,7 +101,7 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
             found[codes] = _quantised(model, codes, name, dtype, block_size)
     places = {each.place: each for each in found.values()}
     for name, whole in model.tensors.items():
-        if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in _FLOAT8:
+        if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in FLOAT8:
             part = whole.parts[0]
             if (part.file, part.stored.begin) not in places:
                 raise CorruptCheckpointError(
@@ -161,7 +164,7 @@ def _mxfp4(codes: Stored, scales: Stored) -> _Form:
 
 
 def _float8(codes: Stored, scales: Stored, block_size: int) -> _Form:
-    if codes.dtype not in _FLOAT8 or not scales.dtype.is_floating_point:
+    if codes.dtype not in FLOAT8 or not scales.dtype.is_floating_point:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and not float8 and floats")
     if len(codes.shape) != 2:
         raise ValueError(f"the codes have shape {list(codes.shape)}, and a matrix is needed")

@@ -27,6 +27,7 @@ from dcpring.base.groups import has_group, rank_in
 from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError
+from dcpring.format.quantised import FLOAT8
 from dcpring.names.diff import Entry, KeyDiff, diff_entries, entries_of_metadata, entries_of_state_dict
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
@@ -81,7 +82,8 @@ def load_pretrained(
             model's own ``_init_weights`` (transformers), else the module's ``reset_parameters``.
         process_group: the ranks; None for all.
         share: how the ranks of a host hand on what they read, as for ``RingLoadPlanner``.
-        reader_options: for ``RingReader``.
+        reader_options: for ``RingReader``. ``dequantize`` is float32 here if not given, which is then cast to the
+            model's dtypes, unless the model has float8 or uint8 tensors of its own.
 
     Returns:
         What was missing and unexpected all the same, and what was cast.
@@ -101,7 +103,7 @@ def load_pretrained(
                     f"{os.fspath(path)} does not exist; what is on a hub is to be downloaded first, for example with "
                     "huggingface_hub.snapshot_download"
                 )
-            reader = OnceReader(path, **(reader_options or {}))
+            reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
             return _load(joint, model, reader, policy, key_map, device, initialize, share)
     finally:
         ranks.close()
@@ -144,7 +146,7 @@ def _load(
     share: Share,
 ) -> KeyDiff:
     metadata = _renamed(reader.read_metadata(), key_map, model)
-    stored = entries_of_metadata(metadata)
+    stored = {name: entry for name, entry in entries_of_metadata(metadata).items() if name not in reader.made_of}
     diff = _compare(model, stored, policy, str(reader.path))
     bare = list(_bare_modules(model, stored, initialize))
     joint.settle("checked")
@@ -163,6 +165,12 @@ def _load(
         backend.set_model_state_dict(model, state, options=backend.StateDictOptions(strict=False))
     reader.tell(rank_in())
     return diff
+
+
+def _made_of_codes(model: nn.Module) -> torch.dtype | None:
+    """What is made of quantised tensors: float32, which is rounded once; nothing for a model that has such itself."""
+    own = {one.dtype for module in model.modules() for _, one in modules.tensors(module)}
+    return torch.float32 if own.isdisjoint((torch.uint8, *FLOAT8)) else None
 
 
 def _renamed(metadata: Metadata, key_map: KeyMapLike, model: nn.Module) -> Metadata:

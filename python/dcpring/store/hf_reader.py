@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHuggingFaceStorageReader
 
 from dcpring.errors import CheckpointError
-from dcpring.format.quantised import DTYPES, Quantised, find_quantised
+from dcpring.format.quantised import BLOCK_SIZE
 from dcpring.format.safetensors import Model, is_safetensors, read_model
 from dcpring.store.reader import RingReader
 
@@ -77,16 +77,11 @@ class RingQuantizedHFReader(RingHFReader, QuantizedHuggingFaceStorageReader):
         path: str | os.PathLike[str],
         thread_count: int = 1,
         target_dtype: torch.dtype = torch.float32,
-        block_size: int = 128,
+        block_size: int = BLOCK_SIZE,
         **options: Any,
     ) -> None:
-        super().__init__(path, thread_count, **options)
-        if target_dtype not in DTYPES:
-            raise ValueError(f"target_dtype={target_dtype}: must be one of {', '.join(map(str, DTYPES))}")
+        super().__init__(path, thread_count, dequantize=target_dtype, **options)
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r}: must be a positive int")
         self.target_dtype = target_dtype
         self.block_size = block_size
-
-    def _find_quantised(self, model: Model) -> dict[str, Quantised]:
-        return find_quantised(model, self.target_dtype, self.block_size)

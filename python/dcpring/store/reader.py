@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -30,7 +31,7 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
-from dcpring.format.quantised import Quantised
+from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised, find_quantised
 from dcpring.format.safetensors import Model, read_model
 from dcpring.format.unpickler import Trust
 from dcpring.move.handon import exchange_of
@@ -109,6 +110,8 @@ class RingReader(FileSystemReader):
             an argument of its own.
         casts: "safe" casts dtypes where ``torch.can_cast`` allows it, and logs it; "any" casts floats to ints too;
             "never" makes any difference an error.
+        dequantize: what is made of quantised tensors of safetensors, FP8 and MXFP4: float32, bfloat16 or float16 (see
+            docs/huggingface.md). None: they are loaded as they are stored.
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
@@ -138,6 +141,7 @@ class RingReader(FileSystemReader):
         key_map: KeyMapLike = None,
         unexpected: Unexpected = "log",
         casts: Casts = "safe",
+        dequantize: torch.dtype | None = None,
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
         metrics: MetricsFunction | None = None,
@@ -145,6 +149,8 @@ class RingReader(FileSystemReader):
     ) -> None:
         if trusted not in (True, False, "warn"):
             raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
+        if dequantize not in (None, *DTYPES):
+            raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
         self._load = _Loads()
         layout.require_local(path)
@@ -156,11 +162,18 @@ class RingReader(FileSystemReader):
         self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
         self.progress = checked_progress(progress)
         self.metrics = checked_metrics(metrics)
+        self.dequantize = dequantize
+        self.block_size = BLOCK_SIZE
         self.stats: IOStats | None = None
 
     @property
     def _phases(self) -> _trace.Phases:
         return self._load.run.phases
+
+    @property
+    def made_of(self) -> frozenset[str]:
+        """Names in the files, read last, of what others are made of: scales of quantised tensors."""
+        return frozenset(each.scale_name for each in self._load.quantised.values())
 
     @_trace.step()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -176,6 +189,7 @@ class RingReader(FileSystemReader):
             if kwargs.get("rank") is not None and drops_metadata_errors:
                 self._tell_why(error)
             raise
+        self._load.run.made_of = self.made_of
         about = with_run(metadata.storage_meta, self._load.run)
         about.load_id = self.load_id
         if self.key_map is not None:
@@ -201,7 +215,6 @@ class RingReader(FileSystemReader):
         if self._load.model is not None:
             about = StorageMeta(checkpoint_id=self.path)
             self._load.quantised = self._find_quantised(self._load.model)
-            self._load.run.made_of = frozenset(each.scale_name for each in self._load.quantised.values())
             chunks = chunks_of(self._load.model, self._load.quantised)
             return LazyMetadata(source=chunks, storage_meta=about)
         if rank is None:
@@ -219,7 +232,7 @@ class RingReader(FileSystemReader):
 
     def _find_quantised(self, model: Model) -> dict[str, Quantised]:
         """Tensors of a model that are to be dequantised, by name."""
-        return {}
+        return {} if self.dequantize is None else find_quantised(model, self.dequantize, self.block_size)
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:

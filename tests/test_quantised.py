@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcpring
 from dcpring import (
+    _C,
     CheckpointError,
     CorruptCheckpointError,
     KeyMismatchError,
@@ -35,6 +36,8 @@ from dcpring import (
     RingReader,
 )
 from dcpring.format.safetensors import CRCS, SHARDING, make_header
+from dcpring.move.load import Inputs
+from dcpring.options import IOOptions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -354,6 +357,60 @@ def test_damage_is_said_with_key_and_file(tmp_path: Path) -> None:
                 load({"x.weight": torch.zeros(300, 300)}, RingQuantizedHFReader(str(path)), planner())
             assert caught.value.path == str(file)
             assert "already overwritten" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        *((0, name) for name in ("float32", "int8", "nothing")),
+        *((1, first) for first in (-1, 1, 2)),
+        *((place, size) for place in (2, 3) for size in (-1, 0, 1)),
+        *((place, skipped) for place in (4, 5) for skipped in (-1, 127, 128)),
+        *((6, number) for number in (-1, 1, 1 << 40)),
+    ],
+)
+def test_the_core_takes_only_what_fits(tmp_path: Path, change: int, value: Any) -> None:
+    (tmp_path / "codes").write_bytes(bytes(range(100)))
+    inputs = Inputs(str(tmp_path), ["codes"])
+    how: list[Any] = ["float8_e4m3fn", 0, 128, 128, 0, 0, 0]
+    where = (0, 0, 100, None, None, (10, 10), (2, 0), (5, 10))
+    tensor, scales, options = torch.zeros(5, 10), torch.ones(1), IOOptions().for_core(False)
+    _C.load(inputs.core, [(*where, tuple(how))], [tensor], options, [scales])
+    assert torch.equal(tensor, torch.arange(20, 70).to(torch.uint8).view(FLOAT8[0]).float().view(5, 10))
+    how[change] = value
+    with pytest.raises((ValueError, OverflowError), match="do not fit each other"):
+        _C.load(inputs.core, [(*where, tuple(how))], [tensor], options, [scales])
+
+
+def test_the_core_takes_only_tensors_that_fit(tmp_path: Path) -> None:
+    (tmp_path / "codes").write_bytes(bytes(range(100)))
+    inputs = Inputs(str(tmp_path), ["codes"])
+    read = (0, 0, 100, None, None, (10, 10), (2, 0), (5, 10), ("float8_e4m3fn", 0, 128, 128, 0, 0, 0))
+    options = IOOptions().for_core(False)
+    one = torch.ones(1)
+    for tensor, scales in (
+        *((torch.zeros(*shape), one) for shape in ((5, 9), (5, 11), (4, 10), (10, 5))),
+        (torch.zeros(10, 5).T, one),
+        *((torch.zeros(5, 10, dtype=dtype), one) for dtype in (torch.float64, torch.int8)),
+        *((torch.zeros(5, 10), scale) for scale in (torch.ones(2), torch.ones(0), one.double(), one.expand(3)[::2])),
+    ):
+        with pytest.raises(ValueError, match="do not fit each other"):
+            _C.load(inputs.core, [read], [tensor], options, [scales])
+    for scales in ([], [one.to("meta")]):
+        with pytest.raises(ValueError, match="do not fit each other"):
+            _C.load(inputs.core, [read], [torch.zeros(5, 10)], options, scales)
+
+
+def test_shapes_that_no_tensor_has(tmp_path: Path) -> None:
+    shape = [0, 1 << 61, 1 << 61]
+    entries = {
+        "x_blocks": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]},
+        "x_scales": {"dtype": "U8", "shape": shape[:-1], "data_offsets": [0, 0]},
+    }
+    header = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptCheckpointError):
+        RingQuantizedHFReader(str(tmp_path)).read_metadata()
 
 
 def test_shards_are_refused(tmp_path: Path) -> None:

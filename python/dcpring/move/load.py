@@ -235,6 +235,11 @@ class _Coded(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
+    def made_for(self, target: Tensor) -> _Coded:
+        """The same, rounded once where the target has another dtype: torch makes ``dtype``, and casts that."""
+        is_lossless = self.dtype == torch.float32 and target.dtype in DTYPES
+        return self._replace(dtype=target.dtype) if is_lossless else self
+
     def scale_bytes(self, box: _Box) -> int:
         (_, lengths) = self.form.boxes(box.offsets, box.lengths)[1]
         return math.prod(lengths) * self.stored[1].dtype.itemsize
@@ -622,8 +627,10 @@ class Loader:
             source = self._sources[position]
             self._check_target(position, target, source.dtype)
             plain = kind == 0 and type(target) is Tensor and _is_plain_memory(target)
+            if isinstance(source, _Coded):
+                source, plain = source.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
             box = _Box(position, source, item.storage_offsets, item.lengths, target)
-            (in_place if plain and _takes(target, source) else through_host).append(box)
+            (in_place if plain and target.dtype == source.dtype else through_host).append(box)
         self._check_ends(box.position for box in through_host)
         self._read_boxes(in_place, self._sums)
         _bump_versions([box.memory for box in in_place])
@@ -774,15 +781,6 @@ def _check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
 def _source_of(box: _Box) -> _Source:
     assert isinstance(box.source, _Source)
     return box.source
-
-
-def _takes(target: Tensor, source: _Source | _Coded) -> bool:
-    """Whether it is read into the target's plain memory as it is, or made there."""
-    if isinstance(source, _Source):
-        return target.dtype == source.dtype
-    # torch makes the source's dtype, and casts that: once is enough where the first loses nothing.
-    is_rounded_once = source.dtype in (target.dtype, torch.float32) and target.dtype in DTYPES
-    return is_rounded_once and (target.size(-1) <= 1 or target.stride(-1) == 1)
 
 
 def _host_bytes(box: _Box) -> int:

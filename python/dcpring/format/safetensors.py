@@ -77,8 +77,6 @@ SHARDING = "DCP_SHARDING_INFO"
 """The note of a file in which each tensor is one rank's part: HuggingFaceStorageWriter(save_distributed=True)."""
 OF_SHARDS = (SHARDING, "DCP_VERSION")
 
-CRCS = "dcpring.crcs"
-"""The note of a file of ours: a JSON text of hexadecimal CRCs by names (see docs/format.md)."""
 _SHARD_FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 CRCS = "dcpring.crcs"
@@ -248,7 +246,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file of each name, of those that an index lists. Files lie beside it."""
     try:
         listed = strict_json.loads(read_regular(index))["weight_map"]
-        good = all(isinstance(name, str) and name and name not in (".", "..") for name in listed.values())
+        good = all(isinstance(name, str) and name.encode() not in (b"", b".", b"..") for name in listed.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
     if not good or any("/" in name or "\0" in name for name in listed.values()):

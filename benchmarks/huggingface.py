@@ -164,7 +164,7 @@ def run(group: Group, folder: Path, mib: int, axis: int, rounds: int, skipped: l
                 if name in skipped:
                     continue
                 if group.rank == 0:
-                    make_cold([folder / "model" / "model.safetensors"])
+                    make_cold(folder / "model")
                 loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
                 sample = measured(group, lambda load=load, loaded=loaded: load(group, loaded, folder / "model"))
                 found.setdefault(name, []).append(sample)

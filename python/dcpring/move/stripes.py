@@ -2,8 +2,8 @@
 
 A rank writes its own stripes from its memory. Others are put together in rounds: every rank fills what it holds into
 memory that the ranks of its host share, what other hosts hold comes through the process group, all tell how that went,
-and the stripe's writer writes it while the next round is filled. Two rounds' memory is used in turn: the word of a
-round says that what the one before has left was written.
+and the stripe's writer writes it while the next rounds are filled. The memory of some rounds is used in turn: the word
+of a round says that what the next one needs of it was written.
 
 Tensors that are no plain memory of the file's dtype, as they are to be cast or lie on an accelerator, are copied, of
 each no more than the rows that a window needs.
@@ -12,6 +12,7 @@ each no more than the rows that a window needs.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import itertools
 import math
@@ -32,7 +33,7 @@ from dcpring.move import host_memory
 from dcpring.move.save import Source, handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
-from dcpring.plan.stripes import ROUND_BYTES, Box, FilePart, Laid, Layout, Part, Shared
+from dcpring.plan.stripes import ROUNDS_IN_MEMORY, Box, FilePart, Laid, Layout, Part, Shared
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0
@@ -301,11 +302,13 @@ class _Rounds:
         self._block_bytes = part.block_bytes
         self._hosts: list[Any] = list(part.hosts)
         leader = self._hosts.index(self._hosts[self._rank])
-        memory, problem = host_memory.share(joint, self._rank, leader, 2 * ROUND_BYTES)
+        room = part.round_bytes
+        memory, problem = host_memory.share(joint, self._rank, leader, ROUNDS_IN_MEMORY * room)
         if problem:  # then each rank is a host of its own
             self._hosts = list(range(len(self._hosts)))
-            memory = memoryview(bytearray(2 * ROUND_BYTES))
-        self._memory = [memory[:ROUND_BYTES], memory[ROUND_BYTES:]]
+            memory = memoryview(bytearray(ROUNDS_IN_MEMORY * room))
+        self._memory = [memory[part * room : (part + 1) * room] for part in range(ROUNDS_IN_MEMORY)]
+        self._writing: collections.deque[Future[None]] = collections.deque()
         self._far = len(set(self._hosts)) > 1
         self._number = 0
         self._writer = ThreadPoolExecutor(1, "dcpring-stripes")
@@ -315,22 +318,24 @@ class _Rounds:
 
     def run(self, turn: _Turn, part: FilePart) -> None:
         """All rounds of a file."""
-        writing: Future[None] | None = None
         for stripes in part.rounds:
-            memory = self._memory[self._number % 2]
+            memory = self._memory[self._number % ROUNDS_IN_MEMORY]
             places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
             for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
                 _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
-            if writing is not None:
-                writing.result()
+            self._wait(ROUNDS_IN_MEMORY - 2)
             self._joint.settle(f"round {self._number + 1}")
             if self._far:
                 self._bring(stripes, memory)
             own = [stripe for stripe in stripes if stripe.writer == self._rank]
-            writing = self._writer.submit(self._write, turn, own, memory)
+            self._writing.append(self._writer.submit(self._write, turn, own, memory))
             self._number += 1
-        if writing is not None:
-            writing.result()
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        """Until no more rounds than that are being written."""
+        while len(self._writing) > most:
+            self._writing.popleft().result()
 
     def _write(self, turn: _Turn, stripes: list[Shared], memory: memoryview) -> None:
         self._saving.write_blocks(turn, _joined(stripes, self._block_bytes), _Patches([], _C.Tensors([])), memory)

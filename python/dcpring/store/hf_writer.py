@@ -37,7 +37,7 @@ from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
-from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of
+from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of, round_bytes
 from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
@@ -188,11 +188,12 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self._model = model = self._lay_out(boxes, ties)
         kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
         block_bytes = self.options.block_size_bytes
-        by_rank = assign(model.layouts, kept, block_bytes)
         hosts, token = [one.host for one in told], secrets.token_hex(8)
+        room = round_bytes(hosts)
+        by_rank = assign(model.layouts, kept, block_bytes, room)
         for layout in model.layouts:
             self._create(layout)
-        parts = [Part(model.layouts, parts, hosts, token, frozenset(ties), block_bytes) for parts in by_rank]
+        parts = [Part(model.layouts, parts, hosts, token, frozenset(ties), block_bytes, room) for parts in by_rank]
         self._run.plans = [
             dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
         ]

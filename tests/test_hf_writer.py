@@ -289,6 +289,8 @@ def test_a_file_for_each_tensor_as_told(tmp_path: Path) -> None:
     same(read(tmp_path), values)
     with pytest.raises(CheckpointException, match="fqn_to_index_mapping names no file for 'c'"):
         save(tmp_path, values, fqn_to_index_mapping={"a": 1, "b": 1})
+    with pytest.raises(CheckpointException, match="no number from 1 on for 'b'"):
+        save(tmp_path, values, fqn_to_index_mapping={"a": 1, "b": 0, "c": 2})
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:
@@ -352,6 +354,31 @@ def test_each_call_fails_once(tmp_path: Path, limit: int) -> None:
     assert failures > 3 and not leaks_descriptors(before)
     save(tmp_path, old)
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_disk_without_room_for_all_files_keeps_none(tmp_path: Path) -> None:
+    values = {name: torch.ones(1 << 18) for name in "abc"}
+    with fault("fallocate", 3, errno.ENOSPC), pytest.raises(CheckpointException, match="No space left"):
+        save(tmp_path, values, max_shard_bytes=1 << 20)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_key_map_of_both_is_applied_once(tmp_path: Path) -> None:
+    key_map = {"a": "b", "b": "c"}
+    save(tmp_path, {"a": torch.zeros(2), "b": torch.ones(2)}, RingSavePlanner(key_map=key_map), key_map=key_map)
+    same(read(tmp_path), {"b": torch.zeros(2), "c": torch.ones(2)})
+
+
+def tie_of_few_rows(path: str) -> None:
+    """The last rank has none of them."""
+    mesh = init_device_mesh("cpu", (3,))
+    weight = distribute_tensor(torch.arange(20.0).view(2, 10), mesh, [Shard(0)])
+    dcp.save({"a": weight, "b": weight}, storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+
+
+def test_tied_shards_of_which_a_rank_has_none(tmp_path: Path) -> None:
+    run(3, tie_of_few_rows, str(tmp_path))
+    same(read(tmp_path), {"a": torch.arange(20.0).view(2, 10)})
 
 
 def fail_on_one(path: str, rank: int) -> str:

@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import json
 import logging
+import math
 import os
 import secrets
 import uuid
@@ -191,8 +192,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         hosts, token = [one.host for one in told], secrets.token_hex(8)
         room = round_bytes(hosts)
         by_rank = assign(model.layouts, kept, block_bytes, room)
-        for layout in model.layouts:
-            self._create(layout)
+        self._create(model.layouts)
         parts = [Part(model.layouts, parts, hosts, token, frozenset(ties), block_bytes, room) for parts in by_rank]
         self._run.plans = [
             dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
@@ -201,7 +201,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     def _lay_out(self, boxes: Sequence[Sequence[Box]], ties: Mapping[str, str]) -> _Model:
         tensors = {box.name: box for of_rank in boxes for box in of_rank}
-        stored = {name: name for name in tensors} if self.key_map is None else self.key_map.rename(tensors)
+        stored = {name: name for name in tensors}
+        if self.key_map is not None and self._run.key_table is None:  # else the planner has done it
+            stored = self.key_map.rename(tensors)
         chosen = {name: self._dtype_of(stored[name], box.dtype) for name, box in tensors.items()}
         safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
         kept = {name: box for name, box in tensors.items() if name not in ties}
@@ -243,6 +245,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
                 f"fqn_to_index_mapping names no file for {some_keys(missing)}; give one for each tensor"
             )
         indices = {name: self.fqn_to_index_mapping[name] for name in boxes}
+        wrong = [name for name, index in indices.items() if not isinstance(index, int) or index < 1]
+        if wrong:
+            raise CheckpointError(f"fqn_to_index_mapping has no number from 1 on for {some_keys(wrong)}")
         groups: list[list[str]] = [[] for _ in range(max(indices.values(), default=1))]
         for name, index in indices.items():
             groups[index - 1].append(name)
@@ -269,11 +274,17 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         tensors = ((each.stored, each.dtype, each.shape) for each in layout.tensors)
         return safetensors.make_header(tensors, notes, max(layout.head_bytes, _C.ALIGNMENT_BYTES), _CURES)
 
-    def _create(self, layout: Layout) -> None:
+    def _create(self, layouts: Sequence[Layout]) -> None:
+        """Makes the files, with all their bytes allocated; none, where a disk has no room for all."""
         options = dataclasses.replace(self.options, direct=False).for_core(False)
-        file = _C.StripeFile(str(self.path), layout.name, layout.size_bytes, 0, options)
-        file.finish(None)
-        file.close()
+        try:
+            for layout in layouts:
+                file = _C.StripeFile(str(self.path), layout.name, layout.size_bytes, 0, options)
+                file.finish(None)
+                file.close()
+        except BaseException:
+            remove_files(self._directory, [layout.name for layout in layouts])
+            raise
 
     # ---- writing ----
 
@@ -402,6 +413,6 @@ def _agreed_ties(told: Sequence[_Local], boxes: Sequence[Sequence[Box]]) -> dict
     found = {second: first for one in told for second, first in one.ties.items()}
     for one, of_rank in zip(told, boxes, strict=True):
         for box in of_rank:
-            if box.name in found and one.ties.get(box.name) != found[box.name]:
-                del found[box.name]
+            if math.prod(box.lengths) and one.ties.get(box.name, "") != found.get(box.name, ""):
+                found.pop(box.name, None)
     return found

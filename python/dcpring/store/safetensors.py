@@ -151,9 +151,8 @@ def commit_model(
     if durable:
         _C.sync_directory(path)
     _C.commit(path, f".{unfinished_name(INDEX_NAME)}", INDEX_NAME, make_index(weights, total_bytes), durable)
-    _C.remove_files(
-        path, sorted({MODEL_NAME} & before)
-    )  # what is loaded first: its end is the commit where it is there
+    # Who loads looks for this one first: where it is there, its end is the commit.
+    _C.remove_files(path, sorted({MODEL_NAME} & before))
     if durable:
         _C.sync_directory(path)
     return sorted(stale)

@@ -93,14 +93,14 @@ static int parse_patch(PyObject *item, const struct tensor_view *view, struct dr
     *ints += 2 * ndim;
     *patch = (struct dr_patch){
         .shape = {view->dtype, (int)ndim, at},
-        .payload_offset = payload_offset,
+        .payload.offset = payload_offset,
         .offsets = at + ndim,
         .lengths = view->sizes,
         .strides = view->strides,
         .data = view->data,
     };
     if (view->kind != TENSOR_PLAIN || ndim > DR_MAX_DIMS || payload_offset > INT64_MAX ||
-        !dr_shape_bytes(&patch->shape, &patch->payload_size) || patch->payload_size > INT64_MAX - payload_offset ||
+        !dr_shape_bytes(&patch->shape, &patch->payload.size) || patch->payload.size > INT64_MAX - payload_offset ||
         !is_box_of(patch)) {
         PyErr_SetString(PyExc_ValueError, "a box is not a part of its tensor, or no plain CPU memory");
         return -1;
@@ -126,7 +126,7 @@ static int parse_patches(struct stripe_job *job, PyObject *list, const struct te
     for (Py_ssize_t i = 0; i < tensors->count; i++) {
         if (parse_patch(PyList_GetItem(list, i), &tensors->views[i], &job->patches[i], &ints) < 0)
             return -1;
-        if (i > 0 && job->patches[i].payload_offset < job->patches[i - 1].payload_offset) {
+        if (i > 0 && job->patches[i].payload.offset < job->patches[i - 1].payload.offset) {
             PyErr_SetString(PyExc_ValueError, "the boxes are not in the order of the file");
             return -1;
         }

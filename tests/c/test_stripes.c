@@ -50,15 +50,13 @@ static void hold(int rank) {
         for (int r = 0; r < ROWS; r++)
             memcpy(h->columns[c - first][r], matrix[r][c], 2);
     h->patches[0] = (struct dr_patch){.shape = {dr_dtype_by_name("bfloat16"), 2, h->sizes},
-                                      .payload_offset = HEAD,
-                                      .payload_size = sizeof matrix,
+                                      .payload = {HEAD, sizeof matrix},
                                       .offsets = h->offsets,
                                       .lengths = h->lengths,
                                       .strides = h->strides,
                                       .data = h->columns};
     h->patches[1] = (struct dr_patch){.shape = {dr_dtype_by_name("uint8"), 1, &h->count},
-                                      .payload_offset = payloads[1].offset,
-                                      .payload_size = SMALL,
+                                      .payload = {payloads[1].offset, SMALL},
                                       .offsets = &h->zero,
                                       .lengths = &h->count,
                                       .strides = &h->one,

@@ -18,49 +18,46 @@ struct run {
 
 /* ---- what lies in a range of the file ---- */
 
-static size_t first_patch(const struct dr_stripes *s, uint64_t at) {
-    size_t lo = 0, hi = s->patch_count;
+/* The first of `count` things, each of which begins with its payload, that ends behind a byte of the file. */
+static size_t first_behind(const void *things, size_t count, size_t size, uint64_t at) {
+    size_t lo = 0, hi = count;
     while (lo < hi) {
         size_t middle = lo + (hi - lo) / 2;
-        if (s->patches[middle].payload_offset + s->patches[middle].payload_size <= at)
+        const struct dr_payload *payload = (const void *)((const uint8_t *)things + middle * size);
+        if (payload->offset + payload->size <= at)
             lo = middle + 1;
         else
             hi = middle;
     }
     return lo;
+}
+
+static size_t first_patch(const struct dr_stripes *s, uint64_t at) {
+    return first_behind(s->patches, s->patch_count, sizeof *s->patches, at);
 }
 
 static size_t first_payload(const struct dr_stripes *s, uint64_t at) {
-    size_t lo = 0, hi = s->payload_count;
-    while (lo < hi) {
-        size_t middle = lo + (hi - lo) / 2;
-        if (s->payloads[middle].offset + s->payloads[middle].size <= at)
-            lo = middle + 1;
-        else
-            hi = middle;
-    }
-    return lo;
+    return first_behind(s->payloads, s->payload_count, sizeof *s->payloads, at);
 }
 
-/* Copies what the patches have of the bytes [lo, hi) to `out`. */
-static void gather(const struct dr_stripes *s, uint64_t lo, uint64_t hi, uint8_t *out) {
-    for (size_t i = first_patch(s, lo); i < s->patch_count && s->patches[i].payload_offset < hi; i++) {
-        const struct dr_patch *p = &s->patches[i];
-        uint64_t end = p->payload_offset + p->payload_size;
-        uint64_t from = p->payload_offset > lo ? p->payload_offset : lo, to = end < hi ? end : hi;
-        if (from >= to)
-            continue;
-        struct dr_region region;
-        dr_region_init(&region, &p->shape, p->offsets, p->lengths, (void *)(uintptr_t)p->data, p->strides);
-        dr_region_gather(&region, from - p->payload_offset, to - p->payload_offset, out + (from - lo));
-    }
-}
-
-/* The part of the i-th payload that lies in [lo, hi); false where there is none. */
+/* The part of a payload that lies in [lo, hi); false where there is none. */
 static bool clip(const struct dr_payload *p, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
     *from = p->offset > lo ? p->offset : lo;
     *to = p->offset + p->size < hi ? p->offset + p->size : hi;
     return *from < *to;
+}
+
+/* Copies what the patches have of the bytes [lo, hi) to `out`. */
+static void gather(const struct dr_stripes *s, uint64_t lo, uint64_t hi, uint8_t *out) {
+    uint64_t from, to;
+    for (size_t i = first_patch(s, lo); i < s->patch_count && s->patches[i].payload.offset < hi; i++) {
+        const struct dr_patch *p = &s->patches[i];
+        if (!clip(&p->payload, lo, hi, &from, &to))
+            continue;
+        struct dr_region region;
+        dr_region_init(&region, &p->shape, p->offsets, p->lengths, (void *)(uintptr_t)p->data, p->strides);
+        dr_region_gather(&region, from - p->payload.offset, to - p->payload.offset, out + (from - lo));
+    }
 }
 
 size_t dr_stripe_crcs(const struct dr_stripes *s, const struct dr_stripe *stripe) {

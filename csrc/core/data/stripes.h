@@ -16,19 +16,18 @@
 #include "io/output.h"
 #include "record/record.h"
 
-/* A box of a tensor, and where its elements are. */
-struct dr_patch {
-    struct dr_shape shape;   /* of the whole tensor */
-    uint64_t payload_offset; /* of the tensor in the file */
-    uint64_t payload_size;
-    const int64_t *offsets, *lengths; /* elements */
-    const int64_t *strides;           /* of the memory, in elements */
-    const void *data;
-};
-
 /* The bytes of a tensor in the file. */
 struct dr_payload {
     uint64_t offset, size;
+};
+
+/* A box of a tensor, and where its elements are. */
+struct dr_patch {
+    struct dr_payload payload;        /* of the whole tensor; found by it, so it comes first */
+    struct dr_shape shape;            /* of the whole tensor */
+    const int64_t *offsets, *lengths; /* elements */
+    const int64_t *strides;           /* of the memory, in elements */
+    const void *data;
 };
 
 struct dr_stripe {

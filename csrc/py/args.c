@@ -17,6 +17,10 @@ int parse_options(struct module_state *state, PyObject *tuple, struct dr_options
         PyErr_SetString(PyExc_ValueError, "an I/O option is out of range");
         return -1;
     }
+    /* The core may keep the name: let it be one that lives for ever. */
+    options->engine = strcmp(options->engine, "uring") == 0     ? "uring"
+                      : strcmp(options->engine, "threads") == 0 ? "threads"
+                                                                : "auto";
     options->direct = (enum dr_direct)direct;
     options->queue_depth = depth;
     options->block_size = (size_t)block_size;

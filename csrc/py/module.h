@@ -38,7 +38,7 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error);
 
 /* ---- args.c ---- */
 
-/* (engine, direct, queue_depth, block_size, workers, checksum, sync, watch); borrows the name and the watch from it. */
+/* (engine, direct, queue_depth, block_size, workers, checksum, sync, watch); borrows the watch from it. */
 int parse_options(struct module_state *state, PyObject *tuple, struct dr_options *options);
 
 /* Reads a tuple of `count` ints (a torch.Size, say). */

@@ -237,10 +237,6 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (self) {
         self->watch = Py_NewRef(PyTuple_GetItem(tuple, PyTuple_Size(tuple) - 1));
         self->expected = expected;
-        /* The core keeps the engine's name: let it be one that lives for ever. */
-        options.engine = strcmp(options.engine, "uring") == 0     ? "uring"
-                         : strcmp(options.engine, "threads") == 0 ? "threads"
-                                                                  : "auto";
         if (open_core(self, PyBytes_AsString(directory), PyBytes_AsString(name), allocated, &options) < 0)
             Py_CLEAR(self);
     }

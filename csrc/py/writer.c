@@ -35,10 +35,6 @@ static PyObject *open_writer(PyTypeObject *type, const char *directory, const ch
     if (!self)
         return NULL;
     self->watch = Py_NewRef(PyTuple_GetItem(tuple, PyTuple_Size(tuple) - 1));
-    /* The core keeps the engine's name: let it be one that lives for ever. */
-    options.engine = strcmp(options.engine, "uring") == 0     ? "uring"
-                     : strcmp(options.engine, "threads") == 0 ? "threads"
-                                                              : "auto";
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;

@@ -404,6 +404,37 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, rank: int) -> N
     assert not list(tmp_path.glob("*"))
 
 
+def fail_while_others_write(path: str) -> str:
+    """On rank 1, in a later round, while rank 0 still writes what was put together before."""
+    real, calls = stripes.StripeSaving.patches, 0
+
+    def broken(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls > 4:
+            raise OSError(5, "this disk is gone")
+        return real(self, *args)
+
+    with (
+        mock.patch.object(stripes.StripeSaving, "patches", broken),
+        mock.patch("dcpring.plan.stripes.MOST_ROUND_BYTES", 1 << 20),
+    ):
+        if dist.get_rank() == 0:
+            _C.arm_fault("pwrite", 1, 0, True, 200)
+        try:
+            dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path, engine="threads"), planner=RingSavePlanner())
+        except CheckpointException as error:
+            return "; ".join(f"{cause}" for cause, _ in error.failures.values())
+        finally:
+            _C.disarm_fault()
+    return ""
+
+
+def test_a_rank_that_fails_while_others_write(tmp_path: Path) -> None:
+    for text in run(2, fail_while_others_write, str(tmp_path), timeout=60):
+        assert "this disk is gone" in text and "in use" not in text
+
+
 def without_collectives(path: str) -> None:
     dcp.save({"a": torch.ones(3)}, storage_writer=RingHFWriter(path), use_collectives=False)
 

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -317,20 +317,29 @@ class _Rounds:
         self._writer.shutdown(cancel_futures=True)
 
     def run(self, turn: _Turn, part: FilePart) -> None:
-        """All rounds of a file."""
-        for stripes in part.rounds:
-            memory = self._memory[self._number % ROUNDS_IN_MEMORY]
-            places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
-            for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
-                _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
-            self._wait(ROUNDS_IN_MEMORY - 2)
-            self._joint.settle(f"round {self._number + 1}")
-            if self._far:
-                self._bring(stripes, memory)
-            own = [stripe for stripe in stripes if stripe.writer == self._rank]
-            self._writing.append(self._writer.submit(self._write, turn, own, memory))
-            self._number += 1
-        self._wait(0)
+        """All rounds of a file. Whatever comes, nothing is being written to it afterwards."""
+        try:
+            for stripes in part.rounds:
+                self._begin(turn, stripes)
+            self._wait(0)
+        except BaseException:
+            wait(self._writing)
+            self._writing.clear()
+            raise
+
+    def _begin(self, turn: _Turn, stripes: list[Shared]) -> None:
+        """Fills a round, with all ranks, and begins to write what is this rank's to write of it."""
+        memory = self._memory[self._number % ROUNDS_IN_MEMORY]
+        places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
+        for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
+            _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
+        self._wait(ROUNDS_IN_MEMORY - 2)
+        self._joint.settle(f"round {self._number + 1}")
+        if self._far:
+            self._bring(stripes, memory)
+        own = [stripe for stripe in stripes if stripe.writer == self._rank]
+        self._writing.append(self._writer.submit(self._write, turn, own, memory))
+        self._number += 1
 
     def _wait(self, most: int) -> None:
         """Until no more rounds than that are being written."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
 import os
 import re
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -433,6 +435,23 @@ def fail_while_others_write(path: str) -> str:
 def test_a_rank_that_fails_while_others_write(tmp_path: Path) -> None:
     for text in run(2, fail_while_others_write, str(tmp_path), timeout=60):
         assert "this disk is gone" in text and "in use" not in text
+
+
+def fail_before_it_comes(path: str) -> tuple[str, float]:
+    begun = time.monotonic()
+    on_one = mock.patch("dcpring.store.hf_writer.source_of", side_effect=OSError(5, "nothing to be had"))
+    with on_one if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+        except CheckpointException as error:
+            return str(error), time.monotonic() - begun
+    return "", 0.0
+
+
+def test_a_rank_that_fails_before_it_comes(tmp_path: Path) -> None:
+    for text, seconds in run(2, fail_before_it_comes, str(tmp_path), timeout=90):
+        assert "nothing to be had" in text and seconds < 30
+    assert not list(tmp_path.glob("*"))
 
 
 def without_collectives(path: str) -> None:

@@ -70,6 +70,18 @@ class _Patches(NamedTuple):
     tensors: _C.Tensors
 
 
+def _meeting(part: Part, group: dist.ProcessGroup) -> groups.Meeting:
+    return groups.Meeting(f"dcpring/stripes/{part.token}", dist.get_world_size(group))
+
+
+def stay_away(part: Part, group: dist.ProcessGroup | None) -> None:
+    """This rank cannot write: the others need not wait for it."""
+    if part.has_rounds and group is not None:
+        meeting = _meeting(part, group)
+        meeting.settle(False)
+        meeting.leave()
+
+
 class StripeSaving:
     """See the module's docstring. One is made for every write_data.
 
@@ -127,7 +139,7 @@ class StripeSaving:
                     self._write_own(self._turn(number, layout, file, held), part)
             return self._sums
         assert self._group is not None
-        meeting = groups.Meeting(f"dcpring/stripes/{self._part.token}", dist.get_world_size(self._group))
+        meeting = _meeting(self._part, self._group)
         with self._run.phases.span("wait for all", "wait"):
             all_came = meeting.wait(MEET_SECONDS)
         meeting.leave()

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -34,7 +35,7 @@ from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
 from dcpring.move.save import ResultList, source_of
-from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor
+from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
@@ -292,6 +293,21 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         part = plan.storage_data
         if not isinstance(part, Part):
             raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
+        group = group_of_caller()
+        try:
+            saving = self._saving(plan, planner, part, stats, group)
+        except BaseException:
+            stay_away(part, group)
+            raise
+        try:
+            return StripeResults(saving.write(), stats)
+        except BaseException:
+            remove_files(self._directory, [layout.name for layout in part.files])
+            raise
+
+    def _saving(
+        self, plan: SavePlan, planner: SavePlanner, part: Part, stats: IOStats, group: dist.ProcessGroup | None
+    ) -> StripeSaving:
         saving = StripeSaving(
             source_of(plan.items, planner),
             part,
@@ -300,14 +316,10 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             sync=self.sync_files,
             run=self._run,
             stats=stats,
-            group=group_of_caller(),
+            group=group,
         )
         self._run.meter.begin(saving.planned_bytes)
-        try:
-            return StripeResults(saving.write(), stats)
-        except BaseException:
-            remove_files(self._directory, [layout.name for layout in part.files])
-            raise
+        return saving
 
     # ---- the commit ----
 

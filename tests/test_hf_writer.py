@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,36 @@ def test_every_dtype(tmp_path: Path) -> None:
         data = (tmp_path / "model.safetensors").read_bytes()[stored.begin : stored.end]
         assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
         assert data == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
+
+
+class Doubling(DefaultSavePlanner):
+    """Makes each tensor when it is asked for it, and knows how many bytes of them are there at a time."""
+
+    alive = most = 0
+
+    def resolve_data(self, write_item: Any) -> Any:
+        made = super().resolve_data(write_item) * 2
+        self.alive += made.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self._gone, made.nbytes)
+        return made
+
+    def _gone(self, size: int) -> None:
+        self.alive -= size
+
+
+def test_a_planner_that_makes_tensors_makes_few_at_a_time(tmp_path: Path) -> None:
+    values = {f"{number}": torch.full((1 << 20,), float(number)) for number in range(50)}
+    planner = Doubling()
+    save(tmp_path, values, planner)
+    same(read(tmp_path), {name: 2 * tensor for name, tensor in values.items()})
+    assert planner.most <= 80 << 20
+
+
+def test_names_that_are_notes_are_never_left_out(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    save(tmp_path, {"a": weight, "format": weight, "b": weight})
+    same(read(tmp_path), {"a": weight, "format": weight})
 
 
 def test_views_are_written_as_what_they_stand_for(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _MOST_HEADER_BYTES = 100_000_000
 """The limit that the safetensors package has."""
 
+DEFAULT_SHARD_BYTES = 5 << 30
+"""Of tensors in a file of several."""
+
 _ALIGNMENT = 8
 _MOST_NAMED = 5
 

@@ -28,7 +28,6 @@ from dcpring.options import IOStats
 from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.stripes import Box, boxes_of
 from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
 
@@ -51,10 +50,6 @@ class Source(Protocol):
         ...
 
     def item(self, position: int) -> WriteItem: ...
-    def boxes(self) -> list[Box | str]:
-        """What each item is of its tensor; of an object its name."""
-        ...
-
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         """The tensors, or the pickled objects, at these positions."""
         ...
@@ -102,9 +97,6 @@ class ItemSource:
     def item(self, position: int) -> WriteItem:
         return self._items[position]
 
-    def boxes(self) -> list[Box | str]:
-        return list(boxes_of(self._items))
-
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         return [self._planner.resolve_data(self._items[position]) for position in positions]
 
@@ -140,9 +132,6 @@ class TableSource:
 
     def item(self, position: int) -> WriteItem:
         return self._items.make(position)
-
-    def boxes(self) -> list[Box | str]:
-        return list(boxes_of(self._items))
 
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         names, state_dict = self._names, self._state_dict

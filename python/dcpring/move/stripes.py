@@ -87,18 +87,22 @@ class StripeSaving:
 
     Args:
         source: the items.
+        boxes: what each of them is of its tensor.
         part: what the coordinator has given this rank.
         path: directory of the files.
+        is_windowed: the planner makes tensors when it is asked for them: never for many at a time.
         group: of all ranks of the save; None where there is one alone.
     """
 
     def __init__(
         self,
         source: Source,
+        boxes: Sequence[Box | str],
         part: Part,
         *,
         path: str,
         options: IOOptions,
+        is_windowed: bool,
         sync: bool,
         run: SaveRun,
         stats: IOStats,
@@ -110,12 +114,12 @@ class StripeSaving:
         self._run = run
         self._watch = run.watch()
         self._options = options
+        self._is_windowed = is_windowed
         self._sync = sync
         self._stats = stats
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._sums: Sums = []
-        boxes = source.boxes()
         places = {laid.name: (number, laid) for number, file in enumerate(part.files) for laid in file.tensors}
         self._held: list[list[_Held]] = [[] for _ in part.files]
         for position in source.tensors:
@@ -135,7 +139,7 @@ class StripeSaving:
         files = list(zip(self._part.files, self._part.parts, self._held, strict=True))
         if not self._part.has_rounds:
             for number, (layout, part, held) in enumerate(files):
-                with self._writing(number, layout, part) as file:
+                with self._writing(layout, part) as file:
                     self._write_own(self._turn(number, layout, file, held), part)
             return self._sums
         assert self._group is not None
@@ -145,16 +149,19 @@ class StripeSaving:
         meeting.leave()
         if not all_came:
             raise CheckpointError(f"not all ranks have come to write {self._path} together within {MEET_SECONDS:.0f} s")
-        with joined(Joint(GroupChannel(self._group), "save")) as joint, self._rounds(joint) as rounds:
+        with contextlib.ExitStack() as stack:
+            joint = stack.enter_context(joined(Joint(GroupChannel(self._group), "save")))
+            rounds = _Rounds(self, joint, self._part, self._options.workers, self._group)
+            stack.callback(rounds.close)
             for number, (layout, part, held) in enumerate(files):
-                with joint.doing(f"{layout.name} cannot be written"), self._writing(number, layout, part) as file:
+                with joint.doing(f"{layout.name} cannot be written"), self._writing(layout, part) as file:
                     turn = self._turn(number, layout, file, held)
                     self._write_own(turn, part)
                     rounds.run(turn, part)
         return self._sums
 
     @contextlib.contextmanager
-    def _writing(self, number: int, layout: Layout, part: FilePart) -> Iterator[_C.StripeFile | None]:
+    def _writing(self, layout: Layout, part: FilePart) -> Iterator[_C.StripeFile | None]:
         """The file, durable at the end; None where this rank writes none of it."""
         if not part.writes_bytes:
             yield None
@@ -173,15 +180,6 @@ class StripeSaving:
         self._stats.direct |= direct
         self._stats.bytes += part.writes_bytes
         self._stats.files += 1
-
-    @contextlib.contextmanager
-    def _rounds(self, joint: Joint) -> Iterator[_Rounds]:
-        assert self._group is not None
-        rounds = _Rounds(self, joint, self._part, self._options.workers, self._group)
-        try:
-            yield rounds
-        finally:
-            rounds.close()
 
     # ---- writing ----
 
@@ -207,30 +205,21 @@ class StripeSaving:
 
     def _turn(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> _Turn:
         """Whatever can be taken from where it lies needs no windows."""
+        return _Turn(number, layout, file, held, None if self._is_plain(held) else _WINDOW_BYTES)
+
+    def _is_plain(self, held: list[_Held]) -> bool:
+        if self._is_windowed:
+            return False
         tensors = self._resolve(held)
-        _, kinds = handles_and_kinds(list(tensors))
-        plain = not any(kinds) and all(
-            one.laid.dtype == tensor.dtype for one, tensor in zip(held, tensors, strict=True)
-        )
-        return _Turn(number, layout, file, held, None if plain else _WINDOW_BYTES)
+        dtypes = [tensor.dtype for tensor in tensors]
+        return dtypes == [one.laid.dtype for one in held] and not any(handles_and_kinds(tensors)[1])
 
     def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
         tensors = self._source.resolve([one.position for one in held])
         for one, tensor in zip(held, tensors, strict=True):
-            good = isinstance(tensor, Tensor) and tuple(tensor.shape) == one.box.lengths
-            if not good or tensor.is_meta or tensor.layout != torch.strided:
-                what = (
-                    f"a {type(tensor).__name__}"
-                    if not isinstance(tensor, Tensor)
-                    else (
-                        "on the meta device and has no data"
-                        if tensor.is_meta
-                        else f"of layout {tensor.layout}"
-                        if tensor.layout != torch.strided
-                        else f"of shape {list(tensor.shape)}, not {list(one.box.lengths)}"
-                    )
-                )
-                raise CheckpointError(f"cannot save {one.box.name!r} in safetensors: it is {what}")
+            wrong = _wrong(one.box, tensor)
+            if wrong:
+                raise CheckpointError(f"cannot save {one.box.name!r} in safetensors: it is {wrong}")
         return tensors
 
     def patches(self, turn: _Turn, stripes: Sequence[tuple[int, int, Any]]) -> _Patches:
@@ -241,14 +230,26 @@ class StripeSaving:
         held = turn.held[bisect.bisect_right(turn.ends, lo) : bisect.bisect_left(turn.begins, hi)]
         tensors = self._resolve(held)
         resolved = list(tensors)
-        _, kinds = handles_and_kinds(resolved)
-        boxes = []
+        handles, kinds = handles_and_kinds(resolved)
+        boxes, copied = [], False
         for index, (one, kind) in enumerate(zip(held, kinds, strict=True)):
             offsets = one.box.offsets
             if kind or resolved[index].dtype != one.laid.dtype:
                 offsets, resolved[index] = _copied(one, tensors[index], lo, hi)
+                copied = True
             boxes.append((one.laid.begin, one.box.shape, offsets))
-        return _Patches(boxes, _C.Tensors(resolved))
+        return _Patches(boxes, _C.Tensors(resolved) if copied else handles)
+
+
+def _wrong(box: Box, tensor: Any) -> str:
+    """Why a tensor cannot be saved as this box; "" if it can."""
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
+    if tensor.is_meta:
+        return "on the meta device and has no data"
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}"
+    return "" if tuple(tensor.shape) == box.lengths else f"of shape {list(tensor.shape)}, not {list(box.lengths)}"
 
 
 class _Turn:

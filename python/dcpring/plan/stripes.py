@@ -1,6 +1,6 @@
 """Files that all ranks write together: where each tensor lies in them, and who writes which bytes.
 
-1. The tensors of all ranks' plans are laid out in files, one behind the other (``lay_out``).
+1. The storage lays the tensors of all ranks' plans out in files, one behind the other (``Layout``).
 2. A file is cut into stripes on the grid of its CRC blocks. Of most stripes one rank holds everything, and writes it
    from its memory. Any other is put together, in memory that ranks share, and written by the rank that holds most of
    it (``assign``). So no two ranks write the same page of a file, and each block's CRC is one rank's to sum.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcpring import _C
 from dcpring.format.properties import decode_properties
@@ -51,18 +51,18 @@ class Box(NamedTuple):
     lengths: Ints
 
 
-def boxes_of(items: Sequence[object]) -> Iterator[Box | str]:
+def boxes_of(items: Sequence[WriteItem]) -> Iterator[Box | str]:
     """What the items of a plan write, in their order; of an object its name."""
     if isinstance(items, Items) and items.untouched:
         yield from _boxes_of_rows(items)
         return
     for item in items:
-        data = item.tensor_data  # type: ignore[attr-defined]
-        if item.type == WriteItemType.BYTE_IO or data is None:  # type: ignore[attr-defined]
-            yield item.index.fqn  # type: ignore[attr-defined]
+        data = item.tensor_data
+        if item.type == WriteItemType.BYTE_IO or data is None:
+            yield item.index.fqn
         else:
             chunk, dtype = data.chunk, data.properties.dtype
-            yield Box(item.index.fqn, dtype, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes))  # type: ignore[attr-defined]
+            yield Box(item.index.fqn, dtype, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _boxes_of_rows(items: Items) -> Iterator[Box | str]:

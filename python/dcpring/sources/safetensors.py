@@ -9,12 +9,11 @@ import torch
 
 from dcpring import _C
 from dcpring.base.files import unfinished_name
+from dcpring.base.windows import windows
 from dcpring.format import safetensors
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Item, Piece, Source, first_names, stream
 from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
-
-DEFAULT_SHARD_BYTES = 5 << 30
 
 
 class SafetensorsTarget:
@@ -35,7 +34,7 @@ class SafetensorsTarget:
         self._first.update((name, name) for name in safetensors.NOT_TIED if name in self._first)
         owners = [item for item in items if self._first[item.name] == item.name]
         self.is_directory = shard_bytes is not None
-        self._groups = [owners] if shard_bytes is None else _sharded(owners, shard_bytes)
+        self._groups = list(windows(owners, lambda item: item.nbytes, shard_bytes)) or [[]]
         self.files = [path.name]
         if self.is_directory:
             self.files = [safetensors.file_name(number, len(self._groups)) for number in range(len(self._groups))]
@@ -76,16 +75,3 @@ class SafetensorsTarget:
         out.write_bytes([safetensors.make_header(entries, {**tied, **self._notes})])
         for runs in stream(source, map(Piece.all_of, items)):
             out.write_bytes([run.part.memory for run in runs])
-
-
-def _sharded(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """What goes into each file: at most ``limit`` bytes of data (or one tensor), in order."""
-    groups: list[list[Item]] = [[]]
-    size = 0
-    for item in items:
-        if groups[-1] and size + item.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += item.nbytes
-    return groups

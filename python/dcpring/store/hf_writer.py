@@ -14,8 +14,6 @@ import json
 import logging
 import math
 import os
-import secrets
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -28,10 +26,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
-from dcpring.base.files import unfinished_name
+from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import host_id
 from dcpring.base.memory import same_memory
 from dcpring.base.text import some_keys
+from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
 from dcpring.move.save import ResultList, source_of
@@ -39,6 +38,7 @@ from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
+from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of, round_bytes
 from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
@@ -52,8 +52,6 @@ from dcpring.watch.progress import ProgressOption
 __all__ = ["RingHFWriter"]
 
 logger = logging.getLogger("dcpring")
-
-DEFAULT_SHARD_BYTES = 5 << 30
 
 
 class _Local(NamedTuple):
@@ -127,7 +125,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         enable_consolidation: bool = False,
         thread_count_consolidation: int = 1,
         *,
-        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        max_shard_bytes: int = safetensors.DEFAULT_SHARD_BYTES,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         key_map: KeyMapLike = None,
         sync_files: bool = True,
@@ -190,7 +188,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self._model = model = self._lay_out(boxes, ties)
         kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
         block_bytes = self.options.block_size_bytes
-        hosts, token = [one.host for one in told], secrets.token_hex(8)
+        hosts, token = [one.host for one in told], new_tag()
         room = round_bytes(hosts)
         by_rank = assign(model.layouts, kept, block_bytes, room)
         self._create(model.layouts)
@@ -227,16 +225,10 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         return next((dtype for pattern, dtype in self.dtype.items() if fnmatch.fnmatchcase(name, pattern)), stored)
 
     def _by_size(self, boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
-        groups: list[list[str]] = [[]]
-        used = 0
-        for name, box in boxes.items():
-            size = torch.Size(box.shape).numel() * dtypes[name].itemsize
-            if groups[-1] and used + size > self.max_shard_bytes:
-                groups.append([])
-                used = 0
-            groups[-1].append(name)
-            used += size
-        return groups
+        def size_of(name: str) -> int:
+            return math.prod(boxes[name].shape) * dtypes[name].itemsize
+
+        return list(windows(boxes, size_of, self.max_shard_bytes)) or [[]]
 
     def _by_mapping(self, boxes: Mapping[str, Box]) -> list[list[str]]:
         assert self.fqn_to_index_mapping is not None
@@ -310,9 +302,11 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     ) -> StripeSaving:
         saving = StripeSaving(
             source_of(plan.items, planner),
+            list(boxes_of(plan.items)),
             part,
             path=str(self.path),
             options=dataclasses.replace(self.options, block_size_bytes=part.block_bytes),
+            is_windowed=makes_tensors(planner),
             sync=self.sync_files,
             run=self._run,
             stats=stats,
@@ -400,7 +394,7 @@ def _only_boxes(found: Iterable[Box | str]) -> list[Box]:
 
 def _local_of(plan: SavePlan) -> _Local:
     told = plan.storage_data
-    return told if isinstance(told, _Local) else _Local(uuid.uuid4().hex, {})
+    return told if isinstance(told, _Local) else _Local(new_tag(), {})
 
 
 def _ties(values: Mapping[str, Any]) -> dict[str, str]:
@@ -416,7 +410,7 @@ def _ties(values: Mapping[str, Any]) -> dict[str, str]:
     return {
         names[second]: names[first]
         for second, first in same.items()
-        if values[names[second]].shape == values[names[first]].shape
+        if values[names[second]].shape == values[names[first]].shape and names[second] not in safetensors.NOT_TIED
     }
 
 

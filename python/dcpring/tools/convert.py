@@ -13,10 +13,11 @@ import torch
 
 from dcpring.base.files import open_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.safetensors import DEFAULT_SHARD_BYTES
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
 from dcpring.sources.beside import check_target
 from dcpring.sources.dcp import ContentsSource, DcpTarget
-from dcpring.sources.safetensors import DEFAULT_SHARD_BYTES, SafetensorsTarget
+from dcpring.sources.safetensors import SafetensorsTarget
 from dcpring.sources.stream import Item, Source
 from dcpring.sources.torch_file import TorchSource, TorchTarget
 from dcpring.store.safetensors import is_model

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from dcpring.options import IOStats
     from dcpring.plan.load_planner import RingLoadPlanner
+    from dcpring.plan.rearrange import Rearrange, rearranged
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.report import LoadReport, Metrics, PlanReport, RankReport, ReadReport
     from dcpring.resume.background import SaveHandle
@@ -75,6 +76,7 @@ __all__ = [
     "Progress",
     "RankReport",
     "ReadReport",
+    "Rearrange",
     "Replicated",
     "ResumeReport",
     "RingHFReader",
@@ -99,6 +101,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "print_keys",
+    "rearranged",
     "register_wrapper",
     "save",
     "save_pretrained_weights",
@@ -124,6 +127,7 @@ _MODULES = {
     "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
     "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),
     "plan.load_planner": ("RingLoadPlanner",),
+    "plan.rearrange": ("Rearrange", "rearranged"),
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
     "store.hf_reader": ("RingHFReader", "RingQuantizedHFReader"),

@@ -19,6 +19,7 @@ from dcpring.format.properties import encode_properties
 from dcpring.plan.flatten import Flat, Path, path_code
 from dcpring.plan.placements import Part, parts_of, tensor_at
 from dcpring.torchside import versions
+from dcpring.torchside.composed import Composed
 from dcpring.torchside.dcp import HAS_STRIDES, create_chunk_list, create_write_items, plans_for_itself, properties_of
 from dcpring.torchside.tensors import ShardedTensor, StridedShard, are_plain, global_size, is_plain, local_tensor
 
@@ -35,6 +36,9 @@ Chunk = tuple[Sequence[int], Sequence[int], Sequence[int], TensorProperties]
 """size, offsets, lengths, properties"""
 Row = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], bytes, int, int, int]
 """type, size, offsets, lengths, properties, bytes of the dtype in these, item bytes, flags"""
+
+_WELL_KNOWN = (DTensor, ShardedTensor, Composed)
+"""Kinds of tensors that say what there is of them, and need no word about it."""
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that are objects to any version of torch."""
@@ -101,7 +105,7 @@ class Describer:
         rows = self._rows_of(name, value)
         if rows is None:
             return None
-        if isinstance(value, Tensor) and not isinstance(value, (DTensor, ShardedTensor)) and versions.tested:
+        if isinstance(value, Tensor) and not isinstance(value, _WELL_KNOWN) and versions.tested:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             versions.say_once(logging.INFO, f"tensors of the kind {kind} are planned by torch's own functions")
         return rows[0] if len(rows) == 1 else rows or ...

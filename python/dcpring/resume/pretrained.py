@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from dcpring.base.groups import has_group, rank_in
@@ -32,12 +31,15 @@ from dcpring.names.diff import Entry, KeyDiff, diff_entries, entries_of_metadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.names.wrapping import model_keys
+from dcpring.plan.rearrange import Rearrange, rearranged
 from dcpring.plan.sharing import Share
 from dcpring.resume import backend
+from dcpring.resume.conversions import conversion_of
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.store.hf_writer import RingHFWriter
 from dcpring.torchside import modules
+from dcpring.torchside.composed import Composed
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 __all__ = ["load_pretrained", "save_pretrained_weights"]
@@ -53,6 +55,7 @@ def load_pretrained(
     *,
     device: str | torch.device | None = None,
     key_map: KeyMapLike = None,
+    rearrange: Sequence[Rearrange] | None = None,
     missing: Missing = "error",
     allow_missing: Sequence[str] = (),
     unexpected: Unexpected = "log",
@@ -73,6 +76,9 @@ def load_pretrained(
         device: where tensors go that are on ``meta``; None: where the model's others are, or where its mesh is. With
             FSDP2's ``CPUOffloadPolicy`` that is "cpu".
         key_map: from the names in the files to the model's (see docs/keys.md).
+        rearrange: how tensors that are fused, stacked or transposed in one of both are cut (see ``rearranged``). With
+            a ``key_map``, stored names are those that it has made. Of a model of transformers, both are what
+            ``from_pretrained`` does, where they are None.
         missing: tensors of the model that the files do not have: "error", "warn" or "allow". Of tied ones one is
             enough.
         allow_missing: shell patterns (``fnmatch``) of those that may be missing in any case, such as a new head.
@@ -104,7 +110,11 @@ def load_pretrained(
                     "huggingface_hub.snapshot_download"
                 )
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
-            return _load(joint, model, reader, policy, key_map, device, initialize, share)
+            known = conversion_of(model, backend.get_model_state_dict(model))
+            target = _Target(model, known.rules if rearrange is None else rearrange)
+            if key_map is None and known.to_model is not None:
+                key_map = _names_kept(known.to_model, set(target.state(())))
+            return _load(joint, target, reader, policy, key_map, device, initialize, share)
     finally:
         ranks.close()
 
@@ -113,6 +123,8 @@ def save_pretrained_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
+    key_map: KeyMapLike = None,
+    rearrange: Sequence[Rearrange] | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
@@ -124,6 +136,8 @@ def save_pretrained_weights(
     Args:
         model: sharded, compiled and wrapped in whatever ways; all ranks of the process group call this.
         path: of the directory, made if missing.
+        key_map: from the model's names to those in the files.
+        rearrange: as for ``load_pretrained``; the same rules.
         process_group: the ranks; None for all.
         options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16`` or ``max_shard_bytes``.
 
@@ -131,13 +145,49 @@ def save_pretrained_weights(
         CheckpointError, OSError: within DCP's ``CheckpointException``, as ``RingHFWriter`` raises them.
     """
     group = process_group if process_group is not None or not has_group() else dist.group.WORLD
-    writer = RingHFWriter(path, **options)
-    backend.save(backend.get_model_state_dict(model), writer, backend.SavePlanner(), group)
+    state = backend.get_model_state_dict(model)
+    known = conversion_of(model, state)
+    writer = RingHFWriter(path, key_map=known.to_stored if key_map is None else key_map, **options)
+    stored = rearranged(state, known.rules if rearrange is None else rearrange)
+    backend.save(stored, writer, backend.SavePlanner(), group)
+
+
+class _Target(NamedTuple):
+    """What is loaded, and the rules by which its tensors are rearranged."""
+
+    model: nn.Module
+    rules: Sequence[Rearrange]
+
+    def state(self, stored: Collection[str]) -> dict[str, Any]:
+        """The model's tensors as they are stored; of what else modules keep in their state dicts only what is."""
+        state = backend.get_model_state_dict(self.model)
+        kept = {name: value for name, value in state.items() if isinstance(value, Tensor) or name in stored}
+        return rearranged(kept, self.rules)
+
+    def given(self, stored: Collection[str]) -> set[str]:
+        """Names of the model's tensors of which everything is stored."""
+        state = self.state(stored)
+        missing = [name for name in state if name not in stored]
+        return _own_names(state, stored) - _own_names(state, missing)
+
+
+def _names_kept(function: Callable[[str], str], wanted: set[str]) -> Callable[[str], str]:
+    """A key map that does not change what is wanted."""
+    return lambda name: name if name in wanted else function(name)
+
+
+def _own_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Of tensors as they are stored the model's names."""
+    own: set[str] = set()
+    for name in names:
+        value = state.get(name)
+        own.update(value.made_of if isinstance(value, Composed) else (name,))
+    return own
 
 
 def _load(
     joint: Operation,
-    model: nn.Module,
+    target: _Target,
     reader: OnceReader,
     policy: LoadPolicy,
     key_map: KeyMapLike,
@@ -145,24 +195,32 @@ def _load(
     initialize: Initialize | None,
     share: Share,
 ) -> KeyDiff:
-    metadata = _renamed(reader.read_metadata(), key_map, model)
+    model = target.model
+    metadata = reader.read_metadata()
+    if key_map is not None:
+        names = match_names(KeyMap(key_map), list(target.state(())), list(metadata.state_dict_metadata))
+        metadata = rename_metadata(metadata, names, storage=False)
+        key_map = key_map if any(old != new for old, new in names.items()) else None
     stored = {name: entry for name, entry in entries_of_metadata(metadata).items() if name not in reader.made_of}
-    diff = _compare(model, stored, policy, str(reader.path))
-    bare = list(_bare_modules(model, stored, initialize))
+    given = target.given(stored)
+    diff = _compare(target, stored, given, policy, str(reader.path))
+    bare = list(_bare_modules(model, given, initialize))
     joint.settle("checked")
     modules.give_memory(model, torch.device(device) if device is not None else _device_of(model))
     with torch.no_grad():
         for module, make in bare:
             make(module)
-    state = _state_of(model, stored)
+    own = _Target(model, ()).state(given)
+    state = rearranged(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
     joint.run_dcp(
         "reading",
         f"cannot load {reader.path}",
         lambda group: backend.load(state, reader, backend.LoadPlanner(process_group=group, **options), group),
     )
-    if not _is_in_place(model, state):
-        backend.set_model_state_dict(model, state, options=backend.StateDictOptions(strict=False))
+    own.update((name, value) for name, value in state.items() if name in own and not isinstance(value, Composed))
+    if not _is_in_place(model, own):
+        backend.set_model_state_dict(model, own, options=backend.StateDictOptions(strict=False))
     reader.tell(rank_in())
     return diff
 
@@ -173,28 +231,17 @@ def _made_of_codes(model: nn.Module) -> torch.dtype | None:
     return torch.float32 if own.isdisjoint((torch.uint8, *FLOAT8)) else None
 
 
-def _renamed(metadata: Metadata, key_map: KeyMapLike, model: nn.Module) -> Metadata:
-    if key_map is None:
-        return metadata
-    wanted = list(backend.get_model_state_dict(model))
-    names = match_names(KeyMap(key_map), wanted, list(metadata.state_dict_metadata))
-    return rename_metadata(metadata, names, storage=False)
-
-
-def _state_of(model: nn.Module, stored: Mapping[str, Entry]) -> dict[str, Any]:
-    """The model's tensors; of what else modules keep in their state dicts only what is stored."""
-    state = backend.get_model_state_dict(model)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) or name in stored}
-
-
-def _compare(model: nn.Module, stored: Mapping[str, Entry], policy: LoadPolicy, path: str) -> KeyDiff:
+def _compare(target: _Target, stored: Mapping[str, Entry], given: set[str], policy: LoadPolicy, path: str) -> KeyDiff:
     """How the model differs from what is stored.
+
+    Args:
+        given: names of the model's tensors that are stored.
 
     Raises:
         KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
     """
-    diff = diff_entries(entries_of_state_dict(_state_of(model, stored)), stored)
-    tied = {name for names in _slots(model) if not stored.keys().isdisjoint(names) for name in names}
+    diff = diff_entries(entries_of_state_dict(target.state(stored)), stored)
+    tied = {name for names in _slots(target.model) if not given.isdisjoint(names) for name in names}
     diff.missing = [item for item in diff.missing if item.key not in tied]
     fatal = KeyDiff(
         [item for item in diff.missing if policy.missing == "error" and not policy.may_miss(item.key)],
@@ -220,7 +267,7 @@ def _slots(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _bare_modules(
-    model: nn.Module, stored: Mapping[str, Entry], given: Initialize | None
+    model: nn.Module, stored: set[str], given: Initialize | None
 ) -> Iterator[tuple[nn.Module, Initialize]]:
     """Modules with tensors on meta that are not stored, and what gives them their first values.
 
@@ -228,7 +275,7 @@ def _bare_modules(
         CheckpointError: nothing does.
     """
     keys = model_keys(model).slots
-    filled = {id(one) for one, slots in keys.items() if any(not stored.keys().isdisjoint(names) for names in slots)}
+    filled = {id(one) for one, slots in keys.items() if any(not stored.isdisjoint(names) for names in slots)}
     methods = (getattr(module, "_init_weights", None) for module in model.modules())
     own: Initialize | None = next(filter(callable, methods), None)
     for path, module in model.named_modules():

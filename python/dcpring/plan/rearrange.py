@@ -1,0 +1,453 @@
+"""A model's tensors under other names and in other shapes: fused, split, stacked, transposed, without a copy.
+
+A rule says how tensors of the model and stored ones hold the same elements. Both are cut into blocks that are boxes on
+either side, but for steps in the model's: for each value of the axes that are not innermost in the stored one, one
+block. A stored tensor is then made of views of the model's memory on this rank (``Composed``). DCP saves these, and
+loads into them.
+
+Terms are those of einops: an axis has a name; a dimension is one axis, or several in brackets, of which the last runs
+fastest. An axis may also be in names: then each of its values has a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dcpring.errors import CheckpointError
+from dcpring.plan.placements import Part, parts_of
+from dcpring.torchside.composed import Composed, Held
+from dcpring.torchside.tensors import is_whole, local_tensor
+
+__all__ = ["Rearrange", "rearranged"]
+
+Ints = tuple[int, ...]
+Axes = tuple[str, ...]
+Values = dict[str, int]
+"""The values of some axes; those of an axis with labels are numbered."""
+
+_AXIS = re.compile(r"[A-Za-z_]\w*")
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Rearrange:
+    """How tensors of a model and stored ones hold the same elements.
+
+    Args:
+        model: the names of the model's tensors; ``{x}`` stands for a part of a name without dots, or for the value of
+            the axis x.
+        stored: the names of the stored tensors, likewise.
+        pattern: dimensions of both, as of ``einops.rearrange``: "e h (p i) -> i h"; the model's are on the left. An
+            axis that is in the names of one side is in the dimensions of the other.
+        axes: what names and shapes do not tell: the size of an axis; or the labels of one that is in names, as a
+            list; or, where the axis right of it in a bracket differs between them, with the proportions of that,
+            as a dict: ``{"qkv": {"q": 4, "k": 1, "v": 1}}``.
+
+    A fused projection of which the parts are stored, with four query heads to each of keys and values::
+
+        Rearrange("{m}.qkv_proj.weight", "{m}.{p}_proj.weight", "(p o) i -> o i", {"p": {"q": 4, "k": 1, "v": 1}})
+
+    Experts that are stacked, transposed, with gate and up in one, and are stored one by one::
+
+        Rearrange("{m}.experts.gate_up", "{m}.experts.{e}.{p}_proj.weight", "e h (p i) -> i h", {"p": ["gate", "up"]})
+
+    Raises:
+        ValueError: the sides do not have the same axes, or the rule cannot be read.
+    """
+
+    model: str
+    stored: str
+    pattern: str
+    axes: Mapping[str, int | Sequence[str] | Mapping[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _Rule(self)
+
+    def inverse(self) -> Rearrange:
+        """The same, with the sides exchanged."""
+        left, right = self.pattern.split("->")
+        return Rearrange(self.stored, self.model, f"{right.strip()} -> {left.strip()}", self.axes)
+
+
+class _Side:
+    """One side of a rule."""
+
+    def __init__(self, name: str, pattern: str) -> None:
+        self.name = name
+        self.places = _PLACE.findall(name)
+        self.dims: list[Axes] = []
+        for token in re.findall(r"\([^()]*\)|[^\s()]+", pattern):
+            axes = tuple(token.strip("()").split())
+            if not all(map(_AXIS.fullmatch, axes)):
+                raise ValueError(f"{pattern!r} is no list of dimensions")
+            self.dims.append(axes)
+        if pattern.count("(") != pattern.count(")") or re.sub(r"\([^()]*\)|[\w\s]", "", pattern):
+            raise ValueError(f"{pattern!r} is no list of dimensions")
+        self.axes = [axis for dim in self.dims for axis in dim]
+
+
+class _Rule:
+    """A rule as it is used.
+
+    Attributes:
+        model, stored: its sides.
+        labels: of axes, by number.
+        weights: proportions that the axis behind such a one has, by number.
+        leader: for an axis whose size depends on another's value, that one.
+        sizes: of axes that were given.
+        ranges: for each dimension of the stored tensors the axis of which a block has all values, or "".
+        model_ranges: likewise of the model's.
+    """
+
+    def __init__(self, given: Rearrange) -> None:
+        left, arrow, right = given.pattern.partition("->")
+        if not arrow:
+            raise ValueError(f"the pattern {given.pattern!r} has no ->")
+        self.text = f"{given.model} -> {given.stored}"
+        self.model, self.stored = _Side(given.model, left), _Side(given.stored, right)
+        self.labels: dict[str, list[str]] = {}
+        self.weights: dict[str, list[int]] = {}
+        self.sizes: dict[str, int] = {}
+        for axis, value in given.axes.items():
+            if isinstance(value, int):
+                self.sizes[axis] = value
+                continue
+            self.labels[axis] = list(value)
+            self.sizes[axis] = len(self.labels[axis])
+            if isinstance(value, Mapping):
+                self.weights[axis] = list(value.values())
+        self._check()
+        self.leader = {
+            after: before
+            for side in (self.model, self.stored)
+            for dim in side.dims
+            for before, after in itertools.pairwise(dim)
+            if before in self.labels
+        }
+        lasts = [dim[-1] if dim else "" for dim in self.stored.dims]
+        can_be = set(lasts) - set(self.model.places) - set(self.labels)
+        self.model_ranges = [next((axis for axis in reversed(dim) if axis in can_be), "") for dim in self.model.dims]
+        self.ranges = [last if last in self.model_ranges else "" for last in lasts]
+        self.named = set(self.model.axes) | set(self.stored.axes)
+        self.of_names = [axis for axis in self.model.places if axis in self.named]
+        self._regex = _regex(self.model, self.named, self.labels)
+
+    def _check(self) -> None:
+        sides = []
+        for side, other in ((self.model, self.stored), (self.stored, self.model)):
+            named = [place for place in side.places if place in other.axes]
+            sides.append(sorted([*side.axes, *named]))
+            free = set(side.places) - set(named)
+            if not free <= set(other.places):
+                raise ValueError(f"{self.text}: {sorted(free - set(other.places))} is on one side only")
+        if sides[0] != sides[1] or len(set(sides[0])) < len(sides[0]):
+            raise ValueError(f"{self.text}: the axes of one side are {sides[0]}, of the other {sides[1]}")
+        unknown = set(self.sizes) - set(sides[0])
+        if unknown or any(size < 1 for size in self.sizes.values()):
+            raise ValueError(f"{self.text}: axes= has {sorted(unknown) or self.sizes}")
+
+    def match(self, name: str) -> tuple[tuple[str, ...], Ints] | None:
+        """Which tensors are rearranged together, and which of them a name is; None: it is no such name."""
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        free = tuple(text for place, text in found.groupdict().items() if place not in self.named)
+        return free, tuple(self._number(axis, found[axis]) for axis in self.of_names)
+
+    def _number(self, axis: str, text: str) -> int:
+        return self.labels[axis].index(text) if axis in self.labels else int(text)
+
+    def stored_name(self, free: Mapping[str, str], values: Values) -> str:
+        def text(place: re.Match[str]) -> str:
+            axis = place[1]
+            if axis not in values:
+                return free[axis]
+            return self.labels[axis][values[axis]] if axis in self.labels else str(values[axis])
+
+        return _PLACE.sub(text, self.stored.name)
+
+    def free_of(self, group: tuple[str, ...]) -> dict[str, str]:
+        places = [place for place in dict.fromkeys(self.model.places) if place not in self.named]
+        return dict(zip(places, group, strict=True))
+
+
+def _regex(side: _Side, named: set[str], labels: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
+    text, at, seen = "", 0, set()
+    for place in _PLACE.finditer(side.name):
+        text += re.escape(side.name[at : place.start()])
+        axis = place[1]
+        if axis in seen:
+            text += f"(?P={axis})"
+        elif axis in labels:
+            text += f"(?P<{axis}>{'|'.join(map(re.escape, labels[axis]))})"
+        else:
+            text += rf"(?P<{axis}>{'0|[1-9][0-9]*' if axis in named else '.+'})"
+        seen.add(axis)
+        at = place.end()
+    return re.compile(text + re.escape(side.name[at:]))
+
+
+def rearranged(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> dict[str, Any]:
+    """A state dict with a model's tensors as they are stored: made of views, so that loading into it loads the model.
+
+    ``dcp.save(rearranged(state, rules), storage_writer=RingHFWriter(path), planner=RingSavePlanner())`` and
+    ``dcp.load(rearranged(state, rules), storage_reader=RingHFReader(path), planner=RingLoadPlanner())`` write and read
+    what the rules say, whatever the model's sharding, with any storage and planner of DCP's. Nothing is copied.
+
+    Args:
+        state_dict: flat, of tensors or DTensors; what no rule matches stays as it is.
+        rules: the first that matches a name counts.
+
+    Returns:
+        The new state dict. What is made of parts of others can be saved, loaded and copied, and not be calculated with.
+
+    Raises:
+        CheckpointError: shapes do not fit a rule, or a tensor is of a kind that has no views.
+    """
+    ready = [_Rule(rule) for rule in rules]
+    groups: dict[tuple[int, tuple[str, ...]], dict[Ints, tuple[str, Tensor]]] = {}
+    places: dict[str, tuple[int, tuple[str, ...]] | None] = {}
+    for name, value in state_dict.items():
+        places[name] = None
+        for number, rule in enumerate(ready):
+            found = rule.match(name)
+            if found is not None:
+                group, index = found
+                places[name] = number, group
+                groups.setdefault((number, group), {})[index] = (name, value)
+                break
+    made: dict[str, Any] = {}
+    done: set[Any] = set()
+    for name, value in state_dict.items():
+        place = places[name]
+        if place is None:
+            _add(made, name, value)
+        elif place not in done:
+            done.add(place)
+            rule = ready[place[0]]
+            for stored, composed in _Group(rule, rule.free_of(place[1]), groups[place]).composed():
+                _add(made, stored, composed)
+    return made
+
+
+def _add(made: dict[str, Any], name: str, value: Any) -> None:
+    if name in made:
+        raise CheckpointError(f"two tensors of the state dict would be stored as {name!r}")
+    made[name] = value
+
+
+class _Run(NamedTuple):
+    """Some elements of a dimension: so many from an offset on, each so far from the one before."""
+
+    offset: int
+    length: int
+    step: int
+
+
+class _Block(NamedTuple):
+    """Elements of one tensor of the model that are a box of a stored one.
+
+    Attributes:
+        stored: its name.
+        offsets: of the box in it.
+        runs: of the elements, by the dimensions of the model's tensor.
+    """
+
+    stored: str
+    offsets: Ints
+    runs: list[_Run]
+
+
+class _Group:
+    """Tensors of a model that are rearranged together.
+
+    Args:
+        rule: by which.
+        free: what the places in names stand for that are no axes.
+        members: the tensors and their names, by the values of the axes that are in their names.
+    """
+
+    def __init__(self, rule: _Rule, free: Mapping[str, str], members: Mapping[Ints, tuple[str, Tensor]]) -> None:
+        self._rule, self._free = rule, free
+        self._members = [(dict(zip(rule.of_names, index, strict=True)), *one) for index, one in members.items()]
+        self._sizes: dict[tuple[str, int], int] = {(axis, -1): size for axis, size in rule.sizes.items()}
+        for values, name, value in self._members:
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{name!r} is no tensor, and cannot be rearranged ({rule.text})")
+            self._learn(values, name, value)
+        for axis in rule.of_names:
+            found = {values[axis] for values, _, _ in self._members}
+            count = self._sizes.setdefault((axis, -1), max(found) + 1)
+            if axis not in rule.sizes and found != set(range(count)):
+                raise CheckpointError(
+                    f"{rule.text}: of the axis {axis!r} there are {len(found)} values up to {max(found)} in the state "
+                    f"dict's names; give its size, axes={{{axis!r}: ...}}"
+                )
+
+    # ---- sizes ----
+
+    def _learn(self, values: Values, name: str, tensor: Tensor) -> None:
+        """Takes the sizes of axes from a tensor's shape."""
+        dims = self._rule.model.dims
+        if len(dims) != tensor.dim():
+            raise CheckpointError(f"{name!r} has {tensor.dim()} dimensions, {len(dims)} in the rule {self._rule.text}")
+        for dim, size in zip(dims, tensor.shape, strict=True):
+            unknown = [axis for axis in dim if self._known(axis, values) is None]
+            if len(unknown) > 1:
+                raise CheckpointError(
+                    f"{self._rule.text}: the sizes of {unknown} cannot be told from {list(tensor.shape)} of {name!r}; "
+                    "give them as axes="
+                )
+            if unknown:
+                self._solve(unknown[0], dim, size, values)
+            if self._extent(dim, values) != size:
+                raise CheckpointError(
+                    f"{name!r} has the shape {list(tensor.shape)}, which does not fit the rule {self._rule.text}: "
+                    f"{' x '.join(dim)} cannot be {size}"
+                )
+
+    def _solve(self, axis: str, dim: Axes, size: int, values: Values) -> None:
+        rule = self._rule
+        leader = rule.leader.get(axis)
+        if leader is None or leader not in dim:
+            others = self._extent(tuple(other for other in dim if other != axis), values)
+            self._sizes[axis, -1 if leader is None else values[leader]] = size // max(others, 1)
+            return
+        weights = rule.weights.get(leader) or [1] * rule.sizes[leader]
+        others = self._extent(tuple(other for other in dim if other not in (axis, leader)), values)
+        unit = size // max(others * sum(weights), 1)
+        for number, weight in enumerate(weights):
+            self._sizes[axis, number] = unit * weight
+
+    def _known(self, axis: str, values: Values) -> int | None:
+        """The size of an axis; of one that depends on another's value, whichever that has if it has none."""
+        leader = self._rule.leader.get(axis)
+        if (axis, -1) in self._sizes:
+            return self._sizes[axis, -1]
+        return None if leader is None else self._sizes.get((axis, values.get(leader, 0)))
+
+    def _size(self, axis: str, values: Values) -> int:
+        size = self._known(axis, values)
+        if size is None:
+            raise CheckpointError(f"{self._rule.text}: the size of {axis!r} is not known; give it as axes=")
+        return size
+
+    def _extent(self, axes: Axes, values: Values) -> int:
+        """How many elements some axes of a dimension have."""
+        if not axes:
+            return 1
+        first, rest = axes[0], axes[1:]
+        if first in self._rule.leader.values():
+            return sum(self._extent(rest, {**values, first: at}) for at in range(self._size(first, values)))
+        return self._size(first, values) * self._extent(rest, values)
+
+    def _offset(self, axes: Axes, values: Values) -> int:
+        """Where the elements begin for which the axes have these values; those without one begin at 0."""
+        if not axes:
+            return 0
+        first, rest = axes[0], axes[1:]
+        at = values.get(first, 0)
+        if first in self._rule.leader.values():
+            before = sum(self._extent(rest, {**values, first: each}) for each in range(at))
+        else:
+            before = at * self._extent(rest, values)
+        return before + self._offset(rest, {**values, first: at} if first in values else values)
+
+    # ---- blocks ----
+
+    def composed(self) -> Iterator[tuple[str, Composed]]:
+        """The stored tensors."""
+        rule = self._rule
+        held: dict[str, list[Held]] = {}
+        shapes: dict[str, Ints] = {}
+        named = [axis for axis in dict.fromkeys(rule.stored.places) if axis in rule.named]
+        for values in self._assignments(named, {}):
+            name = rule.stored_name(self._free, values)
+            held[name] = []
+            shapes[name] = tuple(self._extent(dim, values) for dim in rule.stored.dims)
+        first = self._members[0][2]
+        for values, name, tensor in self._members:
+            if tensor.dtype != first.dtype or tensor.device != first.device:
+                raise CheckpointError(
+                    f"{name!r} is {tensor.dtype} on {tensor.device}, {self._members[0][1]!r} {first.dtype} on "
+                    f"{first.device}: they cannot be parts of one tensor ({rule.text})"
+                )
+            local, parts = _local_parts(name, tensor)
+            for block in self._blocks(values):
+                for part in parts:
+                    one = self._held(block, part, local)
+                    if one is not None:
+                        held[block.stored].append(one)
+        made_of = [name for _, name, _ in self._members]
+        for name, shape in shapes.items():
+            yield name, Composed(shape, held[name], first.dtype, first.device, made_of)
+
+    def _assignments(self, axes: Sequence[str], values: Values) -> Iterator[Values]:
+        """All values of these axes, besides those given."""
+        if not axes:
+            yield values
+            return
+        for at in range(self._size(axes[0], values)):
+            yield from self._assignments(axes[1:], {**values, axes[0]: at})
+
+    def _blocks(self, member: Values) -> Iterator[_Block]:
+        rule = self._rule
+        loops = [axis for axis in [*rule.stored.places, *rule.model.axes] if axis in rule.named]
+        loops = [axis for axis in dict.fromkeys(loops) if axis not in rule.ranges and axis not in member]
+        loops.sort(key=lambda axis: rule.leader.get(axis) in loops)  # whatever a size depends on comes first
+        for values in self._assignments(loops, member):
+            runs = []
+            for dim, axis in zip(rule.model.dims, rule.model_ranges, strict=True):
+                step = self._extent(dim[dim.index(axis) + 1 :], values) if axis else 1
+                runs.append(_Run(self._offset(dim, values), self._size(axis, values) if axis else 1, step))
+            offsets = tuple(self._offset(dim, values) for dim in rule.stored.dims)
+            yield _Block(rule.stored_name(self._free, values), offsets, runs)
+
+    def _held(self, block: _Block, part: Part, local: Tensor) -> Held | None:
+        """What this rank holds of a block in one of its parts."""
+        view, firsts = local, []
+        for dim, (run, *bounds) in enumerate(zip(block.runs, *part, strict=True)):
+            offset, length, at = bounds
+            first = max(0, -((run.offset - offset) // run.step))
+            end = min(run.length, -((run.offset - offset - length) // run.step))
+            if first >= end:
+                return None
+            begin = at + run.offset - offset + first * run.step
+            view = view.narrow(dim, begin, (end - first - 1) * run.step + 1)
+            if run.step > 1:
+                view = view[(slice(None),) * dim + (slice(None, None, run.step),)]
+            firsts.append(first)
+        rule, offsets, order = self._rule, list(block.offsets), []
+        for number, axis in enumerate(rule.ranges):
+            if axis:
+                dim = rule.model_ranges.index(axis)
+                offsets[number] += firsts[dim]
+                order.append(dim)
+        others = [dim for dim in range(view.dim()) if dim not in order]
+        view = view.permute(*order, *others).reshape([view.size(dim) for dim in order])  # the others have one element
+        for number, axis in enumerate(rule.ranges):
+            if not axis:
+                view = view.unsqueeze(number)
+        return Held(tuple(offsets), view)
+
+
+def _local_parts(name: str, tensor: Tensor) -> tuple[Tensor, Sequence[Part]]:
+    """What this rank holds of a tensor, and where."""
+    if type(tensor) is DTensor:
+        local = local_tensor(tensor)
+        parts = parts_of(name, tensor)
+    else:
+        local, zeros = tensor, (0,) * tensor.dim()
+        parts = (Part(zeros, tuple(tensor.shape), zeros),)
+    if not is_whole(local) or local.layout != torch.strided:
+        raise CheckpointError(f"{name!r} is a {type(local).__name__} ({local.layout}), of which there are no views")
+    return local.detach(), [part for part in parts if math.prod(part.lengths)]

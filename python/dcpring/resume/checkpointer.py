@@ -23,7 +23,7 @@ from dcpring.base import random_states
 from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
-from dcpring.resume import backend, trees
+from dcpring.resume import backend, exports, trees
 from dcpring.resume.background import Background, SaveHandle
 from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
@@ -113,6 +113,7 @@ class Checkpointer:
         reader_options: for ``RingReader``.
         planner_options: for the planners: ``writers``, ``check_replicas`` and ``split_bytes`` of ``RingSavePlanner``,
             ``share`` of ``RingLoadPlanner``.
+        export_options: for the ``RingHFWriter`` of exports, such as ``dtype=torch.bfloat16``.
 
     Raises:
         TypeError: it cannot be told how a component reshards.
@@ -132,6 +133,7 @@ class Checkpointer:
         writer_options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
         planner_options: Mapping[str, Any] | None = None,
+        export_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranks = Ranks(process_group)
         self._place = Place(self._ranks.rank, self._ranks.world_size)
@@ -154,6 +156,7 @@ class Checkpointer:
                 self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
                 self._save_options, self._load_options = _for_planners(planner_options or {})
+                self._export_options = dict(export_options or {})
                 self._background: Background | None = None
                 self._staging = StagingBuffer()
                 self._pid = os.getpid()
@@ -187,13 +190,15 @@ class Checkpointer:
 
     # ---- save ----
 
-    def save(self, step: int, blocking: bool = True) -> SaveHandle:
+    def save(self, step: int, blocking: bool = True, *, export: exports.Format | None = None) -> SaveHandle:
         """Saves all components as ``step-N``.
 
         Args:
             step: of the training, from 0. A checkpoint of that step that is there is replaced.
             blocking: return when it is committed and durable. If not, return when the state has been copied; what goes
                 wrong then is raised by the handle's ``wait``, or by the next call of any method that is collective.
+            export: "hf" writes the model into ``step-N/hf`` as well, once the checkpoint is committed: the directory
+                of safetensors that ``from_pretrained`` loads. Of several models each has a folder in it.
 
         Returns:
             A handle: false if the save was skipped, as an earlier one is not over yet and ``busy="skip"``; ``done()``
@@ -206,12 +211,13 @@ class Checkpointer:
             self._require_open()
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step={step!r}: must be an int of at least 0")
+            exports.checked(export, self.components)
             if not self._settle(joint, may_skip=not blocking):
                 return SaveHandle(False)
-            state = self._collect(joint, step, blocking)
+            state = self._collect(joint, step, blocking, export)
             if not blocking:
-                return SaveHandle(True, self._start(joint, state, step), self._wait_for)
-            self._write(joint, state, step)
+                return SaveHandle(True, self._start(joint, state, step, export), self._wait_for)
+            self._write(joint, state, step, export)
         self._remove_old(step)
         return SaveHandle(True)
 
@@ -238,7 +244,7 @@ class Checkpointer:
         background.settle()
         return True
 
-    def _collect(self, joint: Operation, step: int, blocking: bool) -> dict[str, Any]:
+    def _collect(self, joint: Operation, step: int, blocking: bool, export: exports.Format | None) -> dict[str, Any]:
         """What this rank hands to DCP, once all ranks agree that it makes one checkpoint."""
         states: dict[str, Any] = {}
         notes: dict[str, Any] = {}
@@ -255,7 +261,7 @@ class Checkpointer:
         if failed:
             with joint.doing(f"cannot save step {step}: component {failed[0]!r}"):
                 raise failed[1]
-        gathered = joint.gather("notes", (notes, (step, blocking, list(self.components))))
+        gathered = joint.gather("notes", (notes, (step, blocking, export, list(self.components))))
         _refuse_other_calls([call for _, call in gathered])
         by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
         self._raise_disagreements(joint, step, states, by_name)
@@ -301,7 +307,14 @@ class Checkpointer:
             known["objects"] = "allow"
         return {name: value for name, value in known.items() if name not in self._writer_options}
 
-    def _write(self, joint: Operation, state: dict[str, Any], step: int, staging: Staging | None = None) -> None:
+    def _write(
+        self,
+        joint: Operation,
+        state: dict[str, Any],
+        step: int,
+        export: exports.Format | None,
+        staging: Staging | None = None,
+    ) -> None:
         what = f"cannot save {self.path(step)}"
         with joint.doing(what):
             if self._place.rank == 0:
@@ -313,8 +326,29 @@ class Checkpointer:
         joint.run_dcp("writing", what, lambda group: backend.save(state, writer, planner, group))
         if self._base is not None:
             self._base = step
+        self._export(joint, state, step, export)
 
-    def _start(self, joint: Operation, state: dict[str, Any], step: int) -> Future[None]:
+    def _export(self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None) -> None:
+        """Exports what was committed. What another checkpoint of this step has left there goes."""
+        folder = self.path(step)
+        if export is None:
+            if self._place.rank == 0:
+                exports.remove(folder)
+            return
+        what = f"{folder} is saved, but cannot be exported"
+        with joint.doing(what):
+            found = exports.exports_of(self.components, state, folder, self._export_options)
+        for one in found:
+            self._write_export(joint, one, what)
+
+    def _write_export(self, joint: Operation, one: exports.Export, what: str) -> None:
+        planner = backend.SavePlanner(**self._save_options)
+        joint.run_dcp("exporting", what, lambda group: backend.save(one.tensors, one.writer, planner, group))
+        with joint.doing(what):
+            if self._place.rank == 0:
+                one.finish()
+
+    def _start(self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None) -> Future[None]:
         """Copies the state and has it written."""
         with joint.doing(f"cannot save step {step}: copying the state"), Staging.timed() as staging:
             staged = self._staging.stage(state)
@@ -323,7 +357,7 @@ class Checkpointer:
             self._background = Background(self._ranks)
         try:
             written = self._background.start(
-                lambda own: self._write(own, staged, step, staging), after=lambda: self._remove_old(step)
+                lambda own: self._write(own, staged, step, export, staging), after=lambda: self._remove_old(step)
             )
             joint.settle("started")
             return written
@@ -629,13 +663,14 @@ def _taken(nested: dict[str, Any], key: str) -> Any:
     return nested[key] if key in nested else nested[head][rest]
 
 
-def _refuse_other_calls(calls: Sequence[tuple[int, bool, list[str]]]) -> None:
+def _refuse_other_calls(calls: Sequence[tuple[int, bool, exports.Format | None, list[str]]]) -> None:
     """All ranks save the same step of the same components, in the same order."""
     others = [rank for rank, call in enumerate(calls) if call != calls[0]]
     if others:
         first, other = (
             f"step {step} of {', '.join(names)}{'' if blocking else ', in the background'}"
-            for step, blocking, names in (calls[0], calls[others[0]])
+            f"{f', exported as {export}' if export else ''}"
+            for step, blocking, export, names in (calls[0], calls[others[0]])
         )
         raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
 

@@ -1,0 +1,80 @@
+"""A model's weights beside a checkpoint of a Checkpointer: the directory of safetensors that ``from_pretrained`` loads.
+
+It lies in the checkpoint's folder, and goes with it. It is written once the checkpoint is committed, by a commit of its
+own: a crash before that leaves the checkpoint without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from dcpring.errors import CheckpointError
+from dcpring.plan.rearrange import rearranged
+from dcpring.resume.components import Component, ModelState
+from dcpring.resume.conversions import conversion_of
+from dcpring.store.hf_writer import RingHFWriter
+
+Format = Literal["hf"]
+"""What a checkpoint can be exported to, and the name of the folder."""
+
+
+class Export(NamedTuple):
+    """What is written.
+
+    Attributes:
+        model: the module.
+        tensors: its weights, as they are stored.
+        writer: that writes them.
+    """
+
+    model: nn.Module
+    tensors: dict[str, Any]
+    writer: RingHFWriter
+
+    @property
+    def path(self) -> Path:
+        return Path(self.writer.path)
+
+    def finish(self) -> None:
+        """Puts what else ``save_pretrained`` writes of a model of transformers beside its weights. On one rank."""
+        for name in ("config", "generation_config"):
+            part: Any = getattr(self.model, name, None)
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(self.path)
+
+
+def checked(export: Any, components: Mapping[str, Component]) -> None:
+    """Raises ValueError for what cannot be asked for, CheckpointError where there is no model."""
+    if export not in (None, "hf"):
+        raise ValueError(f'export={export!r}: must be "hf" or None')
+    if export is not None and not _models(components):
+        raise CheckpointError(f"export={export!r}: no component is a model; there are {', '.join(components)}")
+
+
+def _models(components: Mapping[str, Component]) -> dict[str, ModelState]:
+    return {name: one for name, one in components.items() if isinstance(one, ModelState)}
+
+
+def exports_of(
+    components: Mapping[str, Component], state: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
+) -> list[Export]:
+    """What is exported of a state that a Checkpointer has collected: each model; of several each has a folder."""
+    models = _models(components)
+    found = []
+    for name, component in models.items():
+        tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
+        known = conversion_of(component.stateful, tensors)
+        path = folder / "hf" if len(models) == 1 else folder / "hf" / name
+        writer = RingHFWriter(path, **{"key_map": known.to_stored, **options})
+        found.append(Export(component.stateful, rearranged(tensors, known.rules), writer))
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Removes the export of a checkpoint that another has replaced."""
+    shutil.rmtree(folder / "hf", ignore_errors=True)

@@ -43,6 +43,7 @@ from dcpring.base import groups
 from dcpring.base.joint import Joint
 from dcpring.move import handon
 from dcpring.resume import ranks
+from dcpring.torchside.dcp import drops_metadata_errors
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep
 MECHANISM = ("resume/ranks.py", "base/joint.py", "base/groups.py", "torchside/groups.py")
@@ -303,6 +304,7 @@ def problem(step: Step, rank: int, found: list[Outcome]) -> str:
         return ""  # another run, other lines
     if all(failed):
         said = all(f"boom at {step.file}:{step.line}" in outcome.error for outcome in found)
+        said = said or (drops_metadata_errors and step.function == "read_metadata")
         return "" if said else f"without the cause: {where}"
     if any(failed) and not (step.when == 1 and failed[rank]):
         return f"only some ranks raised: {where}"

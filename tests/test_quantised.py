@@ -106,11 +106,13 @@ def wanted(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def by_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What torch's reader makes of MXFP4; with DCP's planner it fills but a few columns of the tensor."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=dtype)
+    """What torch's reader makes of MXFP4; with DCP's planner it fills but a few columns of the tensor.
+
+    It does so by torch.ldexp in ``dtype``, which torch 2.9 works out by way of infinite factors.
+    """
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
     made = torch.stack([values[codes.long() & 15], values[codes.long() >> 4]], -1).flatten(-2)
-    torch.ldexp(made, scales.to(torch.int32).unsqueeze(-1) - 127, out=made)
-    return made.flatten(-2)
+    return torch.ldexp(made, scales.to(torch.int32).unsqueeze(-1) - 127).to(dtype).flatten(-2)
 
 
 @functools.cache

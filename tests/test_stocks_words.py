@@ -230,4 +230,8 @@ STATE_DICTS: list[tuple[Callable[[Side, Any], None], str]] = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case, words", STATE_DICTS, ids=[case.__name__ for case, _ in STATE_DICTS])
 def test_state_dicts(case: Callable[[Side, Any], None], words: str) -> None:
-    compare(failure(case, RING, None), failure(case, STOCK, None), words)
+    ours, stocks = failure(case, RING, None), failure(case, STOCK, None)
+    if isinstance(stocks, KeyError):  # up to torch 2.9, of what is not there
+        assert case is lost_optimizer_state and words in str(ours)
+    else:
+        compare(ours, stocks, words)

@@ -472,7 +472,13 @@ class RanksSaveAlone(Scenario):
 
     def _find_of_rank(self, path: Path, rank: int) -> int:
         try:
-            RingReader(path).read_metadata(rank=rank)
+            # With torch before 2.13 what was wrong is raised when the metadata is used.
+            _ = RingReader(path).read_metadata(rank=rank).state_dict_metadata
+        except AssertionError as error:
+            texts = "was interrupted", "which cannot be loaded", "No such file or directory"
+            if not any(text in str(error) for text in texts):
+                raise Wrong(str(error)) from error
+            return REFUSED
         except CheckpointError as error:
             if "was interrupted" not in str(error) and "which cannot be loaded" not in str(error):
                 raise Wrong(str(error)) from error

@@ -37,6 +37,7 @@ from dcpring.torchside.serialization import (
     described,
     forget_unfinished_load,
     identity,
+    loads_without_data,
     place_in_file,
     rebuild_tensor,
     rebuild_tensor_of_dtype,
@@ -107,15 +108,15 @@ class TorchSource:
     def _structure(self) -> Any:
         """All that the file holds, without data; with mapped data where torch cannot describe it without any.
 
-        So it is with quantized tensors, and with sparse ones since torch 2.15, which looks whether they are well made.
-        The oldest versions do not say where data lie that they have not loaded.
+        So it is with torch 2.9, with quantized tensors, and with sparse ones since torch 2.15, which looks whether they
+        are well made.
         """
         try:
-            loaded = self._load("meta")
-            if all(
-                place_in_file(value.untyped_storage()) >= 0 for _, value in self._leaves(loaded) if _is_plain(value)
-            ):
-                return loaded
+            if loads_without_data:
+                loaded = self._load("meta")
+                plain = (value for _, value in self._leaves(loaded) if _is_plain(value))
+                if all(place_in_file(value.untyped_storage()) >= 0 for value in plain):
+                    return loaded
         except _NotWithoutData:
             forget_unfinished_load()
         try:
@@ -130,11 +131,15 @@ class TorchSource:
     def _load(self, location: str) -> Any:
         """All that the file holds: without data ("meta"), or with data that are mapped ("cpu")."""
         try:
-            if self._trusted:
-                return torch.load(self._path, location, weights_only=False, mmap=location == "cpu")
-            with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                entries = entries_of(memoryview(data))
-            return load_with_torch(self._path, Safe(), location, entries, mmap=location == "cpu")[0]
+            with self._path.open("rb") as file:
+                path = FilePath(
+                    f"/proc/self/fd/{file.fileno()}"
+                )  # torch 2.9 to 2.12 maps no file whose path is no UTF-8
+                if self._trusted:
+                    return torch.load(path, location, weights_only=False, mmap=location == "cpu")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    entries = entries_of(memoryview(data))
+                return load_with_torch(path, Safe(), location, entries, mmap=location == "cpu")[0]
         except RefusedError as error:
             raise UntrustedCheckpointError(
                 f"{self._path} holds more than plain data and tensors, and loading it could run code: {error}. If you "

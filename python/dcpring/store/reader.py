@@ -63,6 +63,7 @@ class _Loads(threading.local):
         storage_data: where items are stored; None until somebody asks.
         model: what files of safetensors hold, of which the metadata was made; None for a checkpoint of DCP's.
         quantised: its tensors that are made of others.
+        problem: why there is no metadata, where DCP would not say.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class _Loads(threading.local):
         self.storage_data: dict[MetadataIndex, Any] | None = None
         self.model: Model | None = None
         self.quantised: dict[str, Quantised] = {}
+        self.problem = ""
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
         return _Loads, ()
@@ -86,6 +88,16 @@ class _Renamed:
 
     def load(self) -> Metadata:
         return rename_metadata(self._metadata, self._key_map.rename(self._metadata.state_dict_metadata))
+
+
+class _Unreadable:
+    """Stands in for metadata that could not be read, with torch before 2.13, which goes on until it is used."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def load(self) -> Metadata:
+        raise AssertionError(self._problem)
 
 
 class RingReader(FileSystemReader):
@@ -175,20 +187,30 @@ class RingReader(FileSystemReader):
         """Names in the files, read last, of what others are made of: scales of quantised tensors."""
         return frozenset(each.scale_name for each in self._load.quantised.values())
 
-    @_trace.step()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
+        if not drops_metadata_errors:
+            return self._metadata_of(kwargs.get("rank"))
+        load, rank = self._load, kwargs.get("rank")
+        try:
+            metadata = self._metadata_of(rank)
+            load.problem = ""
+        except Exception as error:
+            if rank is None:
+                load.problem = f"metadata is None; global metadata read failed: {error}"
+                raise
+            load.problem = f"{load.problem or 'metadata is None'}; rank local metadata read failed: {error}"
+            metadata = LazyMetadata(source=_Unreadable(load.problem))
+        return metadata
+
+    @_trace.step()
+    def _metadata_of(self, rank: int | None) -> Metadata:
         # DCP asks with a rank once it has failed to get the metadata of all ranks.
-        if kwargs.get("rank") is None or self._phases.is_sure:
+        if rank is None or self._phases.is_sure:
             self._phases.abandon()
             self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
         self._phases.begin(_trace.READ_METADATA)
-        try:
-            metadata = self._find_metadata(kwargs.get("rank"))
-        except Exception as error:
-            if kwargs.get("rank") is not None and drops_metadata_errors:
-                self._tell_why(error)
-            raise
+        metadata = self._find_metadata(rank)
         self._load.run.made_of = self.made_of
         about = with_run(metadata.storage_meta, self._load.run)
         about.load_id = self.load_id
@@ -198,16 +220,6 @@ class RingReader(FileSystemReader):
         metadata.storage_meta = about
         self._phases.begin(_trace.LOCAL_PLAN)
         return metadata
-
-    def _tell_why(self, error: Exception) -> None:
-        """Logs why there is no metadata, where DCP's own error does not say."""
-        with contextlib.suppress(Exception):
-            reasons = [error]
-            try:
-                self._find_metadata(None)
-            except Exception as first:
-                reasons.insert(0, first)
-            logger.error("%s cannot be loaded: %s", self.path, "; ".join(map(str, reasons)))
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         directory = Path(self.path)
@@ -260,6 +272,8 @@ class RingReader(FileSystemReader):
         use_collectives: bool = True,
         **kwargs: Any,
     ) -> None:
+        if self._load.problem:
+            raise AssertionError(self._load.problem)
         self._load.run.meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
         self._load.metadata, self._load.storage_data = metadata, None
         self.rank = rank

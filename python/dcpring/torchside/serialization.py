@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcpring.torchside.versions import function, optional, required
+from dcpring.torchside.versions import function, optional, release, required
 
 rebuild_tensor: Callable[..., Any] = required("torch._utils", "_rebuild_tensor_v2")
 """What a pickle makes a tensor with: storage, offset, sizes, strides, requires_grad, hooks."""
@@ -47,6 +47,10 @@ def forget_unfinished_load() -> None:
     """A ``torch.load`` that fails leaves its sparse tensors behind, for the next to look at, which fails then too."""
     _sparse_of_this_thread().clear()
     _sparse_of_all_threads.clear()
+
+
+loads_without_data = release(torch.__version__) >= (2, 10)
+"""Whether ``torch.load(map_location="meta")`` reads no data, and says where they lie; before, it reads all of them."""
 
 
 def place_in_file(storage: torch.UntypedStorage) -> int:

@@ -185,6 +185,31 @@ def test_fused_in_the_files(tmp_path: Path) -> None:
     _distributed.run(4, load_stored_apart, str(tmp_path))
 
 
+def load_codes(path: str, scales: dict[str, Tensor], codes: dict[str, Tensor]) -> None:
+    state = {"l.experts.gate_up": torch.zeros(3, 2 * 200, 150, dtype=torch.bfloat16)}
+    rule = Rearrange("{m}.gate_up", "{m}.{e}.{p}.weight", "e (p o) i -> o i", {"p": ["gate", "up"]})
+    for mesh in ("rows", "columns", "both"):
+        into = distributed(state, mesh)
+        reader = RingHFReader(path, dequantize=torch.bfloat16)
+        dcp.load(rearranged(into, [rule]), storage_reader=reader, planner=RingLoadPlanner())
+        found = into["l.experts.gate_up"].full_tensor()  # type: ignore[attr-defined]
+        for expert in range(3):
+            for number, part in enumerate(("gate", "up")):
+                name = f"l.experts.{expert}.{part}.weight"
+                factors = scales[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :150]
+                wanted = (codes[name].float() * factors).to(torch.bfloat16)
+                assert torch.equal(found[expert, 200 * number : 200 * (number + 1)], wanted), (name, mesh)
+
+
+def test_quantised_experts(tmp_path: Path) -> None:
+    """What is stored as codes of one expert each, with scales, and stacked in the model."""
+    names = [f"l.experts.{expert}.{part}.weight" for expert in range(3) for part in ("gate", "up")]
+    codes = {name: torch.randn(200, 150).to(torch.float8_e4m3fn) for name in names}
+    scales = {f"{name}_scale_inv": torch.rand(2, 2) + 0.5 for name in names}
+    save_file({**codes, **scales}, tmp_path / "model.safetensors")
+    _distributed.run(4, load_codes, str(tmp_path), scales, codes)
+
+
 def save_in_the_background(path: str) -> None:
     state = distributed(model_tensors(), "rows")
     future = dcp.async_save(

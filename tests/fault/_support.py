@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import subprocess
@@ -16,10 +17,11 @@ from typing import Any
 import _prepared
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import _C, RingReader, RingWriter
+from dcpring import _C, RingHFWriter, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.metadata import load_metadata
 
 StateDict = dict[str, Any]
@@ -93,6 +95,25 @@ def stock_load(like: StateDict, path: Path) -> StateDict:
     state = blank(like)
     dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
     return state
+
+
+def save_model(state: StateDict, path: Path, **options: Any) -> None:
+    """As safetensors."""
+    dcp.save(state, storage_writer=RingHFWriter(path, **options), planner=RingSavePlanner(), no_dist=True)
+
+
+def load_model(like: StateDict, path: Path) -> StateDict:
+    return {name: tensor for file in model_files(path) - {INDEX} for name, tensor in load_file(path / file).items()}
+
+
+def model_files(path: Path) -> set[str]:
+    """What the model in ``path`` consists of, as loaders look for it."""
+    if (path / "model.safetensors").exists():
+        return {"model.safetensors"}
+    return {INDEX, *json.loads((path / INDEX).read_text())["weight_map"].values()}
+
+
+INDEX = "model.safetensors.index.json"
 
 
 def failure(caught: CheckpointException, rank: int = 0) -> BaseException:

@@ -1,4 +1,7 @@
-"""kill -9 at any moment of an overwrite: the directory holds exactly the old checkpoint, or exactly the new one."""
+"""kill -9 at any moment of an overwrite: the directory holds exactly the old checkpoint, or exactly the new one.
+
+So it is with directories of safetensors.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ KILLS = 50
 # Runs in a process of its own, whose forked children have torch loaded already.
 KILLER = """
 import json, os, random, signal, sys, time
-from fault._support import Path, equal, load, needed_files, save, stock_load, tensor_state, torch
+import fault._support
+from fault._support import Path, equal, load, tensor_state, torch
 
 torch.set_num_threads(1)
 path, kills, options = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+kind = ("save_model", "load_model", "model_files") if options.pop("safetensors", False) else (
+    "save", "stock_load", "needed_files")
+save, stock_load, needed_files = (getattr(fault._support, name) for name in kind)
 states = [tensor_state(seed, mib=5, count=3) for seed in (1, 2)]
 save(states[0], path, **options)
 current, random_delay = 0, random.Random(0)
@@ -67,15 +74,17 @@ print(json.dumps(counts))
 """
 
 
-@pytest.mark.slow(but=["default"])
+@pytest.mark.slow(but=["default", "model of several files"])
 @pytest.mark.parametrize(
     ("kills", "options"),
     (
         (KILLS, {}),
         (15, {"engine": "threads", "direct": False, "sync_files": False}),
         (15, {"single_file_per_rank": False, "block_size_bytes": 1 << 20}),
+        (25, {"safetensors": True}),
+        (25, {"safetensors": True, "max_shard_bytes": 6 << 20}),
     ),
-    ids=("default", "threads", "files"),
+    ids=("default", "threads", "files", "model", "model of several files"),
 )
 def test_killed_while_overwriting(tmp_path: Path, kills: int, options: dict[str, object]) -> None:
     counts = json.loads(run_python(KILLER, str(tmp_path / "checkpoint"), str(kills), json.dumps(options), timeout=300))

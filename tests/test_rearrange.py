@@ -98,6 +98,12 @@ def test_against_torch_both_ways() -> None:
     assert all(rule.inverse().inverse() == rule for rule in RULES)
 
 
+def test_names_are_taken_as_they_are() -> None:
+    rule = Rearrange("{m}.w", "100%.{m}.{e}.%s", "e x -> x")
+    made = rearranged({"a{b}%d.{e}.w": torch.zeros(2, 3)}, [rule])
+    assert list(made) == ["100%.a{b}%d.{e}.0.%s", "100%.a{b}%d.{e}.1.%s"]
+
+
 def test_views_reach_the_model() -> None:
     state, stored = {name: torch.zeros_like(one) for name, one in model_tensors().items()}, stored_tensors()
     for name, value in rearranged(state, RULES).items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dcpring.base.memory import is_lazy_view
 from dcpring.errors import CheckpointError
 from dcpring.plan.placements import Part, parts_of
 from dcpring.torchside.composed import Composed, Held
@@ -43,8 +44,8 @@ class Rearrange:
     """How tensors of a model and stored ones hold the same elements.
 
     Args:
-        model: the names of the model's tensors; ``{x}`` stands for a part of a name without dots, or for the value of
-            the axis x.
+        model: the names of the model's tensors; ``{x}`` stands for some part of a name, or for the value of the axis
+            x.
         stored: the names of the stored tensors, likewise.
         pattern: dimensions of both, as of ``einops.rearrange``: "e h (p i) -> i h"; the model's are on the left. An
             axis that is in the names of one side is in the dimensions of the other.
@@ -102,10 +103,11 @@ class _Rule:
         model, stored: its sides.
         labels: of axes, by number.
         weights: proportions that the axis behind such a one has, by number.
-        leader: for an axis whose size depends on another's value, that one.
+        leader, leaders: for an axis whose size depends on another's value, that one; and all of these.
         sizes: of axes that were given.
         ranges: for each dimension of the stored tensors the axis of which a block has all values, or "".
         model_ranges: likewise of the model's.
+        from_dims: for each dimension of the stored tensors the model's with the same range, or None.
     """
 
     def __init__(self, given: Rearrange) -> None:
@@ -133,10 +135,12 @@ class _Rule:
             for before, after in itertools.pairwise(dim)
             if before in self.labels
         }
+        self.leaders = tuple(dict.fromkeys(self.leader.values()))
         lasts = [dim[-1] if dim else "" for dim in self.stored.dims]
         can_be = set(lasts) - set(self.model.places) - set(self.labels)
         self.model_ranges = [next((axis for axis in reversed(dim) if axis in can_be), "") for dim in self.model.dims]
         self.ranges = [last if last in self.model_ranges else "" for last in lasts]
+        self.from_dims = [self.model_ranges.index(axis) if axis else None for axis in self.ranges]
         self.named = set(self.model.axes) | set(self.stored.axes)
         self.of_names = [axis for axis in self.model.places if axis in self.named]
         self._regex = _regex(self.model, self.named, self.labels)
@@ -166,18 +170,23 @@ class _Rule:
     def _number(self, axis: str, text: str) -> int:
         return self.labels[axis].index(text) if axis in self.labels else int(text)
 
-    def stored_name(self, free: Mapping[str, str], values: Values) -> str:
-        def text(place: re.Match[str]) -> str:
-            axis = place[1]
-            if axis not in values:
-                return free[axis]
-            return self.labels[axis][values[axis]] if axis in self.labels else str(values[axis])
-
-        return _PLACE.sub(text, self.stored.name)
-
-    def free_of(self, group: tuple[str, ...]) -> dict[str, str]:
+    def stored_name(self, group: tuple[str, ...]) -> Callable[[Values], str]:
+        """What the stored tensors of a group are called, by the values of axes."""
         places = [place for place in dict.fromkeys(self.model.places) if place not in self.named]
-        return dict(zip(places, group, strict=True))
+        free = dict(zip(places, group, strict=True))
+        parts = _PLACE.split(self.stored.name)  # the places, with what is between them
+        for at, part in enumerate(parts):
+            is_axis = at % 2 == 1 and part in self.named
+            parts[at] = "%s" if is_axis else (free[part] if at % 2 else part).replace("%", "%%")
+        text = "".join(parts)
+        axes = [axis for axis in self.stored.places if axis in self.named]
+        labels = [self.labels.get(axis) for axis in axes]
+
+        def name(values: Values) -> str:
+            at = zip(axes, labels, strict=True)
+            return text % tuple(known[values[axis]] if known else values[axis] for axis, known in at)
+
+        return name
 
 
 def _regex(side: _Side, named: set[str], labels: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
@@ -233,8 +242,7 @@ def rearranged(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> dic
             _add(made, name, value)
         elif place not in done:
             done.add(place)
-            rule = ready[place[0]]
-            for stored, composed in _Group(rule, rule.free_of(place[1]), groups[place]).composed():
+            for stored, composed in _Group(ready[place[0]], place[1], groups[place]).composed():
                 _add(made, stored, composed)
     return made
 
@@ -272,12 +280,13 @@ class _Group:
 
     Args:
         rule: by which.
-        free: what the places in names stand for that are no axes.
+        group: what the places in names stand for that are no axes.
         members: the tensors and their names, by the values of the axes that are in their names.
     """
 
-    def __init__(self, rule: _Rule, free: Mapping[str, str], members: Mapping[Ints, tuple[str, Tensor]]) -> None:
-        self._rule, self._free = rule, free
+    def __init__(self, rule: _Rule, group: tuple[str, ...], members: Mapping[Ints, tuple[str, Tensor]]) -> None:
+        self._rule, self._name = rule, rule.stored_name(group)
+        self._offsets: dict[Any, int] = {}
         self._members = [(dict(zip(rule.of_names, index, strict=True)), *one) for index, one in members.items()]
         self._sizes: dict[tuple[str, int], int] = {(axis, -1): size for axis, size in rule.sizes.items()}
         for values, name, value in self._members:
@@ -346,21 +355,28 @@ class _Group:
         if not axes:
             return 1
         first, rest = axes[0], axes[1:]
-        if first in self._rule.leader.values():
+        if first in self._rule.leaders:
             return sum(self._extent(rest, {**values, first: at}) for at in range(self._size(first, values)))
         return self._size(first, values) * self._extent(rest, values)
 
-    def _offset(self, axes: Axes, values: Values) -> int:
+    def _offset(self, dim: Axes, values: Values) -> int:
         """Where the elements begin for which the axes have these values; those without one begin at 0."""
+        key = dim, *map(values.get, (*dim, *self._rule.leaders))
+        offset = self._offsets.get(key)
+        if offset is None:
+            offset = self._offsets[key] = self._begin(dim, values)
+        return offset
+
+    def _begin(self, axes: Axes, values: Values) -> int:
         if not axes:
             return 0
         first, rest = axes[0], axes[1:]
         at = values.get(first, 0)
-        if first in self._rule.leader.values():
+        if first in self._rule.leaders:
             before = sum(self._extent(rest, {**values, first: each}) for each in range(at))
         else:
             before = at * self._extent(rest, values)
-        return before + self._offset(rest, {**values, first: at} if first in values else values)
+        return before + self._begin(rest, {**values, first: at} if first in values else values)
 
     # ---- blocks ----
 
@@ -371,7 +387,7 @@ class _Group:
         shapes: dict[str, Ints] = {}
         named = [axis for axis in dict.fromkeys(rule.stored.places) if axis in rule.named]
         for values in self._assignments(named, {}):
-            name = rule.stored_name(self._free, values)
+            name = self._name(values)
             held[name] = []
             shapes[name] = tuple(self._extent(dim, values) for dim in rule.stored.dims)
         first = self._members[0][2]
@@ -404,40 +420,37 @@ class _Group:
         loops = [axis for axis in [*rule.stored.places, *rule.model.axes] if axis in rule.named]
         loops = [axis for axis in dict.fromkeys(loops) if axis not in rule.ranges and axis not in member]
         loops.sort(key=lambda axis: rule.leader.get(axis) in loops)  # whatever a size depends on comes first
+        dims = [
+            (dim, axis, dim[dim.index(axis) + 1 :] if axis else ())
+            for dim, axis in zip(rule.model.dims, rule.model_ranges, strict=True)
+        ]
         for values in self._assignments(loops, member):
-            runs = []
-            for dim, axis in zip(rule.model.dims, rule.model_ranges, strict=True):
-                step = self._extent(dim[dim.index(axis) + 1 :], values) if axis else 1
-                runs.append(_Run(self._offset(dim, values), self._size(axis, values) if axis else 1, step))
+            runs = [
+                _Run(self._offset(dim, values), self._size(axis, values), self._extent(behind, values))
+                if axis
+                else _Run(self._offset(dim, values), 1, 1)
+                for dim, axis, behind in dims
+            ]
             offsets = tuple(self._offset(dim, values) for dim in rule.stored.dims)
-            yield _Block(rule.stored_name(self._free, values), offsets, runs)
+            yield _Block(self._name(values), offsets, runs)
 
     def _held(self, block: _Block, part: Part, local: Tensor) -> Held | None:
         """What this rank holds of a block in one of its parts."""
-        view, firsts = local, []
-        for dim, (run, *bounds) in enumerate(zip(block.runs, *part, strict=True)):
-            offset, length, at = bounds
+        start, firsts, counts = local.storage_offset(), [], []
+        for run, offset, length, at, stride in zip(block.runs, *part, local.stride(), strict=True):
             first = max(0, -((run.offset - offset) // run.step))
             end = min(run.length, -((run.offset - offset - length) // run.step))
             if first >= end:
                 return None
-            begin = at + run.offset - offset + first * run.step
-            view = view.narrow(dim, begin, (end - first - 1) * run.step + 1)
-            if run.step > 1:
-                view = view[(slice(None),) * dim + (slice(None, None, run.step),)]
+            start += (at + run.offset - offset + first * run.step) * stride
             firsts.append(first)
-        rule, offsets, order = self._rule, list(block.offsets), []
-        for number, axis in enumerate(rule.ranges):
-            if axis:
-                dim = rule.model_ranges.index(axis)
-                offsets[number] += firsts[dim]
-                order.append(dim)
-        others = [dim for dim in range(view.dim()) if dim not in order]
-        view = view.permute(*order, *others).reshape([view.size(dim) for dim in order])  # the others have one element
-        for number, axis in enumerate(rule.ranges):
-            if not axis:
-                view = view.unsqueeze(number)
-        return Held(tuple(offsets), view)
+            counts.append(end - first)
+        offsets, sizes, strides = list(block.offsets), [], []
+        for number, dim in enumerate(self._rule.from_dims):
+            sizes.append(1 if dim is None else counts[dim])
+            strides.append(1 if dim is None else local.stride(dim) * block.runs[dim].step)
+            offsets[number] += 0 if dim is None else firsts[dim]
+        return Held(tuple(offsets), local.as_strided(sizes, strides, start))
 
 
 def _local_parts(name: str, tensor: Tensor) -> tuple[Tensor, Sequence[Part]]:
@@ -448,6 +461,6 @@ def _local_parts(name: str, tensor: Tensor) -> tuple[Tensor, Sequence[Part]]:
     else:
         local, zeros = tensor, (0,) * tensor.dim()
         parts = (Part(zeros, tuple(tensor.shape), zeros),)
-    if not is_whole(local) or local.layout != torch.strided:
+    if not is_whole(local) or local.layout != torch.strided or is_lazy_view(local):
         raise CheckpointError(f"{name!r} is a {type(local).__name__} ({local.layout}), of which there are no views")
     return local.detach(), [part for part in parts if math.prod(part.lengths)]

@@ -19,7 +19,7 @@ from dcpring.format.properties import encode_properties
 from dcpring.plan.flatten import Flat, Path, path_code
 from dcpring.plan.placements import Part, parts_of, tensor_at
 from dcpring.torchside import versions
-from dcpring.torchside.composed import Composed
+from dcpring.torchside.composed import Composed, properties_of_dtype
 from dcpring.torchside.dcp import HAS_STRIDES, create_chunk_list, create_write_items, plans_for_itself, properties_of
 from dcpring.torchside.tensors import ShardedTensor, StridedShard, are_plain, global_size, is_plain, local_tensor
 
@@ -36,9 +36,6 @@ Chunk = tuple[Sequence[int], Sequence[int], Sequence[int], TensorProperties]
 """size, offsets, lengths, properties"""
 Row = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], bytes, int, int, int]
 """type, size, offsets, lengths, properties, bytes of the dtype in these, item bytes, flags"""
-
-_WELL_KNOWN = (DTensor, ShardedTensor, Composed)
-"""Kinds of tensors that say what there is of them, and need no word about it."""
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that are objects to any version of torch."""
@@ -99,13 +96,17 @@ class Describer:
             return None
         if isinstance(value, DTensor):
             return self._dtensor(name, value)
+        if isinstance(value, Composed):
+            properties, size = properties_of_dtype(value.dtype), value.shape
+            rows = [_row(SHARD_ROW, size, part.offsets, part.tensor.shape, properties, 0) for part in value.held]
+            return rows[0] if len(rows) == 1 else rows or ...
         return self._by_stock(name, value)
 
     def _by_stock(self, name: str, value: Any) -> Any:
         rows = self._rows_of(name, value)
         if rows is None:
             return None
-        if isinstance(value, Tensor) and not isinstance(value, _WELL_KNOWN) and versions.tested:
+        if isinstance(value, Tensor) and not isinstance(value, (DTensor, ShardedTensor)) and versions.tested:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             versions.say_once(logging.INFO, f"tensors of the kind {kind} are planned by torch's own functions")
         return rows[0] if len(rows) == 1 else rows or ...
@@ -292,6 +293,8 @@ def has_scattered(names: Sequence[str]) -> bool:
 
 def memory_of_row(table: _C.Table, row: int, value: Any, scattered: bool = True) -> Tensor | None:
     """The same for one row, with ``scattered`` of its table."""
+    if isinstance(value, Composed):
+        return value.at(table.row(row)[3]) if value.held else None
     local = memory_of(value)
     if scattered and local is not None and isinstance(value, DTensor):
         name, _, _, offsets, _, _, _ = table.row(row)

@@ -110,10 +110,12 @@ def load_pretrained(
                     "huggingface_hub.snapshot_download"
                 )
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
-            known = conversion_of(model, backend.get_model_state_dict(model))
-            target = _Target(model, known.rules if rearrange is None else rearrange)
+            state = backend.get_model_state_dict(model)
+            known = conversion_of(model, state)
+            rules = known.rules if rearrange is None else rearrange
+            target = _Target(model, rules, rearranged(state, rules))
             if key_map is None and known.to_model is not None:
-                key_map = _names_kept(known.to_model, set(target.state(())))
+                key_map = _names_kept(known.to_model, target.state)
             return _load(joint, target, reader, policy, key_map, device, initialize, share)
     finally:
         ranks.close()
@@ -153,25 +155,28 @@ def save_pretrained_weights(
 
 
 class _Target(NamedTuple):
-    """What is loaded, and the rules by which its tensors are rearranged."""
+    """What is loaded.
+
+    Attributes:
+        rules: by which the model's tensors are rearranged.
+        state: the model's, as it is stored; before it has memory.
+    """
 
     model: nn.Module
     rules: Sequence[Rearrange]
+    state: dict[str, Any]
 
-    def state(self, stored: Collection[str]) -> dict[str, Any]:
-        """The model's tensors as they are stored; of what else modules keep in their state dicts only what is."""
-        state = backend.get_model_state_dict(self.model)
-        kept = {name: value for name, value in state.items() if isinstance(value, Tensor) or name in stored}
-        return rearranged(kept, self.rules)
+    def wanted(self, stored: Collection[str]) -> dict[str, Any]:
+        """The tensors; of what else modules keep in their state dicts only what is stored."""
+        return {name: value for name, value in self.state.items() if isinstance(value, Tensor) or name in stored}
 
     def given(self, stored: Collection[str]) -> set[str]:
         """Names of the model's tensors of which everything is stored."""
-        state = self.state(stored)
-        missing = [name for name in state if name not in stored]
-        return _own_names(state, stored) - _own_names(state, missing)
+        missing = [name for name in self.state if name not in stored]
+        return _own_names(self.state, stored) - _own_names(self.state, missing)
 
 
-def _names_kept(function: Callable[[str], str], wanted: set[str]) -> Callable[[str], str]:
+def _names_kept(function: Callable[[str], str], wanted: Collection[str]) -> Callable[[str], str]:
     """A key map that does not change what is wanted."""
     return lambda name: name if name in wanted else function(name)
 
@@ -198,7 +203,7 @@ def _load(
     model = target.model
     metadata = reader.read_metadata()
     if key_map is not None:
-        names = match_names(KeyMap(key_map), list(target.state(())), list(metadata.state_dict_metadata))
+        names = match_names(KeyMap(key_map), list(target.state), list(metadata.state_dict_metadata))
         metadata = rename_metadata(metadata, names, storage=False)
         key_map = key_map if any(old != new for old, new in names.items()) else None
     stored = {name: entry for name, entry in entries_of_metadata(metadata).items() if name not in reader.made_of}
@@ -210,7 +215,8 @@ def _load(
     with torch.no_grad():
         for module, make in bare:
             make(module)
-    own = _Target(model, ()).state(given)
+    own = backend.get_model_state_dict(model)
+    own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
     state = rearranged(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
     joint.run_dcp(
@@ -240,7 +246,7 @@ def _compare(target: _Target, stored: Mapping[str, Entry], given: set[str], poli
     Raises:
         KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
     """
-    diff = diff_entries(entries_of_state_dict(target.state(stored)), stored)
+    diff = diff_entries(entries_of_state_dict(target.wanted(stored)), stored)
     tied = {name for names in _slots(target.model) if not given.isdisjoint(names) for name in names}
     diff.missing = [item for item in diff.missing if item.key not in tied]
     fatal = KeyDiff(

@@ -5,6 +5,7 @@ DCP asks a tensor that has ``__create_write_items__`` and its like what there is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -92,8 +93,15 @@ class Composed(Tensor):
 
     # ---- what DCP asks for ----
 
+    def at(self, offsets: Sequence[int] | None) -> Tensor:
+        """The part that begins there. Raises ValueError if there is none."""
+        for part in self.held:
+            if offsets is not None and part.offsets == tuple(offsets):
+                return part.tensor
+        raise ValueError(f"there is no part at {offsets} on this rank")
+
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=self.dtype))
+        properties = properties_of_dtype(self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(name, torch.Size(part.offsets)),
@@ -107,10 +115,13 @@ class Composed(Tensor):
         return [_chunk(part) for part in self.held]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for part in self.held:
-            if index.offset is not None and part.offsets == tuple(index.offset):
-                return part.tensor
-        raise ValueError(f"{index.fqn!r} has no part at {index.offset} on this rank")
+        return self.at(index.offset)
+
+
+@functools.cache
+def properties_of_dtype(dtype: torch.dtype) -> TensorProperties:
+    """What is stored of a tensor besides its elements."""
+    return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype))
 
 
 def _chunk(part: Held) -> ChunkStorageMetadata:

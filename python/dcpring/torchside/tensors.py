@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
 
 from dcpring.torchside import versions
+from dcpring.torchside.composed import Composed
 from dcpring.torchside.dcp import create_write_items
 from dcpring.torchside.versions import optional
 
@@ -78,7 +79,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def global_size(value: Any) -> torch.Size:
     """The size of the whole of which a tensor is this rank's part, as stock has it."""
-    if not isinstance(value, DTensor | ShardedTensor) and not is_whole(value):
+    if not isinstance(value, DTensor | ShardedTensor | Composed) and not is_whole(value):
         with contextlib.suppress(*_REFUSALS):
             for item in create_write_items("", value):
                 if item.tensor_data is not None:

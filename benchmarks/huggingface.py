@@ -2,6 +2,9 @@
 
     python benchmarks/huggingface.py                      # 2 GiB of bfloat16 on 4 and 2 ranks, minutes
     python benchmarks/huggingface.py --mib 256 --procs 2 --rounds 1
+    python benchmarks/huggingface.py --procs 1 --axes 0 --loads        # whole, by one process
+
+runai-model-streamer and fastsafetensors take part where they are installed.
 
 A save is over when all is durable: what a way leaves in the page cache is synced within its time. Loads are cold where
 the page cache can be dropped. Seconds are those of the slowest rank, CPU seconds and bytes read are summed over ranks,
@@ -15,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,18 +42,31 @@ WIDTH = 4096
 
 def make_state(group: Group, mib: int, axis: int) -> State:
     """Layers of a transformer: 32 MiB a matrix, and a vector beside each."""
-    assert group.mesh is not None
     state: State = {}
     for number in range(mib // 32):
         generator = torch.Generator().manual_seed(number)
         matrix = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.bfloat16)
         for name, tensor, along in (("weight", matrix, axis), ("norm", matrix[0].clone(), 0)):
+            if group.mesh is None:
+                state[f"model.layers.{number}.{name}"] = tensor
+                continue
             sharded = distribute_tensor(tensor, group.mesh, [Shard(along)], src_data_rank=None)
             local = sharded.to_local().clone()  # no rank keeps the whole
             state[f"model.layers.{number}.{name}"] = DTensor.from_local(
                 local, group.mesh, [Shard(along)], shape=tensor.shape, stride=tensor.stride()
             )
     return state
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own(group: Group, tensor: torch.Tensor) -> tuple[int, slice]:
+    """The dimension along which a tensor is cut, and what of it is this rank's."""
+    axis = tensor.placements[0].dim if isinstance(tensor, DTensor) else 0
+    rows = tensor.shape[axis] // group.procs
+    return axis, slice(group.rank * rows, (group.rank + 1) * rows)
 
 
 def synced(folder: Path) -> None:
@@ -108,10 +125,33 @@ def load_safe_open(group: Group, state: State, folder: Path) -> None:
     """What one would write with the safetensors package."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         for name, tensor in state.items():
-            axis, part = tensor.placements[0].dim, file.get_slice(name)
-            rows = part.get_shape()[axis] // group.procs
-            mine = slice(group.rank * rows, (group.rank + 1) * rows)
-            tensor.to_local().copy_(part[mine] if axis == 0 else part[:, mine])
+            (axis, mine), part = own(group, tensor), file.get_slice(name)
+            local(tensor).copy_(part[mine] if axis == 0 else part[:, mine])
+
+
+def load_runai(group: Group, state: State, folder: Path) -> None:
+    """Each rank streams everything, and keeps its own: there are no slices."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(folder / "model.safetensors"))
+        for name, whole in streamer.get_tensors():
+            axis, mine = own(group, state[name])
+            local(state[name]).copy_(whole[mine] if axis == 0 else whole[:, mine])
+
+
+def load_fastsafetensors(group: Group, state: State, folder: Path) -> None:
+    """The first rank reads, and scatters through the process group."""
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    ranks = SingleGroup() if group.mesh is None or group.procs == 1 else group.mesh.get_group()
+    loader = SafeTensorsFileLoader(ranks, torch.device("cpu"), nogds=True)
+    loader.add_filenames({0: [str(folder / "model.safetensors")]})
+    files = loader.copy_files_to_device()
+    for name, tensor in state.items():
+        local(tensor).copy_(files.get_sharded(name, own(group, tensor)[0]))
+    files.close()
+    loader.close()
 
 
 SAVES: dict[str, Callable[[Group, State, Path], None]] = {
@@ -125,6 +165,11 @@ LOADS: dict[str, Callable[[Group, State, Path], None]] = {
     "safe_open, slices": load_safe_open,
     "RingHFReader": load_ring,
     'RingHFReader, share="host"': load_ring_shared,
+}
+LOADS |= {
+    name: load
+    for name, load in (("runai_model_streamer", load_runai), ("fastsafetensors", load_fastsafetensors))
+    if find_spec(name) is not None
 }
 
 
@@ -168,7 +213,7 @@ def run(group: Group, folder: Path, mib: int, axis: int, rounds: int, skipped: l
                 loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
                 sample = measured(group, lambda load=load, loaded=loaded: load(group, loaded, folder / "model"))
                 found.setdefault(name, []).append(sample)
-                assert all(torch.equal(loaded[key].to_local(), state[key].to_local()) for key in state)
+                assert all(torch.equal(local(loaded[key]), local(state[key])) for key in state)
     return {who: {what: median(one[what] for one in samples) for what in samples[0]} for who, samples in found.items()}
 
 
@@ -178,9 +223,11 @@ def main() -> None:
     parser.add_argument("--procs", type=int, nargs="*", default=[4, 2])
     parser.add_argument("--axes", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loads", action="store_true", help="no saves but the one that is loaded")
     parser.add_argument("--skip", nargs="*", default=[], help="names in the table")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
+    options.skip += [who for who, save in SAVES.items() if options.loads and save is not save_ring]
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     print(_machine.describe(folder))
     try:

@@ -146,6 +146,28 @@ def test_slices_that_interleave_are_read_once(tmp_path: Path, name: str, share: 
         assert received > (size // 2 if name in ("rows and columns", "columns, twice") else 3 * size // 4) - 8192
 
 
+def through_the_cache(path: str) -> list[bool]:
+    """Whether rows and columns were read directly, by one planner after the other."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    full = torch.randn(600, 2048)
+    dcp.save({"w": full}, storage_writer=RingWriter(path), planner=RingSavePlanner(writers="first_replica"))
+    direct = []
+    for axis in (0, 1):
+        for planner in (RingLoadPlanner(), dcp.DefaultLoadPlanner()):
+            loaded = {"w": distribute_tensor(torch.zeros(600, 2048), mesh, [Shard(axis)], src_data_rank=None)}
+            reader = RingReader(path)
+            dcp.load(loaded, storage_reader=reader, planner=planner)
+            assert torch.equal(loaded["w"].full_tensor(), full) and reader.stats is not None
+            direct.append(reader.stats.direct)
+    return direct
+
+
+def test_columns_are_read_through_the_page_cache(tmp_path: Path) -> None:
+    for found in _distributed.run(2, through_the_cache, str(tmp_path)):
+        assert found == [True, True, False, False]
+
+
 # ---- ranks that fail, or are late ----
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -17,6 +18,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring.base.groups import world_size
 from dcpring.base.memory import is_lazy_view
 from dcpring.base.text import some_keys
 from dcpring.base.windows import split_box, windows
@@ -42,7 +45,7 @@ from dcpring.move.objects import load as load_object
 from dcpring.names.policy import Casts
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner, makes_tensors
-from dcpring.plan.pieces import Piece, common_bytes, take
+from dcpring.plan.pieces import Piece, common_bytes, range_of_box, take
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
@@ -297,6 +300,11 @@ class Loader:
         self._meter, self._phases = run.meter, run.phases
         self._watch = run.watch()
         self._options = options.for_core(False, self._watch)
+        # What lies between the rows of one rank is another's, often on this host: it may find it in the page cache.
+        is_cached = options.direct == "auto" and world_size() > 1
+        self._shared_options = (
+            replace(options, direct=False).for_core(False, self._watch) if is_cached else self._options
+        )
         self._checksum = options.checksum
         self._trusted = trusted
         self._safe = Safe(safe_globals)
@@ -607,9 +615,13 @@ class Loader:
     def _read_matched(self, matched: Matched, mask: bytes) -> None:
         if not any(mask):
             return
-        match, where = matched.items.match, (matched.storage, matched.tensors, mask, self._options)
+        match = matched.items.match
+        over_gaps, where = match.interleaved(), (matched.storage, matched.tensors)
         with self._explaining(itertools.compress(range(len(mask)), mask)):
-            self._read(lambda: _C.load_matched(self._inputs.core, match, *where))
+            for gaps, options in ((0, self._options), (1, self._shared_options)):
+                chosen = bytes(good and gap == gaps for good, gap in zip(mask, over_gaps, strict=True))
+                if any(chosen):
+                    self._read(functools.partial(_C.load_matched, self._inputs.core, match, *where, chosen, options))
         matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))
         self._stats.tensor_bytes += matched.size_bytes(mask)
 
@@ -668,12 +680,18 @@ class Loader:
     def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
         if not boxes:
             return
+        for over_gaps, options in ((False, self._options), (True, self._shared_options)):
+            chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == over_gaps]
+            if chosen:
+                self._read_chosen(chosen, options, changed)
+        if sums is not None and self._checksum:
+            self._check_sums(boxes, sums)
+
+    def _read_chosen(self, boxes: list[_Box], options: Any, changed: Iterable[int] | None) -> None:
         reads = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in boxes]
         memory = [box.memory for box in boxes]
         with self._explaining((box.position for box in boxes), changed):
-            self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options))
-        if sums is not None and self._checksum:
-            self._check_sums(boxes, sums)
+            self._read(lambda: _C.load(self._inputs.core, reads, memory, options))
 
     def _read_coded(self, boxes: list[tuple[_Box, _Coded]]) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""

@@ -3,14 +3,15 @@
 
 #include "base/align.h"
 #include "base/crc.h"
+#include "base/digest.h"
 #include "data/load.h"
 #include "keys/key.h"
 #include "record/record.h"
 
 static PyMethodDef *const all_methods[] = {
-    torch_methods,         reader_methods, directory_methods, fault_methods,    table_methods,  merge_methods,
-    storage_index_methods, match_methods,  key_methods,       probe_methods,    verify_methods, compare_methods,
-    unpickle_methods,      record_methods, stripe_methods,    elements_methods,
+    torch_methods,         reader_methods, directory_methods, fault_methods,    table_methods,     merge_methods,
+    storage_index_methods, match_methods,  key_methods,       probe_methods,    verify_methods,    compare_methods,
+    unpickle_methods,      record_methods, stripe_methods,    elements_methods, unchanged_methods,
 };
 
 enum { TYPES = 9 };
@@ -64,6 +65,8 @@ static int module_exec(PyObject *module) {
         if (PyModule_AddFunctions(module, all_methods[i]) < 0)
             return -1;
     if (PyModule_AddIntConstant(module, "CRC_BLOCK_BYTES", (long)DR_CRC_BLOCK) < 0 ||
+        PyModule_AddIntConstant(module, "DIGEST_BYTES", DR_DIGEST_BYTES) < 0 ||
+        PyModule_AddIntConstant(module, "DIGEST_KEY_BYTES", DR_DIGEST_KEY_BYTES) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT_BYTES", (long)DR_ALIGNMENT) < 0 ||
         PyModule_AddIntConstant(module, "LARGE_PAYLOAD_BYTES", (long)DR_LARGE_PAYLOAD) < 0 ||
         PyModule_AddIntConstant(module, "SLICE_GAP_BYTES", (long)DR_SLICE_GAP) < 0 ||

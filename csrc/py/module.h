@@ -88,5 +88,6 @@ extern PyMethodDef compare_methods[];
 extern PyMethodDef unpickle_methods[];
 extern PyMethodDef stripe_methods[];
 extern PyMethodDef elements_methods[];
+extern PyMethodDef unchanged_methods[];
 
 #endif

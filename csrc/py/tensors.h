@@ -4,7 +4,7 @@
 
 #include "module.h"
 
-#include "record/record.h"
+#include "data/save.h"
 
 struct tensors {
     const struct torch_shim *shim;
@@ -18,6 +18,12 @@ void tensors_free(struct tensors *tensors);
 
 /* Whether its elements lie one behind the other. */
 bool view_is_contiguous(const struct tensor_view *view);
+
+/* What the core is to write of a view, whose memory stays the tensor's. */
+struct dr_source view_source(const struct tensor_view *view);
+
+/* A key for digests, of an object with so many bytes; to be freed with PyMem_Free. NULL with an exception. */
+struct dr_digest_key *parse_digest_key(PyObject *bytes);
 
 /* dcpring._C.Tensors */
 struct held_tensors {

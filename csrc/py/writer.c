@@ -80,10 +80,13 @@ static void writer_dealloc(PyObject *object) {
 }
 
 static PyObject *placed_tuple(const struct dr_placed *p, bool checksum) {
-    size_t count = checksum ? dr_crc_count(p->payload_offset, p->payload_size) : 0;
-    return Py_BuildValue("(KKKKy#)", (unsigned long long)p->offset, (unsigned long long)p->length,
-                         (unsigned long long)p->payload_offset, (unsigned long long)p->payload_size,
-                         (const char *)(count ? p->crcs : NULL), (Py_ssize_t)(count * sizeof *p->crcs));
+    size_t blocks = dr_crc_count(p->payload_offset, p->payload_size), count = checksum ? blocks : 0;
+    PyObject *tuple = Py_BuildValue("(KKKKy#)", (unsigned long long)p->offset, (unsigned long long)p->length,
+                                    (unsigned long long)p->payload_offset, (unsigned long long)p->payload_size,
+                                    (const char *)(count ? p->crcs : NULL), (Py_ssize_t)(count * sizeof *p->crcs));
+    if (!tuple || !p->digests)
+        return tuple;
+    return Py_BuildValue("(Ny#)", tuple, (const char *)p->digests, (Py_ssize_t)(blocks * DR_DIGEST_BYTES));
 }
 
 /* Writes and returns a list of placed tuples. The sources' memory is the caller's. */
@@ -113,7 +116,7 @@ static PyObject *write_sources(struct writer *self, const struct dr_source *sour
     return list;
 }
 
-static struct dr_source source_of(const struct tensor_view *view) {
+struct dr_source view_source(const struct tensor_view *view) {
     struct dr_source source = {
         .shape = {view->dtype, (int)view->ndim, view->sizes}, .data = view->data, .strides = view->strides};
     dr_shape_bytes(&source.shape, &source.size);
@@ -128,7 +131,7 @@ static PyObject *write_views(struct writer *self, const struct tensors *tensors)
     PyObject *list = NULL;
     Py_ssize_t i = 0;
     for (; i < tensors->count && tensors->views[i].kind == TENSOR_PLAIN; i++)
-        sources[i] = source_of(&tensors->views[i]);
+        sources[i] = view_source(&tensors->views[i]);
     if (i < tensors->count)
         PyErr_Format(PyExc_ValueError, "tensor %zd is not plain CPU memory", i);
     else
@@ -144,6 +147,24 @@ static PyObject *write_tensors(PyObject *object, PyObject *argument) {
         return NULL;
     PyObject *placed = write_views(self, tensors);
     self->busy = false;
+    return placed;
+}
+
+static PyObject *write_digested(PyObject *object, PyObject *args) {
+    struct writer *self = (struct writer *)object;
+    PyObject *list, *bytes;
+    if (!PyArg_ParseTuple(args, "OO", &list, &bytes))
+        return NULL;
+    const struct tensors *tensors = held_tensors(state_of(object), list);
+    struct dr_digest_key *key = tensors ? parse_digest_key(bytes) : NULL;
+    PyObject *placed = NULL;
+    if (key && enter(self)) {
+        dr_writer_digest(self->core, key);
+        placed = write_views(self, tensors);
+        dr_writer_digest(self->core, NULL);
+        self->busy = false;
+    }
+    PyMem_Free(key);
     return placed;
 }
 
@@ -187,7 +208,7 @@ static PyObject *write_part_of(struct writer *self, const struct tensors *tensor
     Py_ssize_t ndim = PyTuple_Size(shape);
     if (ndim < 0 || ndim > DR_MAX_DIMS || parse_ints(shape, sizes, ndim) < 0)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "too many dimensions");
-    struct dr_source source = source_of(&tensors->views[0]);
+    struct dr_source source = view_source(&tensors->views[0]);
     source.shape.ndim = (int)ndim;
     source.shape.sizes = sizes;
     source.strides = NULL;
@@ -258,6 +279,8 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"write_tensors", write_tensors, METH_O,
      "write_tensors(Tensors) -> [(offset, length, payload_offset, payload_size, crcs)]"},
+    {"write_digested", write_digested, METH_VARARGS,
+     "write_digested(Tensors, key) -> [(as write_tensors, digests of the blocks that the CRCs are of)]"},
     {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
     {"write_part", write_part, METH_VARARGS,
      "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},

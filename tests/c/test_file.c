@@ -252,6 +252,107 @@ static void replace_fails_at_each_call(void) {
     CHECK_EQ(unlink(check_path("p/name")), 0);
 }
 
+/* ---- links ---- */
+
+static int link_file(bool is_durable, uint64_t size, enum dr_link *how, struct dr_error *error) {
+    dr_error_clear(error);
+    return dr_directory_link(check_path("l1"), "old", check_path("l2"), "new", size, true, is_durable, how, error);
+}
+
+static void make_linked(void) {
+    if (!check_exists("l1")) {
+        CHECK_EQ(mkdir(check_path("l1"), 0777), 0);
+        CHECK_EQ(mkdir(check_path("l2"), 0777), 0);
+    }
+    unlink(check_path("l1/old"));
+    unlink(check_path("l2/new"));
+    check_write_file("l1/old", "bytes", 5);
+}
+
+static unsigned links_of(const char *name) {
+    struct stat st;
+    CHECK_EQ(stat(check_path(name), &st), 0);
+    return (unsigned)st.st_nlink;
+}
+
+static int no_link(int from_dirfd, const char *from, int dirfd, const char *name) {
+    (void)from_dirfd, (void)from, (void)dirfd, (void)name;
+    return -EMLINK;
+}
+
+/* What a file system does that can share blocks. */
+static int copy_file(int from, int fd) {
+    char data[16];
+    ssize_t size = pread(from, data, sizeof data, 0);
+    return size < 0 || pwrite(fd, data, (size_t)size, 0) != size ? -EIO : 0;
+}
+
+static void links_files(void) {
+    struct dr_error error;
+    enum dr_link how;
+    make_linked();
+    CHECK_OK(link_file(false, 5, &how, &error), &error);
+    CHECK_EQ(how, DR_LINK_HARD);
+    CHECK_EQ(links_of("l1/old"), 2);
+    CHECK_EQ(unlink(check_path("l1/old")), 0); /* neither needs the other */
+    check_content("l2/new", "bytes");
+    make_linked();
+    dr_sys.link = no_link;
+    dr_sys.clone = copy_file;
+    CHECK_OK(link_file(true, 5, &how, &error), &error);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(how, DR_LINK_CLONE);
+    CHECK_EQ(links_of("l2/new"), 1);
+    check_content("l2/new", "bytes");
+}
+
+static void refuses_to_link(void) {
+    struct dr_error error;
+    enum dr_link how;
+    make_linked();
+    CHECK_FAILS(link_file(true, 6, &how, &error), &error, EINVAL); /* it is shorter than it was */
+    CHECK_EQ(unlink(check_path("l1/old")), 0);
+    CHECK_FAILS(link_file(true, 5, &how, &error), &error, ENOENT);
+    CHECK_EQ(symlink("../l2", check_path("l1/old")), 0);
+    CHECK_INT(link_file(true, 0, &how, &error), <, 0);
+    make_linked();
+    check_write_file("l2/new", "there", 5); /* nothing that exists is replaced */
+    CHECK_FAILS(link_file(true, 5, &how, &error), &error, EEXIST);
+    check_content("l2/new", "there");
+    make_linked();
+    dr_sys.link = no_link;
+    dr_sys.clone = dr_sys_real.clone;
+    int rc = link_file(true, 5, &how, &error);
+    dr_sys = dr_sys_real;
+    if (rc < 0) { /* else this file system shares blocks */
+        CHECK_EQ(error.err, EMLINK);
+        CHECK(!check_exists("l2/new"));
+    }
+}
+
+static void link_fails_at_each_call(void) {
+    uint64_t calls = 1;
+    for (int is_clone = 0; is_clone < 2; is_clone++)
+        for (uint64_t n = 0; n <= calls; n++) {
+            struct dr_error error;
+            enum dr_link how;
+            make_linked();
+            int before = check_open_descriptors();
+            dr_fault_arm(&(struct dr_fault){.nth = n, .err = EIO});
+            if (is_clone) {
+                dr_sys.link = no_link;
+                dr_sys.clone = copy_file;
+            }
+            int rc = link_file(false, 5, &how, &error);
+            calls = n == 0 ? dr_fault_disarm() : (dr_fault_disarm(), calls);
+            CHECK_EQ(check_open_descriptors(), before);
+            CHECK_EQ(rc, -error.err);
+            check_content("l1/old", "bytes");
+            CHECK_EQ(rc == 0, check_exists("l2/new"));
+        }
+    CHECK_INT(calls, >=, 6);
+}
+
 /* ---- removing ---- */
 
 static void removes_files(void) {
@@ -382,5 +483,7 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"interrupted_without_end", interrupted_without_end}, {"commits", commits},
            {"commit_fails_at_each_call", commit_fails_at_each_call}, {"replaces_files", replaces_files},
            {"replaces_directories", replaces_directories}, {"replace_fails_at_each_call", replace_fails_at_each_call},
-           {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
-           {"sync_fails", sync_fails}, {"opens_only_below", opens_only_below})
+           {"links_files", links_files}, {"refuses_to_link", refuses_to_link},
+           {"link_fails_at_each_call", link_fails_at_each_call}, {"removes_files", removes_files},
+           {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left}, {"sync_fails", sync_fails},
+           {"opens_only_below", opens_only_below})

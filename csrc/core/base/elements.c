@@ -1,11 +1,9 @@
 /* Formats of floating-point elements, and the loops that decode and encode them. See elements.h. */
 #include "base/elements.h"
 
-#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -294,26 +292,6 @@ static const struct dr_codec codecs_avx2[CODECS] = {
     {decode_e8m0, NULL},
     {decode_e2m1x2_avx2, NULL},
 };
-
-static bool ask_for_avx2(void) {
-    unsigned a, b, c, d, system = 0;
-    const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed)
-        return false;
-    __asm__("xgetbv" : "=a"(system), "=d"(d) : "c"(0)); /* which registers the system keeps */
-    return (system & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
-}
-
-/* Asked once: under a hypervisor the answer takes microseconds. */
-static bool has_avx2(void) {
-    static atomic_int known; /* 1: no, 2: yes */
-    int found = atomic_load_explicit(&known, memory_order_relaxed);
-    if (found == 0) {
-        found = ask_for_avx2() ? 2 : 1;
-        atomic_store_explicit(&known, found, memory_order_relaxed);
-    }
-    return found == 2;
-}
 #endif
 
 /* ---- by dtype ---- */
@@ -325,7 +303,7 @@ const struct dr_codec *dr_codec_of(const struct dr_dtype *dtype, enum dr_simd si
         if (strcmp(codecs[i].name, dtype->name) != 0)
             continue;
 #if defined(__x86_64__)
-        if (simd == DR_SIMD_BEST && has_avx2())
+        if (simd == DR_SIMD_BEST && dr_has_avx2())
             return &codecs_avx2[i];
 #endif
         (void)simd;

@@ -9,8 +9,8 @@
 #define DCPRING_ELEMENTS_H
 
 #include "base/dtype.h"
+#include "base/processor.h"
 
-#include <stdbool.h>
 #include <stddef.h>
 
 enum { DR_ELEMENTS_BLOCK = 512 }; /* elements that callers decode at a time */
@@ -26,8 +26,6 @@ struct dr_codec {
 
 /* Whether a byte holds two elements, the first in its lower half. */
 bool dr_is_packed(const struct dr_dtype *dtype);
-
-enum dr_simd { DR_SIMD_BEST, DR_SIMD_NONE };
 
 /* NULL for a dtype that is no float, or that has none. */
 const struct dr_codec *dr_codec_of(const struct dr_dtype *dtype, enum dr_simd simd);

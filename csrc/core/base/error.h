@@ -38,6 +38,7 @@ enum dr_error_kind {
     CALL(MKDIR, "mkdir") \
     CALL(RENAME, "rename") \
     CALL(UNLINK, "unlink") \
+    CALL(LINK, "link") \
     CALL(MALLOC, "malloc") \
     CALL(MMAP, "mmap") \
     CALL(PTHREAD_CREATE, "pthread_create") \

@@ -19,6 +19,8 @@ struct dr_writer {
     uint64_t position; /* the stream's length so far */
     uint8_t *carry;    /* the bytes from the last block boundary to position */
     uint32_t *crcs;    /* of the last call's records, for the caller */
+    uint8_t *digests;  /* the same; NULL without a key */
+    const struct dr_digest_key *key;
     struct open_record open;
 };
 
@@ -76,6 +78,7 @@ static void report(const struct save_window *window, struct dr_placed *placed) {
             .payload_offset = p->payload,
             .payload_size = p->source->total,
             .crcs = p->crcs,
+            .digests = p->digests,
         };
     }
 }
@@ -129,12 +132,15 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
                    .path = w->output.path,
                    .carry = w->carry,
                    .open = &w->open,
+                   .key = w->key,
                    .begin = w->position},
     };
     struct save_window *window = &writing.window;
     free(w->crcs);
+    free(w->digests);
     rc = dr_save_window_init(window, sources, count, error);
     w->crcs = window->crcs;
+    w->digests = window->digests;
     if (rc == 0 && !(writing.carry_out = dr_sys.map(w->output.options.block_size)))
         rc = dr_error_system(error, ENOMEM, DR_CALL_MMAP, w->output.path);
     if (rc == 0)
@@ -167,6 +173,8 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
     *out = w;
     return 0;
 }
+
+void dr_writer_digest(struct dr_writer *w, const struct dr_digest_key *key) { w->key = key; }
 
 /* The last, partial block; for direct I/O it is padded with zeros, which the file's final length cuts off. */
 static int write_rest(struct dr_writer *w, struct dr_error *error) {
@@ -225,6 +233,7 @@ void dr_writer_close(struct dr_writer *w) {
         dr_sys.unmap(w->carry, w->output.options.block_size);
     dr_output_close(&w->output, !w->finished);
     free(w->crcs);
+    free(w->digests);
     free(w->open.crcs);
     free(w);
 }

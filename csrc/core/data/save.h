@@ -14,6 +14,7 @@
 #ifndef DCPRING_SAVE_H
 #define DCPRING_SAVE_H
 
+#include "base/digest.h"
 #include "io/options.h"
 #include "io/workers.h"
 #include "record/record.h"
@@ -32,7 +33,8 @@ struct dr_placed {
     uint64_t offset, length; /* the record in the file */
     uint64_t payload_offset; /* in the file */
     uint64_t payload_size;
-    const uint32_t *crcs; /* dr_crc_count() of them; the writer's, until its next call */
+    const uint32_t *crcs;   /* dr_crc_count() of them; the writer's, until its next call */
+    const uint8_t *digests; /* as many, of DR_DIGEST_BYTES each; NULL without dr_writer_digest */
 };
 
 struct dr_writer;
@@ -40,6 +42,12 @@ struct dr_writer;
 /* Creates dir/name, which must not exist. size_hint: what the file will hold, roughly; 0 when unknown. */
 int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, uint64_t size_hint,
                    const struct dr_options *options, struct dr_error *error);
+
+/*
+ * From now on digests are made of each CRC block of the sources, with this key, which is the caller's; NULL: none. No
+ * source may come in parts then.
+ */
+void dr_writer_digest(struct dr_writer *writer, const struct dr_digest_key *key);
 
 /*
  * Appends the sources. A tensor in parts comes one part a call, in order and

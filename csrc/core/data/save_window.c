@@ -22,7 +22,7 @@ static bool is_last(const struct dr_source *s) { return s->part_offset + s->size
 static size_t crcs_of_piece(const struct piece *p) { return dr_crc_count(p->payload, p->source->total); }
 
 static int check_source(const struct open_record *open, const struct dr_source *s, size_t index, size_t count,
-                        struct dr_error *error) {
+                        bool is_digested, struct dr_error *error) {
     uint64_t bytes = s->total;
     if (s->shape.dtype && (s->shape.ndim > DR_MAX_DIMS || !dr_shape_bytes(&s->shape, &bytes)))
         return dr_error_invalid(error, (int64_t)index, "a tensor of %d dimensions is too large", s->shape.ndim);
@@ -33,6 +33,8 @@ static int check_source(const struct open_record *open, const struct dr_source *
         return dr_error_invalid(error, (int64_t)index, "the parts of a tensor must come in order, one a call");
     if (s->strides && s->size != s->total)
         return dr_error_invalid(error, (int64_t)index, "a part of a tensor must be contiguous");
+    if (is_digested && s->size != s->total)
+        return dr_error_invalid(error, (int64_t)index, "no digests are made of a tensor in parts");
     return 0;
 }
 
@@ -90,6 +92,22 @@ static int allocate_crcs(struct save_window *window, struct dr_error *error) {
     return 0;
 }
 
+/* The same for its digests. */
+static int allocate_digests(struct save_window *window, struct dr_error *error) {
+    size_t total = 0;
+    for (size_t i = 0; i < window->count; i++)
+        total += crcs_of_piece(&window->pieces[i]);
+    window->digests = dr_calloc(total + 1, DR_DIGEST_BYTES);
+    if (!window->digests)
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, window->path);
+    uint8_t *next = window->digests;
+    for (size_t i = 0; i < window->count; i++) {
+        window->pieces[i].digests = next;
+        next += DR_DIGEST_BYTES * crcs_of_piece(&window->pieces[i]);
+    }
+    return 0;
+}
+
 int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count,
                         struct dr_error *error) {
     window->pieces = dr_calloc(count ? count : 1, sizeof *window->pieces);
@@ -98,12 +116,13 @@ int dr_save_window_init(struct save_window *window, const struct dr_source *sour
     window->count = count;
     window->end = window->begin;
     for (size_t i = 0; i < count; i++) {
-        int rc = check_source(window->open, &sources[i], i, count, error);
+        int rc = check_source(window->open, &sources[i], i, count, window->key != NULL, error);
         if (rc < 0)
             return rc;
         window->end = place(window->open, &window->pieces[i], &sources[i], window->end);
     }
-    return allocate_crcs(window, error);
+    int rc = allocate_crcs(window, error);
+    return rc == 0 && window->key ? allocate_digests(window, error) : rc;
 }
 
 /* ---- filling blocks ---- */
@@ -129,6 +148,18 @@ static void gather(const struct piece *p, const struct dr_region *region, uint64
         dr_region_gather(region, from - p->payload, to - p->payload, out);
     else
         memcpy(out, (const uint8_t *)p->source->data + (from - p->data), to - from);
+}
+
+/* An I/O block holds every CRC block that it touches wholly, as far as that is the payload's. */
+static void digest_blocks(const struct dr_digest_key *key, const struct piece *p, uint64_t from, uint64_t to,
+                          const uint8_t *data) {
+    uint64_t first_block = p->payload / DR_CRC_BLOCK;
+    for (uint64_t at = from, next; at < to; at = next) {
+        next = dr_align_down(at, DR_CRC_BLOCK) + DR_CRC_BLOCK;
+        if (next > to)
+            next = to;
+        dr_digest(key, data + (at - from), next - at, p->digests + DR_DIGEST_BYTES * (at / DR_CRC_BLOCK - first_block));
+    }
 }
 
 static void fill_data(struct save_window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
@@ -158,6 +189,8 @@ static void fill_data(struct save_window *window, struct piece *p, uint64_t lo, 
             *crc = dr_watch_crc32(options->watch, crc_ns, *crc, out, next - at);
         }
     }
+    if (p->digests)
+        digest_blocks(window->key, p, from, to, block + (from - lo));
     if (atomic_fetch_sub(&p->unsummed, to - from) == to - from)
         dr_workers_notify(&window->workers);
 }

@@ -25,26 +25,29 @@ struct piece {
     uint64_t payload;
     size_t head_size;
     uint32_t *crcs;
+    uint8_t *digests;              /* of the same blocks; NULL without a key */
     atomic_uint_fast64_t unsummed; /* bytes of this piece whose CRC is not in crcs yet */
 };
 
 struct save_window {
     /* the writer's */
     const struct dr_options *options;
-    const char *path;         /* for errors */
-    const uint8_t *carry;     /* the bytes from the last block boundary to `begin` */
-    struct open_record *open; /* what a first part opens; `done` is the writer's to change */
+    const char *path;                /* for errors */
+    const uint8_t *carry;            /* the bytes from the last block boundary to `begin` */
+    struct open_record *open;        /* what a first part opens; `done` is the writer's to change */
+    const struct dr_digest_key *key; /* NULL: no digests */
     /* its own */
     struct dr_workers workers;
     struct piece *pieces;
     size_t count;
     uint64_t begin, end; /* stream positions */
     uint32_t *crcs;      /* of the records that are whole in it */
+    uint8_t *digests;    /* of their blocks */
 };
 
 /*
- * Gives each source its place, from window->begin on, which the caller has set with what is the writer's. Pieces and
- * crcs are allocated; they are the caller's to free, after a failure too.
+ * Gives each source its place, from window->begin on, which the caller has set with what is the writer's. Pieces,
+ * crcs and digests are allocated; they are the caller's to free, after a failure too.
  */
 int dr_save_window_init(struct save_window *window, const struct dr_source *sources, size_t count,
                         struct dr_error *error);

@@ -314,6 +314,84 @@ int dr_directory_sync(const char *dir, struct dr_error *error) {
     return rc;
 }
 
+/* ---- links ---- */
+
+/* What dr_directory_link is at, and what it has opened. */
+struct linking {
+    const char *path; /* of the file, for errors */
+    const char *from, *name;
+    int from_dirfd, from_fd, dirfd;
+};
+
+static int open_linked(struct linking *linking, const char *from_dir, const char *dir, uint64_t size,
+                       struct dr_error *error) {
+    struct stat st;
+    linking->from_dirfd = DR_RETRY(dr_sys.open_dir(from_dir));
+    if (linking->from_dirfd < 0)
+        return dr_error_system(error, -linking->from_dirfd, DR_CALL_OPEN, from_dir);
+    linking->dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (linking->dirfd < 0)
+        return dr_error_system(error, -linking->dirfd, DR_CALL_OPEN, dir);
+    int flags = O_RDONLY | O_NONBLOCK | O_NOFOLLOW;
+    linking->from_fd = DR_RETRY(dr_sys.open_below(linking->from_dirfd, linking->from, flags, 0));
+    if (linking->from_fd < 0)
+        return dr_error_system(error, -linking->from_fd, DR_CALL_OPEN, linking->path);
+    int rc = DR_RETRY(dr_sys.fstat(linking->from_fd, &st));
+    if (rc < 0)
+        return dr_error_system(error, -rc, DR_CALL_FSTAT, linking->path);
+    if (!S_ISREG(st.st_mode) || (uint64_t)st.st_size < size)
+        return dr_error_invalid(error, DR_NO_ITEM, "%s is shorter than it was, or no file", linking->path);
+    return 0;
+}
+
+/* A new file that shares the blocks of the old one; -errno says why there can be none. */
+static int clone_file(const struct linking *linking, bool sync) {
+    int fd = DR_RETRY(dr_sys.open_below(linking->dirfd, linking->name, O_WRONLY | O_CREAT | O_EXCL, 0666));
+    if (fd < 0)
+        return fd;
+    int rc = DR_RETRY(dr_sys.clone(linking->from_fd, fd));
+    if (rc >= 0 && sync)
+        rc = DR_RETRY(dr_sys.fsync(fd));
+    int closed = dr_sys.close(fd);
+    rc = rc < 0 ? rc : closed;
+    if (rc < 0)
+        DR_RETRY(dr_sys.unlink(linking->dirfd, linking->name));
+    return rc;
+}
+
+static int link_or_clone(const struct linking *linking, bool sync, bool is_durable, enum dr_link *how,
+                         struct dr_error *error) {
+    int rc = DR_RETRY(dr_sys.link(linking->from_dirfd, linking->from, linking->dirfd, linking->name));
+    *how = rc < 0 ? DR_LINK_CLONE : DR_LINK_HARD;
+    if (rc < 0 && clone_file(linking, sync) < 0)
+        return dr_error_system(error, -rc, DR_CALL_LINK, linking->path);
+    if (*how == DR_LINK_CLONE || !sync || is_durable)
+        return 0;
+    rc = DR_RETRY(dr_sys.fsync(linking->from_fd));
+    if (rc >= 0)
+        return 0;
+    DR_RETRY(dr_sys.unlink(linking->dirfd, linking->name));
+    return dr_error_system(error, -rc, DR_CALL_FSYNC, linking->path);
+}
+
+int dr_directory_link(const char *from_dir, const char *from, const char *dir, const char *name, uint64_t size,
+                      bool sync, bool is_durable, enum dr_link *how, struct dr_error *error) {
+    char *path = dr_path_join(from_dir, from);
+    struct linking linking = {.path = path, .from = from, .name = name, .from_dirfd = -1, .from_fd = -1, .dirfd = -1};
+    int rc = path ? open_linked(&linking, from_dir, dir, size, error)
+                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, from_dir);
+    if (rc == 0)
+        rc = link_or_clone(&linking, sync, is_durable, how, error);
+    const int opened[] = {linking.from_fd, linking.dirfd, linking.from_dirfd};
+    for (size_t i = 0; i < sizeof opened / sizeof *opened; i++)
+        if (opened[i] >= 0)
+            dr_sys.close(opened[i]);
+    free(path);
+    return rc;
+}
+
+/* ---- removing ---- */
+
 static int remove_one(int dirfd, const char *dir, const char *name, int64_t item, struct dr_error *error) {
     if (strchr(name, '/'))
         return dr_error_invalid(error, item, "'%s' is not a file of the checkpoint directory", name);

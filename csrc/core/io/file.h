@@ -40,6 +40,17 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
  */
 int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
 
+/* How one file came to be in two directories. */
+enum dr_link { DR_LINK_HARD, DR_LINK_CLONE };
+
+/*
+ * Lets dir/name be the file from_dir/from, which has at least `size` bytes: by a hard link, or where there can be none
+ * by a file that shares its blocks. With sync its bytes are durable then, but not its name; is_durable says that they
+ * are already.
+ */
+int dr_directory_link(const char *from_dir, const char *from, const char *dir, const char *name, uint64_t size,
+                      bool sync, bool is_durable, enum dr_link *how, struct dr_error *error);
+
 /* Removes files of dir, all that it can; names with a "/" are refused, missing ones are no error. */
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);
 

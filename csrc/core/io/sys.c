@@ -4,9 +4,11 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>
+#include <linux/fs.h>
 #include <linux/stat.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -129,6 +131,12 @@ static int real_exchange(int dirfd, const char *a, const char *b) {
 }
 
 static int real_unlink(int dirfd, const char *name) { return result(unlinkat(dirfd, name, 0)); }
+
+static int real_link(int from_dirfd, const char *from, int dirfd, const char *name) {
+    return result(linkat(from_dirfd, from, dirfd, name, 0));
+}
+
+static int real_clone(int from, int fd) { return result(ioctl(fd, FICLONE, from)); }
 
 /* Where cachestat is missing, a page that can be read without waiting is a cached page: ask the first and the last. */
 static int64_t cached_by_nowait(int fd, off_t offset, size_t size) {

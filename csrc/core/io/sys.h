@@ -53,6 +53,11 @@ struct iovec;
     /* Lets two names, which both exist, change places at once. */ \
     CALL(ERRNO, int, exchange, (int dirfd, const char *a, const char *b), (dirfd, a, b)) \
     CALL(ERRNO, int, unlink, (int dirfd, const char *name), (dirfd, name)) \
+    /* Gives a file a second name, in the other directory. */ \
+    CALL(ERRNO, int, link, (int from_dirfd, const char *from, int dirfd, const char *name), \
+         (from_dirfd, from, dirfd, name)) \
+    /* Lets an empty file share all blocks of another, until one of them is written to. */ \
+    CALL(ERRNO, int, clone, (int from, int fd), (from, fd)) \
     /* Bytes of [offset, offset + size) that the page cache holds. */ \
     CALL(NONE, int64_t, cached, (int fd, off_t offset, size_t size), (fd, offset, size)) \
     /* Alignment of offsets for direct I/O, 0 where the kernel does not tell. */ \

@@ -9,6 +9,7 @@
 #include <limits.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -157,6 +158,38 @@ static int record_unlink(int dirfd, const char *name) {
     return rc;
 }
 
+static int record_link(int from_dirfd, const char *from, int dirfd, const char *name) {
+    struct stat about = {0};
+    struct dr_record_note note = {.call = DR_RECORD_LINK, .begin_ns = now(), .directory = inode_of(dirfd)};
+    int rc = inner.link(from_dirfd, from, dirfd, name);
+    if (rc < 0)
+        return rc;
+    if (fstatat(dirfd, name, &about, AT_SYMLINK_NOFOLLOW) < 0)
+        atomic_store(&failure, errno);
+    note.inode = number_of(&about);
+    note.end_ns = now();
+    append(&note, name, NULL, NULL);
+    return rc;
+}
+
+/* Shared blocks are as good as written ones: a crash may lose that they are. */
+static int record_clone(int from, int fd) {
+    struct dr_record_note note = {.call = DR_RECORD_WRITE, .begin_ns = now(), .inode = inode_of(fd)};
+    int rc = inner.clone(from, fd);
+    if (rc < 0)
+        return rc;
+    note.end_ns = now();
+    struct stat about = {0};
+    char *data = fstat(from, &about) == 0 ? malloc((size_t)about.st_size + 1) : NULL;
+    ssize_t size = data ? pread(from, data, (size_t)about.st_size, 0) : -1;
+    if (size != about.st_size)
+        atomic_store(&failure, EIO);
+    note.size = note.data_size = size > 0 ? (uint32_t)size : 0;
+    append(&note, NULL, NULL, data);
+    free(data);
+    return rc;
+}
+
 /* Entries that the next submission gives to the kernel are writes that may be on the disk from now on. */
 static int record_uring_submit(struct io_uring *ring) {
     const struct io_uring_sq *sq = &ring->sq;
@@ -204,6 +237,8 @@ void dr_record_start(int fd) {
     dr_sys.rename = record_rename;
     dr_sys.exchange = record_exchange;
     dr_sys.unlink = record_unlink;
+    dr_sys.link = record_link;
+    dr_sys.clone = record_clone;
     dr_sys.uring_submit = record_uring_submit;
     dr_sys.uring_result = record_uring_result;
 }

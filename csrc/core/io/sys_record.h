@@ -30,6 +30,7 @@ enum dr_record_call {
     DR_RECORD_RENAME,     /* `name` in `directory` to `other` */
     DR_RECORD_EXCHANGE,   /* `name` in `directory` with `other` */
     DR_RECORD_UNLINK,     /* `name` in `directory` */
+    DR_RECORD_LINK,       /* file `inode`, which has a name, as `name` in `directory`, too */
 };
 
 /* What a note begins with, as it lies in memory; name, other and data follow it. */

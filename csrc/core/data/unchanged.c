@@ -1,0 +1,121 @@
+/* Samples and comparisons. See unchanged.h. */
+#include "data/unchanged.h"
+
+#include "base/crc.h"
+#include "base/memory.h"
+#include "record/region.h"
+
+#include <errno.h>
+#include <string.h>
+
+/* ---- samples ---- */
+
+enum { STRETCHES = 8, STRETCH = 64 };
+
+/* The bytes [from, to) of the payload: where they lie in memory, or gathered into the room. */
+static const uint8_t *bytes_of(const struct dr_source *source, uint64_t from, uint64_t to, uint8_t *room) {
+    if (!source->strides)
+        return (const uint8_t *)source->data + from;
+    struct dr_region region;
+    dr_region_init(&region, &source->shape, NULL, source->shape.sizes, (void *)(uintptr_t)source->data,
+                   source->strides);
+    if (region.run == source->size)
+        return region.memory + from;
+    dr_region_gather(&region, from, to, room);
+    return room;
+}
+
+static void copy(const struct dr_source *source, uint64_t from, uint64_t to, uint8_t *out) {
+    const uint8_t *bytes = bytes_of(source, from, to, out);
+    if (bytes != out)
+        memcpy(out, bytes, (size_t)(to - from));
+}
+
+void dr_sample(const struct dr_digest_key *key, const struct dr_source *source, uint8_t out[DR_SAMPLE_BYTES]) {
+    uint8_t bytes[STRETCHES * STRETCH], digest[DR_DIGEST_BYTES];
+    uint64_t size = source->size;
+    if (size <= sizeof bytes) {
+        if (size)
+            copy(source, 0, size, bytes);
+    } else {
+        uint64_t apart = (size - STRETCH) / (STRETCHES - 1);
+        for (unsigned i = 0; i < STRETCHES; i++)
+            copy(source, i * apart, i * apart + STRETCH, bytes + i * STRETCH);
+        size = sizeof bytes;
+    }
+    dr_digest(key, bytes, (size_t)size, digest);
+    memcpy(out, digest, DR_SAMPLE_BYTES);
+}
+
+/* ---- comparing ---- */
+
+struct comparing {
+    const struct dr_digest_key *key;
+    struct dr_known *known;
+    size_t count;
+    uint64_t *first; /* by tensor, how many blocks come before its own; one more, of all */
+    struct dr_workers workers;
+    atomic_uint_fast64_t next; /* block to take */
+};
+
+/* The tensor that a block is of. */
+static size_t find_tensor(const struct comparing *comparing, uint64_t block) {
+    size_t lo = 0, hi = comparing->count;
+    while (hi - lo > 1) {
+        size_t middle = lo + (hi - lo) / 2;
+        if (comparing->first[middle] <= block)
+            lo = middle;
+        else
+            hi = middle;
+    }
+    return lo;
+}
+
+static void compare(const struct comparing *comparing, struct dr_known *known, size_t index, uint8_t *room) {
+    uint64_t lo, hi;
+    uint8_t digest[DR_DIGEST_BYTES];
+    const struct dr_source *source = known->source;
+    dr_crc_range(known->payload_offset, source->size, index, &lo, &hi);
+    const uint8_t *bytes = bytes_of(source, lo - known->payload_offset, hi - known->payload_offset, room);
+    dr_digest(comparing->key, bytes, (size_t)(hi - lo), digest);
+    if (memcmp(digest, known->digests + index * DR_DIGEST_BYTES, sizeof digest) != 0)
+        atomic_store(&known->differs, true);
+}
+
+static int work(void *context, unsigned index, struct dr_error *error) {
+    (void)index;
+    struct comparing *comparing = context;
+    uint8_t *room = dr_malloc(DR_CRC_BLOCK);
+    if (!room)
+        return dr_error_memory(error);
+    while (!dr_workers_stopped(&comparing->workers)) {
+        uint64_t block = atomic_fetch_add(&comparing->next, 1);
+        if (block >= comparing->first[comparing->count])
+            break;
+        size_t tensor = find_tensor(comparing, block);
+        struct dr_known *known = &comparing->known[tensor];
+        if (!atomic_load_explicit(&known->differs, memory_order_relaxed))
+            compare(comparing, known, (size_t)(block - comparing->first[tensor]), room);
+    }
+    free(room);
+    return 0;
+}
+
+int dr_find_changed(const struct dr_digest_key *key, struct dr_known *known, size_t count, unsigned workers,
+                    const struct dr_control *control, struct dr_error *error) {
+    struct comparing comparing = {.key = key, .known = known, .count = count};
+    comparing.first = dr_calloc(count + 1, sizeof *comparing.first);
+    if (!comparing.first)
+        return dr_error_memory(error);
+    for (size_t i = 0; i < count; i++) {
+        atomic_init(&known[i].differs, false);
+        comparing.first[i + 1] = comparing.first[i] + dr_crc_count(known[i].payload_offset, known[i].source->size);
+    }
+    atomic_init(&comparing.next, 0);
+    uint64_t blocks = comparing.first[count];
+    if (workers > blocks)
+        workers = (unsigned)blocks;
+    int rc = workers ? dr_workers_run(&comparing.workers, workers, work, &comparing, control, error) : 0;
+    free(comparing.first);
+    return rc;
+}

@@ -102,6 +102,8 @@ class IOStats:
         tensor_bytes: of tensors saved or loaded.
         items: tensors (or shards) and objects.
         files: files written or read.
+        linked_bytes: of ``tensor_bytes``, those in files that an earlier save has written, and that were linked.
+        linked_files: how many these are; not part of ``files``.
         seconds: wall time.
         engine: "uring" or "threads"; "" when there was nothing to do.
         direct: whether any direct I/O was done.
@@ -122,3 +124,5 @@ class IOStats:
     sent_bytes: int = 0
     received_bytes: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    linked_bytes: int = 0
+    linked_files: int = 0

@@ -64,6 +64,8 @@ def _blank_value(value: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return equal(a, b)
     if not isinstance(a, torch.Tensor):
         return bool(a == b)
     if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:

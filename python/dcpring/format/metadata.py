@@ -1,8 +1,9 @@
 """Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it.
 
-Behind the pickle's STOP, where every unpickler stops reading, come the index (the same in compact form, for fast
-reading; not always there) and the trailer: a JSON object, its length and a CRC-32 of all before (two little-endian
-uint32), and eight bytes of magic. Files without one were written by stock DCP.
+Behind the pickle's STOP, where every unpickler stops reading, come the ranks' ledgers (``format.ledger``), the index
+(what the pickle says in compact form, for fast reading), neither of which is always there, and the trailer: a JSON
+object, its length and a CRC-32 of all before (two little-endian uint32), and eight bytes of magic. Files without one
+were written by stock DCP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import pickle
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +118,7 @@ class Trailer:
         superseded_id: with ``use_collectives=False``, the ``metadata_id`` of the global metadata found then, or "".
         version: of DCP's format, as in the pickle.
         index_bytes: of the index between pickle and trailer.
+        ledger_bytes: of each rank's ledger between pickle and index.
     """
 
     files: list[str] = field(default_factory=list)
@@ -126,6 +128,7 @@ class Trailer:
     superseded_id: str = ""
     version: str = ""
     index_bytes: int = 0
+    ledger_bytes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         strings = [self.save_id, self.group_id, self.superseded_id, self.version, *self.files]
@@ -135,6 +138,8 @@ class Trailer:
             raise ValueError(f"a world size of {self.world_size}")
         if not isinstance(self.index_bytes, int) or self.index_bytes < 0:
             raise ValueError(f"an index of {self.index_bytes} bytes")
+        if not isinstance(self.ledger_bytes, list) or not all(type(n) is int and n >= 0 for n in self.ledger_bytes):
+            raise ValueError("ledgers of no length")
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
@@ -142,12 +147,19 @@ def pickle_metadata(metadata: Metadata) -> bytes:
         return dcp.pickled(metadata)
 
 
-def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"") -> bytes:
-    """A metadata file's bytes: the pickle, the index (see docs/format.md), and the trailer."""
+def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"", ledgers: Sequence[bytes] = ()) -> bytes:
+    """A metadata file's bytes: the pickle, the ledgers, the index (see docs/format.md), and the trailer."""
     trailer.index_bytes = len(index)
-    note = json.dumps(asdict(trailer), separators=(",", ":")).encode()
-    crc = zlib.crc32(note, zlib.crc32(index, zlib.crc32(pickled)))
-    return b"".join((pickled, index, note, _FOOTER.pack(len(note), crc, _MAGIC)))
+    trailer.ledger_bytes = list(map(len, ledgers))
+    fields = asdict(trailer)
+    if not ledgers:
+        del fields["ledger_bytes"]
+    note = json.dumps(fields, separators=(",", ":")).encode()
+    body = (pickled, *ledgers, index, note)
+    crc = 0
+    for part in body:
+        crc = zlib.crc32(part, crc)
+    return b"".join((*body, _FOOTER.pack(len(note), crc, _MAGIC)))
 
 
 class Parts(NamedTuple):
@@ -156,6 +168,7 @@ class Parts(NamedTuple):
     pickled: memoryview
     tables: memoryview
     trailer: Trailer | None
+    ledgers: Sequence[memoryview] = ()
 
 
 def split_metadata(data: bytes, path: Path) -> Parts:
@@ -171,12 +184,16 @@ def split_metadata(data: bytes, path: Path) -> Parts:
     try:
         note = json.loads(bytes(body[end:]))
         trailer = Trailer(**{name: note[name] for name in Trailer.__dataclass_fields__ if name in note})
-        if trailer.index_bytes > end:
+        if trailer.index_bytes + sum(trailer.ledger_bytes) > end:
             raise ValueError("an index longer than the file")
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
-    start = end - trailer.index_bytes
-    return Parts(body[:start], body[start:end], trailer)
+    start = at = end - trailer.index_bytes
+    ledgers: list[memoryview] = []
+    for size in reversed(trailer.ledger_bytes):
+        ledgers.insert(0, body[at - size : at])
+        at -= size
+    return Parts(body[:at], body[start:end], trailer, ledgers)
 
 
 # ---- the pickle ----

@@ -8,6 +8,7 @@ DCP's WriteItems, one from a compact plan, without making any.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from dcpring import _C
 from dcpring.base.memory import is_lazy_view, same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
+from dcpring.format.ledger import NO_PLAN, Place, identity_of, plan_of
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed, storage_info
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
@@ -45,6 +47,14 @@ class Source(Protocol):
     tensors: list[int]
 
     def name(self, position: int) -> str: ...
+    def plan(self) -> bytes:
+        """What tells the plan from others, 16 bytes; zeros where only its items do."""
+        ...
+
+    def identity(self, position: int) -> bytes:
+        """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
+        ...
+
     def planned_bytes(self, position: int) -> int:
         """Of the tensor as it was planned; 0 for objects."""
         ...
@@ -90,6 +100,15 @@ class ItemSource:
     def name(self, position: int) -> str:
         return self._items[position].index.fqn
 
+    def plan(self) -> bytes:
+        return NO_PLAN
+
+    def identity(self, position: int) -> bytes:
+        data = self._items[position].tensor_data
+        assert data is not None
+        chunk = data.chunk
+        return identity_of(self.name(position), chunk.offsets, chunk.sizes, str(data.properties.dtype))
+
     def planned_bytes(self, position: int) -> int:
         data = self._items[position].tensor_data
         return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
@@ -127,6 +146,22 @@ class TableSource:
     def name(self, position: int) -> str:
         return self._names[position]
 
+    def plan(self) -> bytes:
+        return plan_of(*self._items.encoded())
+
+    def identity(self, position: int) -> bytes:
+        table = self._items.table
+        name, _, _, offsets, lengths, properties, _ = table.row(self._rows[position])
+        if position in self._cut:
+            _, start, rows = self._items.kept[position]  # type: ignore[misc]
+            offsets, lengths = (offsets[0] + start, *offsets[1:]), (rows, *lengths[1:])
+        return identity_of(name, offsets, lengths, self._dtypes[properties])
+
+    @functools.cached_property
+    def _dtypes(self) -> list[str]:
+        """By the number of the properties."""
+        return [encoded.partition(b"\0")[0].decode() for encoded in self._items.table.properties()]
+
     def planned_bytes(self, position: int) -> int:
         return self._bytes[position]
 
@@ -161,6 +196,7 @@ class Saving:
     Attributes:
         source: the items.
         storage: where they are, by position.
+        digests: of tensors that are expected to stay as they are, by position.
     """
 
     def __init__(
@@ -186,15 +222,31 @@ class Saving:
         self._stats = stats
         self._judge = judge
         self._descriptors: dict[int, list[str]] = {}
+        self.digests: dict[int, bytes] = {}
+        self._digest_key: bytes | None = None
         self._name = ""
         self._written: list[int] = []
 
     def planned_bytes(self) -> int:
         return sum(map(self.source.planned_bytes, self.source.tensors))
 
-    def write(self, name: str, tensors: list[int], objects: list[int]) -> None:
-        """Writes a file with what is at these positions."""
-        self._name = name
+    @property
+    def knows_tensors(self) -> bool:
+        """Whether tensors are in memory before they are written, and are stored as they are."""
+        return not self._transforms.extensions and self._window_bytes is None
+
+    def take_over(self, name: str, places: Mapping[int, Place], digests: Mapping[int, bytes]) -> None:
+        """Notes a file that an earlier save has written, with what is in it."""
+        self.storage.put([(name, *place[1:]) for place in places.values()], list(places))
+        self.digests.update(digests)
+        linked = sum(place[5] for place in places.values())
+        self._stats.tensor_bytes += linked
+        self._stats.linked_bytes += linked
+        self._stats.linked_files += 1
+
+    def write(self, name: str, tensors: list[int], objects: list[int], digest_key: bytes | None = None) -> None:
+        """Writes a file with what is at these positions. With a key digests are made of its tensors: plain ones."""
+        self._name, self._digest_key = name, digest_key
         file = _C.FileWriter(self._path, name, self._size_hint(tensors), self._options)
         try:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
@@ -213,11 +265,11 @@ class Saving:
         finally:
             file.close()
 
-    def results(self) -> Any:
+    def results(self, ledger: bytes) -> Any:
         """DCP's WriteResults; of a compact plan, in compact form."""
         if isinstance(self.source, TableSource) and not self._transforms.extensions:
-            return Results(self.storage.encode(), self._stats, self._items)
-        return ResultList(_results_of(self._items, self.storage, self._descriptors), self._stats)
+            return Results(self.storage.encode(), self._stats, self._items, ledger)
+        return ResultList(_results_of(self._items, self.storage, self._descriptors), self._stats, ledger)
 
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""
@@ -258,6 +310,9 @@ class Saving:
         kept = [index for index in range(len(tensors)) if index not in same]
         distinct = [tensors[index] for index in kept]
         self._write_distinct(file, [positions[index] for index in kept], distinct, *handles_and_kinds(distinct))
+        for index, first_index in same.items():
+            if positions[first_index] in self.digests:
+                self.digests[positions[index]] = self.digests[positions[first_index]]
         first = [place_at(self.storage, positions[index])[2:] for index in same.values()]
         self._note_tensors([positions[index] for index in same], [tensors[index] for index in same], first)
 
@@ -293,7 +348,13 @@ class Saving:
         self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], handles: _C.Tensors | None = None
     ) -> None:
         self._written = positions
-        rows = file.write_tensors(_C.Tensors(tensors) if handles is None else handles)
+        handles = _C.Tensors(tensors) if handles is None else handles
+        if self._digest_key is None:
+            rows = file.write_tensors(handles)
+        else:
+            both = file.write_digested(handles, self._digest_key)
+            rows = [row for row, _ in both]
+            self.digests.update(zip(positions, (made for _, made in both), strict=True))
         self._note_tensors(positions, tensors, rows)
 
     def _note_tensors(self, positions: list[int], tensors: list[Tensor], rows: Iterable[Any]) -> None:
@@ -400,14 +461,16 @@ class ResultList(list[WriteResult]):
 
     Attributes:
         stats: of the rank's ``write_data``.
+        ledger: what a later save of the rank wants to know, encoded; empty if there is to be none.
     """
 
-    def __init__(self, results: Iterable[WriteResult], stats: IOStats) -> None:
+    def __init__(self, results: Iterable[WriteResult], stats: IOStats, ledger: bytes = b"") -> None:
         super().__init__(results)
         self.stats = stats
+        self.ledger = ledger
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ResultList, (list(self), self.stats)
+        return ResultList, (list(self), self.stats, self.ledger)
 
 
 class Results(Sequence[WriteResult]):
@@ -415,12 +478,13 @@ class Results(Sequence[WriteResult]):
 
     Attributes:
         packed: the encoded storage index of its items, in order.
-        stats: of the rank's ``write_data``.
+        stats, ledger: as of a ``ResultList``.
     """
 
-    def __init__(self, packed: bytes, stats: IOStats, items: Items | None = None) -> None:
+    def __init__(self, packed: bytes, stats: IOStats, items: Items | None = None, ledger: bytes = b"") -> None:
         self.packed = packed
         self.stats = stats
+        self.ledger = ledger
         self._items = items
 
     def of(self, items: Any) -> list[WriteResult]:
@@ -438,7 +502,7 @@ class Results(Sequence[WriteResult]):
         return self.of(self._items)[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Results, (self.packed, self.stats)
+        return Results, (self.packed, self.stats, None, self.ledger)
 
 
 def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:

@@ -48,6 +48,10 @@ class Items(MutableSequence[WriteItem]):
         except ValueError as error:
             raise CheckpointError(str(error)) from error
 
+    def encoded(self) -> tuple[bytes, bytes]:
+        """The encoded table, and the reply; empty for all rows."""
+        return self.table.encode(), self._reply or b""
+
     @property
     def untouched(self) -> bool:
         """Nobody has looked at the items, so none was changed."""

@@ -7,6 +7,7 @@ failed save has left.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -172,6 +173,23 @@ def _remove(directory: Path, names: list[str]) -> None:
         _C.remove_files(str(directory), names)
     except OSError as error:
         logger.warning("files of earlier saves stay in %s: %s", directory, error)
+
+
+def newest_beside(directory: Path, metadata_name: str) -> Path | None:
+    """Of a directory and those beside it the one whose metadata file of that name is the newest; None: none has it."""
+    newest: tuple[int, Path] | None = None
+    with contextlib.suppress(OSError), os.scandir(directory.absolute().parent) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                written = (Path(entry.path) / metadata_name).stat().st_mtime_ns
+                if newest is None or written > newest[0]:
+                    newest = written, Path(entry.path)
+    return None if newest is None else newest[1]
+
+
+def is_data_file(name: str) -> bool:
+    """Whether dcpring gives such names to data files."""
+    return _TAGGED.fullmatch(name) is not None
 
 
 def what_there_is(directory: Path, path: Path) -> str:

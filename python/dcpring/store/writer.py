@@ -8,9 +8,9 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -39,6 +39,7 @@ from dcpring.format.unpickler import Safe
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.save import ResultList, Results, Saving, Source
+from dcpring.move.unchanged import LEAST_KEPT_BYTES
 from dcpring.names.key_map import (
     KeyMap,
     KeyMapLike,
@@ -54,6 +55,7 @@ from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
+from dcpring.store.earlier import Keeper, find_earlier, frozen_of
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import keep_attributes
 from dcpring.torchside.versions import say_once
@@ -64,6 +66,8 @@ from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
+
+Unchanged = Literal["write", "link"]
 
 
 class RingWriter(FileSystemWriter):
@@ -96,6 +100,10 @@ class RingWriter(FileSystemWriter):
             docs/objects.md): "warn" logs their keys and classes, once per save, where the metadata is written; "error"
             fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
+        unchanged: "link": tensors that an earlier checkpoint has, bit for bit, are not written again; their files there
+            become files of this one too, by hard links (see docs/resume.md). "write", the default, writes everything.
+        unchanged_from: the directory of the earlier checkpoint; None: the newest in ``path`` and the directories beside
+            it.
         metrics: a function that gets a ``Metrics`` of each save when it is over, on the coordinator, in the thread that
             saves. The same is logged at INFO, as one line.
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
@@ -129,6 +137,8 @@ class RingWriter(FileSystemWriter):
         progress: ProgressOption = False,
         objects: ObjectPolicy = "warn",
         safe_globals: Sequence[Any] = (),
+        unchanged: Unchanged = "write",
+        unchanged_from: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
         metrics: MetricsFunction | None = None,
         **io: Unpack[IOArguments],
@@ -160,6 +170,12 @@ class RingWriter(FileSystemWriter):
         self.progress = checked_progress(progress)
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
+        if unchanged not in ("link", "write"):
+            raise ValueError(f'unchanged={unchanged!r}: must be "link" or "write"')
+        layout.require_local(unchanged_from)
+        self.unchanged: Unchanged = unchanged
+        self.unchanged_from = None if unchanged_from is None else Path(unchanged_from)
+        self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
         self._run = SaveRun()
@@ -200,6 +216,10 @@ class RingWriter(FileSystemWriter):
     def note_staged(self, staging: _trace.Staging) -> None:
         """Called by Checkpointer, which copies the state itself: when it did that for the next save."""
         self._tracer.staged(staging)
+
+    def note_frozen(self, keys: Set[str]) -> None:
+        """Called by Checkpointer, which knows the model: tensors under these keys are expected to stay as they are."""
+        self._frozen = keys
 
     def storage_meta(self) -> Any:
         """DCP asks for it first of all, and gives it to the planner."""
@@ -265,11 +285,17 @@ class RingWriter(FileSystemWriter):
         self._run.meter.begin(saving.planned_bytes)
         rank, tag = self._plan_rank(plan), new_tag()
         names: list[str] = []
+        keeper = self._keeper(saving, planner, rank)
         try:
-            for tensors, objects in self._files(saving.source):
+            if keeper is not None:
+                with self._phases.span("link"):
+                    keeper.link_files(names, lambda: layout.data_file_name(rank, len(names), tag))
+                if watch is not None:
+                    watch.add(stats.linked_bytes)
+            for some, objects, key in self._files(saving.source, keeper):
                 names.append(layout.data_file_name(rank, len(names), tag))
                 with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
-                    saving.write(names[-1], tensors, objects)
+                    saving.write(names[-1], some, objects, key)
         except BaseException:
             with contextlib.suppress(OSError):  # the next save removes them
                 _C.remove_files(str(self.path), names)
@@ -277,15 +303,39 @@ class RingWriter(FileSystemWriter):
         if names and self.sync_files:
             with self._phases.span("sync directory"):
                 _C.sync_directory(str(self.path))
-        stats.files = len(names)
-        return saving.results()
+        stats.files = len(names) - stats.linked_files
+        return saving.results(b"" if keeper is None else keeper.ledger())
 
-    def _files(self, source: Source) -> Iterable[tuple[list[int], list[int]]]:
-        """Which items go into each file: tensors, and objects."""
+    def _files(self, source: Source, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
+        """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
+        tensors, kept, key = source.tensors, list[int](), None
+        if keeper is not None:
+            least_bytes = LEAST_KEPT_BYTES if self.single_file_per_rank else 0
+            (tensors, kept), key = keeper.to_write(least_bytes), keeper.key
         if self.single_file_per_rank:
-            return [(source.tensors, source.objects)] if source.tensors or source.objects else []
-        objects = set(source.objects)
-        return [([], [at]) if at in objects else ([at], []) for at in sorted([*source.tensors, *source.objects])]
+            files = [(tensors, source.objects, None), (kept, [], key)]
+            return [file for file in files if file[0] or file[1]]
+        objects, alone = set(source.objects), set(kept)
+        return [
+            ([], [at], None) if at in objects else ([at], [], key if at in alone else None)
+            for at in sorted([*tensors, *kept, *source.objects])
+        ]
+
+    def _keeper(self, saving: Saving, planner: SavePlanner, rank: int) -> Keeper | None:
+        """Deals with what has not changed; None where nobody wants that, or it cannot be told."""
+        if self.unchanged != "link" or not saving.knows_tensors:
+            return None
+        name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
+        with self._phases.span("compare"):
+            earlier = find_earlier(self._directory, self.unchanged_from, name, number)
+            return Keeper(
+                saving,
+                earlier,
+                self._directory,
+                is_frozen=frozen_of(planner, self._frozen),
+                workers=self.options.workers,
+                sync=self.sync_files,
+            )
 
     def _plan_rank(self, plan: SavePlan) -> int:
         match = re.fullmatch(r"__(\d+)_", getattr(plan.storage_data, "prefix", ""))
@@ -298,7 +348,7 @@ class RingWriter(FileSystemWriter):
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
-        refused = _refused_in(results)
+        refused, ledgers = _refused_in(results), _ledgers_in(results)
         table = self._run.key_table
         if self.key_map is not None and table is None:
             names = self.key_map.rename(metadata.state_dict_metadata)
@@ -307,9 +357,9 @@ class RingWriter(FileSystemWriter):
             table = self.key_map.used(names)
         chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
         if chunks is not None and all(isinstance(part, Results) for part in results):
-            sizes, data = self._from_tables(metadata, chunks, results)
+            sizes, data = self._from_tables(metadata, chunks, results, ledgers)
         else:
-            sizes, data = self._from_objects(metadata, results)
+            sizes, data = self._from_objects(metadata, results, ledgers)
         self._commit(sizes, data, table)
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
@@ -327,7 +377,9 @@ class RingWriter(FileSystemWriter):
         metrics = Metrics("save", str(self.path), size, took, len(results), slowest, longest)
         tell(metrics, self.metrics, is_logged=True)
 
-    def _from_tables(self, metadata: Metadata, chunks: Chunks, results: list[Results]) -> tuple[dict[str, int], bytes]:
+    def _from_tables(
+        self, metadata: Metadata, chunks: Chunks, results: list[Results], ledgers: list[bytes]
+    ) -> tuple[dict[str, int], bytes]:
         """The sizes of all data files, and the metadata file's bytes."""
         storage = _C.StorageIndex(len(chunks.table))
         for rank, part in enumerate(results):
@@ -335,9 +387,11 @@ class RingWriter(FileSystemWriter):
         chunks.storage = storage
         sizes = storage.file_sizes()
         pickled = chunks.pickled(metadata.storage_meta, metadata.version)
-        return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index())
+        return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index(), ledgers)
 
-    def _from_objects(self, metadata: Metadata, results: list[Any]) -> tuple[dict[str, int], bytes]:
+    def _from_objects(
+        self, metadata: Metadata, results: list[Any], ledgers: list[bytes]
+    ) -> tuple[dict[str, int], bytes]:
         storage_data = {
             result.index: result.storage_data for rank, part in enumerate(results) for result in self._made(rank, part)
         }
@@ -345,7 +399,8 @@ class RingWriter(FileSystemWriter):
         sizes: dict[str, int] = {}
         for info in storage_data.values():
             sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        return sizes, join_metadata(pickle_metadata(metadata), self._trailer(sorted(sizes), metadata))
+        trailer = self._trailer(sorted(sizes), metadata)
+        return sizes, join_metadata(pickle_metadata(metadata), trailer, ledgers=ledgers)
 
     def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
         return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
@@ -406,6 +461,12 @@ def _refused_in(results: list[Any]) -> dict[str, str]:
     """What a load will refuse of what the ranks whose results these are have written, by key."""
     found = [part.stats.refused for part in results if isinstance(part, Results | ResultList)]
     return {key: name for part in found for key, name in part.items()}
+
+
+def _ledgers_in(results: list[Any]) -> list[bytes]:
+    """Those of all ranks, in order; none where no rank has one."""
+    found = [part.ledger if isinstance(part, Results | ResultList) else b"" for part in results]
+    return found if any(found) else []
 
 
 def agree_on_id(path: str, members: list[int]) -> str:

@@ -31,7 +31,7 @@ from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.resume.staging import StagingBuffer
-from dcpring.store.writer import RingWriter
+from dcpring.store.writer import RingWriter, Unchanged
 from dcpring.watch.phases import Staging
 
 __all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
@@ -107,6 +107,8 @@ class Checkpointer:
         keep_last: checkpoints to keep, the newest; None keeps all. Older ones go once a newer one is committed. Those
             that training has left by going back are not counted, and stay.
         keep_every: keep every step that is a multiple of this too.
+        unchanged: "link": tensors that the step before has, bit for bit, are not written again, but its files are
+            linked: what is frozen is written once (see docs/resume.md). "write", the default, writes everything.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
         writer_options: for ``RingWriter``.
@@ -128,6 +130,7 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        unchanged: Unchanged = "write",
         busy: Literal["wait", "skip"] = "wait",
         process_group: dist.ProcessGroup | None = None,
         writer_options: Mapping[str, Any] | None = None,
@@ -144,6 +147,8 @@ class Checkpointer:
                         raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
                 if busy not in ("wait", "skip"):
                     raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+                if unchanged not in ("link", "write"):
+                    raise ValueError(f'unchanged={unchanged!r}: must be "link" or "write"')
                 problem = unusable(folder)
                 if problem:
                     raise CheckpointError(problem)
@@ -152,8 +157,11 @@ class Checkpointer:
                     logger.warning("nothing can be written into %s: a save there will fail", self.folder)
                 self._steps = Steps(self.folder)
                 self._base: int | None = None  # the step that training comes from, where a load has told
+                self._last: int | None = None  # the step that was saved or loaded last
                 self.components = _recognised(components)
                 self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
+                self.unchanged: Unchanged = unchanged
+                self._frozen: set[str] = set()
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
                 self._save_options, self._load_options = _for_planners(planner_options or {})
                 self._export_options = dict(export_options or {})
@@ -271,6 +279,12 @@ class Checkpointer:
                 for name, component in self.components.items()
             }
             state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
+            if self.unchanged == "link":
+                self._frozen = {
+                    f"{name}.{key}"
+                    for name, component in self.components.items()
+                    for key in component.frozen(states[name])
+                }
             if self._place.rank == 0:
                 state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
         return state
@@ -305,7 +319,15 @@ class Checkpointer:
         known: dict[str, Any] = {"safe_globals": self._reader_options.get("safe_globals", ())}
         if self._reader_options.get("trusted", False):
             known["objects"] = "allow"
-        return {name: value for name, value in known.items() if name not in self._writer_options}
+        return known
+
+    def _about_unchanged(self) -> dict[str, Any]:
+        """For the writer: the step before, as this rank sees it. Each rank compares its own part, and links that."""
+        if self.unchanged != "link":
+            return {}
+        there = self._steps.committed()
+        before = self._last if self._last in there else max(there, default=None)
+        return {"unchanged": "link"} | ({} if before is None else {"unchanged_from": self.path(before)})
 
     def _write(
         self,
@@ -319,13 +341,16 @@ class Checkpointer:
         with joint.doing(what):
             if self._place.rank == 0:
                 self._steps.before(step, self._base, self._syncs)
-            writer = RingWriter(self.path(step), **self._known_to_load(), **self._writer_options)
+            options = self._known_to_load() | self._about_unchanged() | self._writer_options
+            writer = RingWriter(self.path(step), **options)
+            writer.note_frozen(self._frozen)
             planner = backend.SavePlanner(**self._save_options)
             if staging is not None:
                 writer.note_staged(staging)
         joint.run_dcp("writing", what, lambda group: backend.save(state, writer, planner, group))
         if self._base is not None:
             self._base = step
+        self._last = step
         self._export(joint, state, step, export)
 
     def _export(self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None) -> None:
@@ -436,6 +461,7 @@ class Checkpointer:
             self._remark(joint, plans)
             if wanted is None:
                 self._base = found
+            self._last = found
         finally:
             for component in chosen.values():
                 component.forget()

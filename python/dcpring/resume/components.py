@@ -27,7 +27,7 @@ from dcpring.errors import CheckpointError
 from dcpring.resume import backend, trees
 from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
 from dcpring.torchside.dcp import flatten_state_dict
-from dcpring.torchside.tensors import ShardedTensor, global_size, local_tensor
+from dcpring.torchside.tensors import ShardedTensor, global_size, is_whole, local_tensor
 
 __all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
 
@@ -115,6 +115,10 @@ class Component:
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
         """What the manifest says besides kind and type."""
         return {}
+
+    def frozen(self, state: Any) -> set[str]:
+        """Keys of tensors of a state that are expected to stay as they are."""
+        return set()
 
     # ---- load ----
 
@@ -340,6 +344,12 @@ def some_are(keys: Iterable[str]) -> str:
     return f"{some_keys(names)} {'is' if len(names) == 1 else 'are'}"
 
 
+def _address(tensor: Tensor) -> int:
+    """Where this rank's part begins in memory; 0 for what has no memory."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr() if is_whole(local) and local.layout == torch.strided else 0
+
+
 class ModelState(Sharded):
     """An ``nn.Module``, whatever wraps it: names are those of the bare model."""
 
@@ -347,6 +357,11 @@ class ModelState(Sharded):
 
     def state(self) -> Any:
         return backend.get_model_state_dict(self.stateful)
+
+    def frozen(self, state: Any) -> set[str]:
+        """Parameters without a gradient. A state dict has the same memory, but does not say what requires one."""
+        memory = {_address(p) for p in self.stateful.parameters() if not p.requires_grad} - {0}
+        return {key for key, value in state.items() if isinstance(value, Tensor) and _address(value) in memory}
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         # It raises itself if anything is not taken over.

@@ -6,8 +6,8 @@ The rules are those of the strictest reading, so that what holds here holds on e
   file's ``fsync`` or ``fdatasync`` has ended; a page that is not may hold what it held before, zeros, or rubbish.
 - A file's size may be any that it has had since the last sync, or end at any page in between. ``fdatasync`` keeps what
   was written, but not that the file was cut shorter.
-- That a name was made, removed, or renamed may be on the disk or not, each by itself and in any order, until the
-  ``fsync`` of its directory has ended. A file's own ``fsync`` says nothing of its name.
+- That a name was made (a file's second one, too), removed, or renamed may be on the disk or not, each by itself and in
+  any order, until the ``fsync`` of its directory has ended. A file's own ``fsync`` says nothing of its name.
 - A rename, or an exchange of two names, is done as a whole or not at all: all journaling file systems promise that.
 
 A call that has not ended at the time of the crash may have been done in part; one that begins before an ``fsync`` ends
@@ -186,6 +186,8 @@ class _Reading:
             self._nodes[note.inode] = slots[slot] = node
             if isinstance(node, File):
                 self._run.files.append(node)
+        elif note.call == Call.LINK:
+            slots[slot] = self._nodes[note.inode]
         elif note.call == Call.UNLINK:
             slots[slot] = None
         else:

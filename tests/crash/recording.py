@@ -39,6 +39,7 @@ class Call(IntEnum):
     RENAME = 10
     EXCHANGE = 11
     UNLINK = 12
+    LINK = 13
     SYNC_ALL = 100
     MARK = 101
 

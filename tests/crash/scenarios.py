@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _distributed
 import torch
@@ -78,6 +79,23 @@ def large_state_of(version: int) -> StateDict:
     """A state of several blocks."""
     made = torch.Generator().manual_seed(version)
     return {f"weight.{n}": torch.randn(450 * (n + 1), 300, generator=made) for n in range(3)} | state_of(version)
+
+
+def kept_state_of(version: int) -> StateDict:
+    """A state of which a part stays as it is, and another until the fourth version."""
+    made = torch.Generator().manual_seed(1 if version > 3 else 0)
+    later = torch.nn.Parameter(torch.randn(80, 20, generator=made), requires_grad=False)
+    frozen = torch.nn.Parameter(torch.full((2000,), 0.5), requires_grad=False)
+    return {"frozen": frozen, "later": later} | state_of(version)
+
+
+class KeepsLittle(RingWriter):
+    """Links files however little is in them."""
+
+    _least_kept_bytes = 1
+
+    def __init__(self, path: Any, **options: Any) -> None:
+        super().__init__(path, unchanged="link", **options)
 
 
 class Scenario(ABC):
@@ -505,16 +523,16 @@ def _float_of(stream: Any) -> float:
 
 
 class Counter:
-    """A component whose state is some pages, different for each version."""
+    """A component whose state is some pages, of which some are different for each version."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
 
     def state_dict(self) -> StateDict:
-        return state_of(self.number)
+        return kept_state_of(self.number)
 
     def load_state_dict(self, state: StateDict) -> None:
-        found = [number for number in range(1, MOST_VERSIONS + 1) if equal(state, state_of(number))]
+        found = [number for number in range(1, MOST_VERSIONS + 1) if equal(state, kept_state_of(number))]
         if not found:
             raise Wrong("what was loaded was never saved")
         self.number = found[0]
@@ -527,7 +545,8 @@ def _checkpointer(root: Path, counter: Counter, options: Mapping[str, Any]) -> C
 def _run_checkpointer(root: Path, log: Path, steps: list[int], blocking: bool, options: Mapping[str, Any]) -> None:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     counter = Counter()
-    with Recorder(root, log) as recorder, _checkpointer(root, counter, options) as checkpointer:
+    links = mock.patch.object(RingWriter, "_least_kept_bytes", 1)  # however little is in a file
+    with links, Recorder(root, log) as recorder, _checkpointer(root, counter, options) as checkpointer:
         for number, step in enumerate(steps, 1):
             if is_first:
                 recorder.mark(f"begin {number}")
@@ -672,6 +691,9 @@ class ConversionsIntoAFolder(Conversions):
 
 # ---- all of them ----
 
+_ONE_EACH = {"single_file_per_rank": False}
+"""A file for each tensor: then it is linked, however small."""
+
 _THREADS = {"engine": "threads", "direct": False}
 _URING = {"engine": "uring", "direct": True}
 
@@ -692,9 +714,11 @@ def quick(seed: int | str) -> list[Scenario]:
         Saves("save after one that failed", faulty={1: "fdatasync", 2: "rename"}),
         Saves("save without sync, killed", _THREADS | {"sync_files": False}, loses=False),
         ModelSaves("save of a model", _in_several_files(2, 3), versions=4),
+        Saves("save that links", writer=KeepsLittle, versions=3, states=kept_state_of, planner=RingSavePlanner),
         RanksSave("ranks save", RingSavePlanner),
         RanksSaveAlone("ranks save without collectives", 2),
         Checkpoints("checkpointer that keeps one", [1, 2, 3], keep_last=1),
+        Checkpoints("checkpointer that links", [1, 2, 3], keep_last=1, unchanged="link"),
         Conversions("convert to dcp", "target", files=2),
         Conversions("convert to a file", "target.pt"),
         ConversionsIntoAFolder("convert into a folder", "target", to="safetensors", shard_bytes=1 << 10),
@@ -723,6 +747,16 @@ def every(seed: int | str) -> list[Scenario]:
         Saves("save of several blocks by threads", _THREADS | {"block_size_bytes": 1 << 20}, states=large_state_of),
         Saves("save with a key map that goes", _by_version(v1="a"), versions=3),
         Saves("save in the background", asynchronous=True),
+        Saves("save that links each tensor", _ONE_EACH, writer=KeepsLittle, versions=5, states=kept_state_of),
+        Saves(
+            "save that links after one that failed",
+            faulty={2: "link", 3: "rename", 4: "fdatasync"},
+            versions=4,
+            writer=KeepsLittle,
+            states=kept_state_of,
+        ),
+        Checkpoints("checkpointer that links again and again", [1, 2, 3, 4, 5], keep_last=2, unchanged="link"),
+        Checkpoints("checkpointer that links, on two ranks", [1, 2, 3, 4], ranks=2, keep_last=2, unchanged="link"),
         Saves("save after one that failed early", faulty={1: "mkdir", 2: "open_below"}),
         Saves("save after one that failed late", faulty={1: "fsync", 2: "fsync"}),
         ModelSaves("save of a model after one that failed", _in_several_files(1, 4), versions=4, faulty={2: "rename"}),

@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from crash.explore import look_at
 from crash.model import PAGE, QUICK, Crashes, File, Run, Snapshot, Store, Sync, replayed, tree_of, understand
 from crash.recording import NotRecorded, Recorder, read_log
-from crash.scenarios import Checkpoints, Conversions, Saves, Scenario, StockSaves, quick
+from crash.scenarios import (
+    Checkpoints,
+    Conversions,
+    KeepsLittle,
+    Saves,
+    Scenario,
+    StockSaves,
+    kept_state_of,
+    quick,
+)
 from fault._support import quiet
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -91,6 +101,37 @@ def test_data_that_is_synced_after_the_commit_is_found(tmp_path: Path) -> None:
         late.begin, late.end = commit.end + 1, commit.end + 2
 
     assert problems_of(Saves("save"), tmp_path, postpone)
+
+
+def _links(run: Run) -> list[Any]:
+    return [naming for naming in run.namings if naming.text.startswith("link ")]
+
+
+def test_links_are_durable_before_the_commit(tmp_path: Path) -> None:
+    def leave_out(run: Run) -> None:
+        (link,) = _links(run)
+        between = [sync for sync in run.syncs if link.end < sync.begin < rename_of(run, 2).begin]
+        doomed = [sync for sync in between if not isinstance(sync.node, File)]
+        assert doomed
+        run.syncs = [sync for sync in run.syncs if sync not in doomed]
+
+    assert problems_of(Saves("save", writer=KeepsLittle, states=kept_state_of), tmp_path, leave_out)
+
+
+def test_what_was_never_synced_is_when_it_is_linked(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    before = Snapshot(root)
+    with quiet(), Recorder(root, tmp_path / "log"):
+        for number, syncs in enumerate((False, True, True), 1):
+            writer = KeepsLittle(root / "checkpoint", sync_files=syncs)
+            dcp.save(kept_state_of(number), storage_writer=writer, no_dist=True)
+    run = understand(before, read_log(tmp_path / "log"))
+    first, second = _links(run)
+    (file,) = first.slots.values()
+    assert list(second.slots.values()) == [file]
+    (sync,) = [one for one in run.syncs if one.node is file]  # the third save has no need to
+    assert sync.is_full and first.end < sync.begin and sync.end < rename_of(run, 2).begin
 
 
 class RemovesEarly(RingWriter):

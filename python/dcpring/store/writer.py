@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -119,6 +119,8 @@ class RingWriter(FileSystemWriter):
         OSError: with errno and path; this rank's partial files are removed.
         CheckpointError: an item cannot be saved.
     """
+
+    _least_kept_bytes: ClassVar[int] = LEAST_KEPT_BYTES
 
     def __init__(
         self,
@@ -310,7 +312,7 @@ class RingWriter(FileSystemWriter):
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
         tensors, kept, key = source.tensors, list[int](), None
         if keeper is not None:
-            least_bytes = LEAST_KEPT_BYTES if self.single_file_per_rank else 0
+            least_bytes = self._least_kept_bytes if self.single_file_per_rank else 0
             (tensors, kept), key = keeper.to_write(least_bytes), keeper.key
         if self.single_file_per_rank:
             files = [(tensors, source.objects, None), (kept, [], key)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,31 @@ def test_files_that_are_missing_short_or_left_over(tmp_path: Path) -> None:
     assert result.status == 0
     assert f"1 data file missing: {files[0].name}" in result.err
     assert f"1 data file too short: {files[1].name}" in result.err
+
+
+def test_files_that_other_checkpoints_share(tmp_path: Path) -> None:
+    frozen = torch.nn.Parameter(torch.randn(600, 1000), requires_grad=False)
+    for step in range(3):
+        writer = RingWriter(tmp_path / f"step-{step}", unchanged="link")
+        dcp.save({"frozen": frozen, "step": torch.tensor(step)}, storage_writer=writer, no_dist=True)
+
+    def look() -> dict[str, Any]:
+        return json.loads(_cli.run("ls", tmp_path / "step-2", "--json", "--files").out)
+
+    document = look()
+    files = {file["links"]: file for file in document["files"]}
+    assert files.keys() == {1, 3}
+    blocks = 512 * (tmp_path / "step-2" / files[3]["file"]).stat().st_blocks
+    assert files[3]["disk_bytes"] == files[3]["shared_bytes"] == document["totals"]["shared_bytes"] == blocks
+    assert files[1]["shared_bytes"] == 0 and blocks >= frozen.nbytes
+    text = _cli.run("ls", tmp_path / "step-2", "--files").out
+    (line,) = (line for line in text.splitlines() if line.startswith(files[3]["file"]))
+    assert line.count("2.3 MiB") == 3
+    assert "of which other checkpoints share 2.3 MiB" in text
+    for step in range(2):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    assert look()["totals"]["shared_bytes"] == 0
+    assert "share" not in _cli.run("ls", tmp_path / "step-2").out
 
 
 def test_rank_local_metadata(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
             ("dcpring ls ckpt/step-100", "its keys, as a tree"),
             ("dcpring ls ckpt/step-100 --depth 1", "its components, summed up"),
             ("dcpring ls ckpt/step-100 --keys 'model.*.weight'", "some keys"),
-            ("dcpring ls ckpt/step-100 --files", "its data files, how full they are, and which are missing"),
+            ("dcpring ls ckpt/step-100 --files", "its data files: how full they are, which are shared or missing"),
             ("dcpring ls ckpt/step-100 --json", "everything, for scripts"),
         ],
         differs="",
@@ -110,11 +110,12 @@ def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], fil
 
     out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
     used = [file for file in files if file.state != "leftover"]
-    on_disk = sum(file.size or 0 for file in used)
+    on_disk, shared = sum(file.size or 0 for file in used), sum(file.shared_bytes for file in used)
     ranks = {file.rank for file in used if file.rank is not None}
     writers = f" written by {count(len(ranks), 'rank')}" if ranks else ""
+    elsewhere = f", of which other checkpoints share {format_bytes(shared)}" if shared else ""
     out.text(
-        f"{_sum_text(total(items))}; {count(len(used), 'file')} of {format_bytes(on_disk)}{writers}"
+        f"{_sum_text(total(items))}; {count(len(used), 'file')} of {format_bytes(on_disk)}{writers}{elsewhere}"
         if items
         else "no keys"
     )
@@ -282,6 +283,7 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
             file.name,
             "-" if file.rank is None else str(file.rank),
             "-" if file.size is None else format_bytes(file.size),
+            format_bytes(file.shared_bytes) if file.shared_bytes else "-",
             str(file.records),
             format_bytes(file.bytes),
             "-" if file.padding is None else f"{file.padding:.1%}",
@@ -289,8 +291,8 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
         )
         for file in files
     )
-    header = ("file", "rank", "on disk", "records", "of bytes", "padding", "state")
-    out.table(header, rows, right=(1, 2, 3, 4, 5), styles={0: "bold", 6: "bold red"})
+    header = ("file", "rank", "on disk", "shared", "records", "of bytes", "padding", "state")
+    out.table(header, rows, right=(1, 2, 3, 4, 5, 6), styles={0: "bold", 7: "bold red"})
 
 
 # ---- JSON ----
@@ -320,6 +322,7 @@ def _document(
             **vars(total(items)),
             "files": len(used),
             "file_bytes": sum(file.size or 0 for file in used),
+            "shared_bytes": sum(file.shared_bytes for file in used),
             "ranks": len({file.rank for file in used} - {None}),
         },
         "components": {
@@ -339,6 +342,9 @@ def _file_document(file: DataFile) -> dict[str, Any]:
         "rank": file.rank,
         "state": file.state,
         "size": file.size,
+        "disk_bytes": file.disk_bytes,
+        "links": file.links,
+        "shared_bytes": file.shared_bytes,
         "needed": file.needed,
         "records": file.records,
         "bytes": file.bytes,

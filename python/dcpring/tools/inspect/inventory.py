@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -83,7 +83,9 @@ class DataFile:
     Attributes:
         name: in the directory.
         rank: that wrote it, by its name; None where that does not tell.
-        size: bytes on disk; None where it is missing.
+        size: its length in bytes; None where it is missing.
+        disk_bytes: that it takes on the disk.
+        links: names that it has, here and elsewhere: with more than one, another checkpoint has these bytes, too.
         needed: bytes that it must have at least; 0 where nothing refers to it.
         records: of tensors and objects in it; those that several keys share count once.
         bytes: of the tensors' elements and the objects' records in it.
@@ -93,10 +95,17 @@ class DataFile:
     name: str
     rank: int | None
     size: int | None
+    disk_bytes: int = 0
+    links: int = 1
     needed: int = 0
     records: int = 0
     bytes: int = 0
     components: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What removing the file would not free."""
+        return self.disk_bytes if self.links > 1 else 0
 
     @property
     def state(self) -> str:
@@ -176,10 +185,10 @@ class Inventory:
         Args:
             items: the keys; leftovers are told by all metadata of the directory, whatever these are.
         """
-        sizes = _sizes(self.directory)
-        files = _files_of(items, sizes)
-        for name in _leftovers(self.directory, sizes, self.parts):
-            files[name] = DataFile(name, rank_of_file(name), sizes[name])
+        there = _there(self.directory)
+        files = _files_of(items, there)
+        for name in _leftovers(self.directory, there, self.parts):
+            files[name] = _data_file(name, there)
         return sorted(files.values(), key=lambda file: _natural(file.name))
 
 
@@ -254,7 +263,14 @@ def payload_bytes(entry: Entry, record: Record) -> int:
     return record.place.length if entry.dtype is None else math.prod(record.lengths) * entry.dtype.itemsize
 
 
-def _files_of(items: Iterable[Item], sizes: dict[str, int]) -> dict[str, DataFile]:
+def _data_file(name: str, there: Mapping[str, os.stat_result]) -> DataFile:
+    about = there.get(name)
+    if about is None:
+        return DataFile(name, rank_of_file(name), None)
+    return DataFile(name, rank_of_file(name), about.st_size, about.st_blocks * 512, about.st_nlink)
+
+
+def _files_of(items: Iterable[Item], there: Mapping[str, os.stat_result]) -> dict[str, DataFile]:
     files: dict[str, DataFile] = {}
     seen: set[tuple[str, int, int]] = set()
     for item in items:
@@ -266,7 +282,7 @@ def _files_of(items: Iterable[Item], sizes: dict[str, int]) -> dict[str, DataFil
             seen.add(where)
             file = files.get(place.file)
             if file is None:
-                file = files[place.file] = DataFile(place.file, rank_of_file(place.file), sizes.get(place.file))
+                file = files[place.file] = _data_file(place.file, there)
             count = payload_bytes(item.entry, record)
             file.needed = max(file.needed, place.offset + place.length)
             file.records += 1
@@ -275,14 +291,10 @@ def _files_of(items: Iterable[Item], sizes: dict[str, int]) -> dict[str, DataFil
     return files
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """The sizes of the files in a directory."""
-    found: dict[str, int] = {}
+def _there(directory: Path) -> dict[str, os.stat_result]:
+    """The files in a directory."""
     with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_file():
-                found[entry.name] = entry.stat().st_size
-    return found
+        return {entry.name: entry.stat() for entry in entries if entry.is_file()}
 
 
 def _leftovers(directory: Path, names: Iterable[str], parts: Sequence[Contents]) -> list[str]:

@@ -66,8 +66,16 @@ static PyObject *samples(PyObject *module, PyObject *args) {
     return result;
 }
 
-/* What is known of a tensor: where it lies in its file, and the digests, which stay the list's. */
-static int parse_known(struct dr_known *known, const struct dr_source *source, PyObject *offset, PyObject *digests) {
+/* What is known of a tensor: which it is, where it lies in its file, and the digests, which stay the list's. */
+static int parse_known(struct dr_known *known, const struct sources *sources, PyObject *index, PyObject *offset,
+                       PyObject *digests) {
+    Py_ssize_t i = PyLong_AsSsize_t(index);
+    if (i < 0 || i >= sources->tensors->count) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_IndexError, "tensor %zd", i);
+        return -1;
+    }
+    const struct dr_source *source = &sources->each[i];
     known->source = source;
     known->payload_offset = PyLong_AsUnsignedLongLong(offset);
     if (PyErr_Occurred())
@@ -88,9 +96,9 @@ static PyObject *mask_of(const struct dr_known *known, Py_ssize_t count) {
     return mask;
 }
 
-static PyObject *find_among(PyObject *module, const struct sources *sources, PyObject *offsets, PyObject *digests,
-                            unsigned workers) {
-    Py_ssize_t count = sources->tensors->count;
+static PyObject *find_among(PyObject *module, const struct sources *sources, PyObject *indices, PyObject *offsets,
+                            PyObject *digests, unsigned workers) {
+    Py_ssize_t count = PyList_Size(indices);
     if (PyList_Size(offsets) != count || PyList_Size(digests) != count || workers < 1 || workers > DR_MAX_WORKERS)
         return PyErr_Format(PyExc_ValueError, "expected an offset and digests for each tensor, and some workers");
     struct dr_known *known = PyMem_Calloc((size_t)count + 1, sizeof *known);
@@ -98,8 +106,8 @@ static PyObject *find_among(PyObject *module, const struct sources *sources, PyO
         return PyErr_NoMemory();
     PyObject *mask = NULL;
     Py_ssize_t parsed = 0;
-    while (parsed < count && parse_known(&known[parsed], &sources->each[parsed], PyList_GetItem(offsets, parsed),
-                                         PyList_GetItem(digests, parsed)) == 0)
+    while (parsed < count && parse_known(&known[parsed], sources, PyList_GetItem(indices, parsed),
+                                         PyList_GetItem(offsets, parsed), PyList_GetItem(digests, parsed)) == 0)
         parsed++;
     if (parsed == count) {
         struct dr_error error;
@@ -116,12 +124,13 @@ static PyObject *find_among(PyObject *module, const struct sources *sources, PyO
 
 static PyObject *find_changed(PyObject *module, PyObject *args) {
     struct sources sources = {0};
-    PyObject *tensors, *offsets, *digests, *key, *mask = NULL;
+    PyObject *tensors, *indices, *offsets, *digests, *key, *mask = NULL;
     unsigned workers;
-    if (!PyArg_ParseTuple(args, "OO!O!OI", &tensors, &PyList_Type, &offsets, &PyList_Type, &digests, &key, &workers))
+    if (!PyArg_ParseTuple(args, "OO!O!O!OI", &tensors, &PyList_Type, &indices, &PyList_Type, &offsets, &PyList_Type,
+                          &digests, &key, &workers))
         return NULL;
     if (sources_init(&sources, module, tensors, key) == 0)
-        mask = find_among(module, &sources, offsets, digests, workers);
+        mask = find_among(module, &sources, indices, offsets, digests, workers);
     sources_free(&sources);
     return mask;
 }
@@ -129,6 +138,7 @@ static PyObject *find_changed(PyObject *module, PyObject *args) {
 PyMethodDef unchanged_methods[] = {
     {"samples", samples, METH_VARARGS, "samples(Tensors, key) -> 8 bytes for each, which differ if the tensors do"},
     {"find_changed", find_changed, METH_VARARGS,
-     "find_changed(Tensors, payload offsets, digests, key, workers) -> bytes: 1 for each that the digests are not of"},
+     "find_changed(Tensors, which, payload offsets, digests, key, workers) -> bytes: 1 for each of those that the "
+     "digests are not of"},
     {NULL, NULL, 0, NULL},
 };

@@ -10,37 +10,49 @@
 
 /* ---- samples ---- */
 
-enum { STRETCHES = 8, STRETCH = 64 };
+enum { STRETCHES = 4, STRETCH = 64 };
 
-/* The bytes [from, to) of the payload: where they lie in memory, or gathered into the room. */
-static const uint8_t *bytes_of(const struct dr_source *source, uint64_t from, uint64_t to, uint8_t *room) {
-    if (!source->strides)
-        return (const uint8_t *)source->data + from;
+/* A tensor's payload, to be looked at piece by piece. */
+struct payload {
+    const uint8_t *bytes; /* NULL: they have to be gathered */
     struct dr_region region;
-    dr_region_init(&region, &source->shape, NULL, source->shape.sizes, (void *)(uintptr_t)source->data,
+};
+
+static void payload_init(struct payload *payload, const struct dr_source *source) {
+    payload->bytes = source->data;
+    if (!source->strides)
+        return;
+    dr_region_init(&payload->region, &source->shape, NULL, source->shape.sizes, (void *)(uintptr_t)source->data,
                    source->strides);
-    if (region.run == source->size)
-        return region.memory + from;
-    dr_region_gather(&region, from, to, room);
+    payload->bytes = payload->region.run == source->size ? payload->region.memory : NULL;
+}
+
+/* The bytes [from, to): where they lie in memory, or gathered into the room. */
+static const uint8_t *bytes_of(const struct payload *payload, uint64_t from, uint64_t to, uint8_t *room) {
+    if (payload->bytes)
+        return payload->bytes + from;
+    dr_region_gather(&payload->region, from, to, room);
     return room;
 }
 
-static void copy(const struct dr_source *source, uint64_t from, uint64_t to, uint8_t *out) {
-    const uint8_t *bytes = bytes_of(source, from, to, out);
+static void copy(const struct payload *payload, uint64_t from, uint64_t to, uint8_t *out) {
+    const uint8_t *bytes = bytes_of(payload, from, to, out);
     if (bytes != out)
         memcpy(out, bytes, (size_t)(to - from));
 }
 
 void dr_sample(const struct dr_digest_key *key, const struct dr_source *source, uint8_t out[DR_SAMPLE_BYTES]) {
     uint8_t bytes[STRETCHES * STRETCH], digest[DR_DIGEST_BYTES];
+    struct payload payload;
     uint64_t size = source->size;
+    payload_init(&payload, source);
     if (size <= sizeof bytes) {
         if (size)
-            copy(source, 0, size, bytes);
+            copy(&payload, 0, size, bytes);
     } else {
         uint64_t apart = (size - STRETCH) / (STRETCHES - 1);
         for (unsigned i = 0; i < STRETCHES; i++)
-            copy(source, i * apart, i * apart + STRETCH, bytes + i * STRETCH);
+            copy(&payload, i * apart, i * apart + STRETCH, bytes + i * STRETCH);
         size = sizeof bytes;
     }
     dr_digest(key, bytes, (size_t)size, digest);
@@ -76,7 +88,9 @@ static void compare(const struct comparing *comparing, struct dr_known *known, s
     uint8_t digest[DR_DIGEST_BYTES];
     const struct dr_source *source = known->source;
     dr_crc_range(known->payload_offset, source->size, index, &lo, &hi);
-    const uint8_t *bytes = bytes_of(source, lo - known->payload_offset, hi - known->payload_offset, room);
+    struct payload payload;
+    payload_init(&payload, source);
+    const uint8_t *bytes = bytes_of(&payload, lo - known->payload_offset, hi - known->payload_offset, room);
     dr_digest(comparing->key, bytes, (size_t)(hi - lo), digest);
     if (memcmp(digest, known->digests + index * DR_DIGEST_BYTES, sizeof digest) != 0)
         atomic_store(&known->differs, true);

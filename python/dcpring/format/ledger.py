@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ UNKNOWN, SAMPLED, KEPT = 0, 1, 2
 _HEAD = struct.Struct("<4sIIB16s16s")
 _MAGIC = b"DRL\x01"
 _SEED_BYTES = _ID_BYTES = 16
-_SAMPLE_BYTES = 8
+SAMPLE_BYTES = 8
 MOST_MISSES = 6
 
 Place = tuple[str, int, int, int, int, int, bytes | None]
@@ -33,7 +34,7 @@ class Ledger:
     plan: what tells the rank's plan from others; "" bytes where it was not compact.
     is_durable: whether the files were synced.
     identities: 16 bytes for each item: of its name, its place in the tensor, and its dtype.
-    samples: 8 bytes for each, of some of its elements.
+    samples: 64 bits for each, of some of its elements.
     states: a byte for each, of those above.
     misses: for each, how often it has changed although it was expected to stay.
     waits: for each, in how many saves more it will not be expected to.
@@ -45,7 +46,7 @@ class Ledger:
     plan: bytes
     is_durable: bool
     identities: bytes
-    samples: bytes
+    samples: array[int]
     states: bytearray
     misses: bytearray
     waits: bytearray
@@ -58,9 +59,6 @@ class Ledger:
     def identity(self, row: int) -> bytes:
         return self.identities[_ID_BYTES * row : _ID_BYTES * (row + 1)]
 
-    def sample(self, row: int) -> bytes:
-        return sample_at(self.samples, row)
-
     def place(self, row: int) -> Place:
         place = self.storage.get(row)
         assert place is not None
@@ -70,7 +68,7 @@ class Ledger:
         packed, count = self.storage.encode(), len(self)
         head = _HEAD.pack(_MAGIC, count, len(packed), self.is_durable, self.seed, self.plan)
         kept = [self.digests[row] for row in range(count) if self.states[row] == KEPT]
-        rows = (self.identities, self.samples, bytes(self.states), bytes(self.misses), bytes(self.waits))
+        rows = (self.identities, self.samples.tobytes(), bytes(self.states), bytes(self.misses), bytes(self.waits))
         return b"".join((head, *rows, packed, *kept))
 
 
@@ -82,7 +80,7 @@ def decode_ledger(data: bytes | memoryview) -> Ledger:
     except struct.error as error:
         raise ValueError(str(error)) from error
     parts, at = list[bytes](), _HEAD.size
-    for size in (_ID_BYTES * count, _SAMPLE_BYTES * count, count, count, count, packed_bytes):
+    for size in (_ID_BYTES * count, SAMPLE_BYTES * count, count, count, count, packed_bytes):
         parts.append(data[at : at + size])
         at += size
     if magic != _MAGIC or at > len(data):
@@ -104,7 +102,7 @@ def decode_ledger(data: bytes | memoryview) -> Ledger:
         plan,
         bool(is_durable),
         identities,
-        samples,
+        array("Q", samples),
         bytearray(states),
         bytearray(misses),
         bytearray(waits),
@@ -144,10 +142,3 @@ def plan_of(*parts: bytes) -> bytes:
 
 NO_PLAN = bytes(_ID_BYTES)
 NO_IDENTITY = bytes(_ID_BYTES)
-
-
-def sample_at(samples: bytes, index: int) -> bytes:
-    return samples[_SAMPLE_BYTES * index : _SAMPLE_BYTES * (index + 1)]
-
-
-NO_SAMPLE = bytes(_SAMPLE_BYTES)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -190,6 +190,23 @@ class TableSource:
         return True
 
 
+class Looked(NamedTuple):
+    """Tensors that are to be written.
+
+    Attributes:
+        positions: of their items.
+        tensors: as they are written.
+        unresolved: as they were planned: some of them conjugate or negative views.
+        handles, kinds: as of ``handles_and_kinds``.
+    """
+
+    positions: list[int]
+    tensors: list[Tensor]
+    unresolved: list[Tensor]
+    handles: _C.Tensors
+    kinds: bytes
+
+
 class Saving:
     """One rank's items being written, to one file or more: in each tensors first, then what has to be pickled.
 
@@ -224,6 +241,7 @@ class Saving:
         self._descriptors: dict[int, list[str]] = {}
         self.digests: dict[int, bytes] = {}
         self._digest_key: bytes | None = None
+        self._looked: Looked | None = None
         self._name = ""
         self._written: list[int] = []
 
@@ -294,14 +312,22 @@ class Saving:
         if self._transforms.extensions:
             self._write_pickled(file, positions, self._tensor_bytes)
             return
-        tensors = self._checked(positions, self.source.resolve(positions))
-        unresolved = tensors[:]
-        handles, kinds = handles_and_kinds(tensors)
-        in_memory = {index: unresolved[index] for index, kind in enumerate(kinds) if kind != _OTHER}
+        looked = self.look(positions)
+        self._looked = None
+        in_memory = {index: looked.unresolved[index] for index, kind in enumerate(looked.kinds) if kind != _OTHER}
         if same := same_memory(in_memory):
-            self._write_once(file, positions, tensors, same)
+            self._write_once(file, positions, looked.tensors, same)
         else:
-            self._write_distinct(file, positions, tensors, handles, kinds)
+            self._write_distinct(file, positions, looked.tensors, looked.handles, looked.kinds)
+
+    def look(self, positions: list[int]) -> Looked:
+        """The tensors at these positions, which are kept in case that they are written next."""
+        if self._looked is None or self._looked.positions != positions:
+            self._looked = None
+            tensors = self._checked(positions, self.source.resolve(positions))
+            unresolved = tensors[:]
+            self._looked = Looked(positions, tensors, unresolved, *handles_and_kinds(tensors))
+        return self._looked
 
     def _write_once(
         self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], same: dict[int, int]
@@ -322,7 +348,7 @@ class Saving:
         if not any(kinds):
             self._write_plain(file, positions, tensors, handles)
             return
-        plain = [index for index, kind in enumerate(kinds) if kind == _PLAIN]
+        plain = [index for index, kind in enumerate(kinds) if kind == PLAIN]
         self._write_plain(file, [positions[i] for i in plain], [tensors[i] for i in plain])
         on_device = [index for index, kind in enumerate(kinds) if kind == _DEVICE]
         for device in dict.fromkeys(tensors[i].device for i in on_device):
@@ -427,7 +453,7 @@ class Saving:
         return out
 
 
-_PLAIN, _DEVICE, _OTHER = 0, 1, 2
+PLAIN, _DEVICE, _OTHER = 0, 1, 2
 
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:

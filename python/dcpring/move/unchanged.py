@@ -8,30 +8,27 @@ that the save after this one can link it.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
-from torch import Tensor
-
 from dcpring import _C
-from dcpring.base.memory import is_lazy_view
 from dcpring.format.ledger import (
     KEPT,
     MOST_MISSES,
     NO_IDENTITY,
-    NO_SAMPLE,
+    NO_PLAN,
+    SAMPLE_BYTES,
     SAMPLED,
-    UNKNOWN,
     Ledger,
     Place,
     key_of,
     new_seed,
-    sample_at,
 )
 from dcpring.format.metadata import TENSOR
-from dcpring.move.save import Saving, Source
-from dcpring.torchside.tensors import PLAIN_TYPES
+from dcpring.move.save import PLAIN, Saving
 
 LEAST_KEPT_BYTES = 1 << 20
 """Of tensors that are expected to stay: fewer do not get a file of their own."""
@@ -55,7 +52,7 @@ class Keeping:
     """One rank's save, seen against an earlier one.
 
     Args:
-        source: the items.
+        saving: the save.
         earlier: the rank's ledger in the earlier checkpoint, None where there is none.
         is_frozen: whether a tensor of that name is expected to stay, of which nothing is known yet.
         workers: threads that compare.
@@ -65,17 +62,22 @@ class Keeping:
         seed: that it is made of.
     """
 
-    def __init__(self, source: Source, earlier: Ledger | None, is_frozen: Callable[[str], bool], workers: int) -> None:
-        count = len(source.tensors) + len(source.objects)
+    def __init__(self, saving: Saving, earlier: Ledger | None, is_frozen: Callable[[str], bool], workers: int) -> None:
+        source = saving.source
+        self._count = len(source.tensors) + len(source.objects)
         self.seed = new_seed() if earlier is None else earlier.seed
         self.key = key_of(self.seed)
+        self._saving = saving
         self._source = source
         self._earlier = earlier
         self._is_frozen = is_frozen
         self._workers = workers
         self._plan = source.plan()
-        self._samples = [NO_SAMPLE] * count
-        self._states, self._misses, self._waits = bytearray(count), bytearray(count), bytearray(count)
+        self._is_same_plan = (
+            earlier is not None and self._plan != NO_PLAN and self._plan == earlier.plan and len(earlier) == self._count
+        )
+        self._samples = array("Q", bytes(SAMPLE_BYTES * self._count))
+        self._states, self._misses, self._waits = (bytearray(self._count) for _ in range(3))
         self._rows: dict[int, int] = {}
         self._unchanged: set[int] = set()
         self._staying: set[int] = set()
@@ -85,86 +87,92 @@ class Keeping:
     def compare(self) -> None:
         """Finds out which tensors are unchanged, and which of the others are expected to stay."""
         positions, tensors = self._plain()
-        samples = _C.samples(_C.Tensors(tensors), self.key)
-        self._rows = self._find_rows(positions)
-        compared: list[tuple[int, Tensor]] = []
-        for index, (position, tensor) in enumerate(zip(positions, tensors, strict=True)):
+        samples = memoryview(_C.samples(tensors, self.key)).cast("Q")
+        for position, sample in zip(positions, samples, strict=True):
+            self._samples[position] = sample
             self._states[position] = SAMPLED
-            sample = self._samples[position] = sample_at(samples, index)
-            if position not in self._rows:
-                if self._is_frozen(self._source.name(position)):
-                    self._staying.add(position)
-            elif self._is_candidate(position, sample):
-                compared.append((position, tensor))
-        self._decide(compared)
+        rows = self._find_rows(positions)
+        if rows is None:
+            self._staying = {position for position in positions if self._is_frozen(self._source.name(position))}
+        else:
+            self._decide(tensors, self._candidates(positions, rows))
 
-    def _plain(self) -> tuple[list[int], list[Tensor]]:
+    def _plain(self) -> tuple[list[int], _C.Tensors]:
         """The tensors that lie as they are in CPU memory."""
-        chosen = [
-            (position, value)
-            for position, value in zip(self._source.tensors, self._source.resolve(self._source.tensors), strict=True)
-            if type(value) in PLAIN_TYPES and not is_lazy_view(value) and self._source.as_planned(position, value)
+        source, looked = self._source, self._saving.look(self._source.tensors)
+        fits = [
+            kind == PLAIN and source.as_planned(position, tensor)
+            for position, tensor, kind in zip(looked.positions, looked.tensors, looked.kinds, strict=True)
         ]
-        kinds = _C.Tensors([tensor for _, tensor in chosen]).kinds()
-        plain = [pair for pair, kind in zip(chosen, kinds, strict=True) if kind == 0]
-        return [position for position, _ in plain], [tensor for _, tensor in plain]
+        if all(fits):
+            return looked.positions, looked.handles
+        return list(compress(looked.positions, fits)), _C.Tensors(list(compress(looked.tensors, fits)))
 
-    def _find_rows(self, positions: Sequence[int]) -> dict[int, int]:
-        """The rows of the earlier ledger that these items have, as far as something is known of them."""
+    def _find_rows(self, positions: Sequence[int]) -> Sequence[int] | None:
+        """The row of the earlier ledger that each item has, -1 where nothing is known of it; None: it is so of all."""
         earlier = self._earlier
         if earlier is None:
-            return {}
-        if self._plan and self._plan == earlier.plan and len(earlier) == len(self._states):
-            return {position: position for position in positions if earlier.states[position] != UNKNOWN}
-        rows = {earlier.identity(row): row for row in range(len(earlier)) if earlier.states[row] != UNKNOWN}
-        found = ((position, rows.get(self._source.identity(position))) for position in positions)
-        return {position: row for position, row in found if row is not None}
+            return None
+        states = earlier.states
+        if self._is_same_plan:
+            self._misses[:], self._waits[:] = earlier.misses, earlier.waits
+            return [position if states[position] else -1 for position in positions]
+        by_identity = {earlier.identity(row): row for row in range(len(earlier)) if states[row]}
+        rows = [by_identity.get(self._source.identity(position), -1) for position in positions]
+        for position, row in zip(positions, rows, strict=True):
+            if row >= 0:
+                self._misses[position], self._waits[position] = earlier.misses[row], earlier.waits[row]
+        return rows
 
-    def _is_candidate(self, position: int, sample: bytes) -> bool:
-        """Whether digests are to decide. What has only a sample is expected to stay if that is the same."""
-        earlier, row = self._earlier, self._rows[position]
+    def _candidates(self, positions: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Those for digests to decide: their indices, positions and rows.
+
+        What has only a sample, and that is the same, is expected to stay.
+        """
+        earlier = self._earlier
         assert earlier is not None
-        self._misses[position], self._waits[position] = earlier.misses[row], earlier.waits[row]
-        is_same = sample == earlier.sample(row)
-        if earlier.states[row] == KEPT:
-            if not is_same:
-                self._miss(position)
-            return is_same
-        if is_same and self._waits[position]:
-            self._waits[position] -= 1
-        elif is_same:
-            self._staying.add(position)
-        return False
+        old, new, states = earlier.samples, self._samples, earlier.states
+        found: list[tuple[int, int, int]] = []
+        for index, (position, row) in enumerate(zip(positions, rows, strict=True)):
+            if row < 0:
+                if self._is_frozen(self._source.name(position)):
+                    self._staying.add(position)
+            elif states[row] == KEPT:
+                self._rows[position] = row
+                if new[position] == old[row]:
+                    found.append((index, position, row))
+                else:
+                    self._miss(position)
+            elif new[position] == old[row]:
+                if self._waits[position]:
+                    self._waits[position] -= 1
+                else:
+                    self._staying.add(position)
+        return found
 
     def _miss(self, position: int) -> None:
         """It was expected to stay, and has not: the more often, the longer it is not expected to again."""
         misses = self._misses[position] = min(self._misses[position] + 1, MOST_MISSES)
         self._waits[position] = (1 << misses) - 1
 
-    def _decide(self, compared: Sequence[tuple[int, Tensor]]) -> None:
+    def _decide(self, tensors: _C.Tensors, candidates: Sequence[tuple[int, int, int]]) -> None:
         earlier = self._earlier
-        if not compared or earlier is None:
+        if not candidates or earlier is None:
             return
-        rows = [self._rows[position] for position, _ in compared]
-        places = [earlier.place(row) for row in rows]
-        fit = [
-            index
-            for index, (place, (_, tensor)) in enumerate(zip(places, compared, strict=True))
-            if place[1] == TENSOR and place[5] == tensor.nbytes
-        ]
+        places = [earlier.place(row) for _, _, row in candidates]
         changed = _C.find_changed(
-            _C.Tensors([compared[index][1] for index in fit]),
-            [places[index][4] for index in fit],
-            [earlier.digests[rows[index]] for index in fit],
+            tensors,
+            [index for index, _, _ in candidates],
+            [place[4] for place in places],
+            [earlier.digests[row] for _, _, row in candidates],
             self.key,
             self._workers,
         )
-        same = {compared[index][0] for index, differs in zip(fit, changed, strict=True) if not differs}
-        for position, _ in compared:
-            if position in same:
-                self._unchanged.add(position)
-            else:
+        for (_, position, _), place, differs in zip(candidates, places, changed, strict=True):
+            if differs or place[1] != TENSOR:
                 self._miss(position)
+            else:
+                self._unchanged.add(position)
 
     # ---- what becomes of them ----
 
@@ -207,8 +215,9 @@ class Keeping:
 
     # ---- what the next save is told ----
 
-    def ledger(self, saving: Saving, is_durable: bool) -> bytes:
+    def ledger(self, is_durable: bool) -> bytes:
         """Encoded, when all is stored."""
+        saving = self._saving
         for position in saving.digests:
             self._states[position] = KEPT
         return Ledger(
@@ -216,7 +225,7 @@ class Keeping:
             self._plan,
             is_durable,
             self._identities(),
-            b"".join(self._samples),
+            self._samples,
             self._states,
             self._misses,
             self._waits,
@@ -225,11 +234,7 @@ class Keeping:
         ).encode()
 
     def _identities(self) -> bytes:
-        earlier = self._earlier
-        if earlier is not None and self._plan and self._plan == earlier.plan and len(earlier) == len(self._states):
-            return earlier.identities
-        tensors = set(self._source.tensors)
-        return b"".join(
-            self._source.identity(position) if position in tensors else NO_IDENTITY
-            for position in range(len(self._states))
-        )
+        if self._is_same_plan and self._earlier is not None:
+            return self._earlier.identities
+        known = (self._source.identity(at) if self._states[at] else NO_IDENTITY for at in range(self._count))
+        return b"".join(known)

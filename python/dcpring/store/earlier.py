@@ -103,7 +103,7 @@ class Keeper:
         self._earlier = earlier
         self._directory = directory
         self._sync = sync
-        self._keeping = Keeping(saving.source, None if earlier is None else earlier.ledger, is_frozen, workers)
+        self._keeping = Keeping(saving, None if earlier is None else earlier.ledger, is_frozen, workers)
         self._linked: set[int] = set()
         self._keeping.compare()
         self.key = self._keeping.key
@@ -144,7 +144,7 @@ class Keeper:
 
     def ledger(self) -> bytes:
         """For the save after this one, once everything is written."""
-        return self._keeping.ledger(self._saving, self._sync)
+        return self._keeping.ledger(self._sync)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -1,4 +1,4 @@
-"""Saves of a state of which much, or nothing, has not changed, with and without unchanged="link", in turns.
+"""Saves of a state of which much, or nothing, has not changed: unchanged="write", "link" and "trust", in turns.
 
     python benchmarks/unchanged.py                       # 2 GiB on 4 ranks, 7 rounds: minutes
     python benchmarks/unchanged.py --mib 256 --procs 2 --rounds 3 --cases lora
@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 from dcpring import RingSavePlanner, RingWriter
 
 State = dict[str, Any]
-WAYS: tuple[Literal["write", "link"], ...] = ("write", "link")
+Way = Literal["write", "link", "trust"]
+WAYS: tuple[Way, ...] = ("write", "link", "trust")
 WIDTH, RANK = 4096, 16
 
 
@@ -75,7 +76,7 @@ def small(group: Group, mib: int) -> tuple[State, list[Tensor]]:
 CASES: dict[str, Callable[[Group, int], tuple[State, list[Tensor]]]] = {"lora": lora, "full": full, "small": small}
 
 
-def saved(group: Group, state: State, path: Path, way: Literal["write", "link"], before: Path) -> dict[str, float]:
+def saved(group: Group, state: State, path: Path, way: Way, before: Path) -> dict[str, float]:
     writer = RingWriter(path, unchanged=way, unchanged_from=before)
     release_free_memory()
     group.barrier()
@@ -102,8 +103,8 @@ def run(group: Group, folder: Path, case: str, mib: int, rounds: int) -> dict[st
         for tensor in changing:
             tensor.add_(0.37)
     if group.rank == 0:
-        shutil.rmtree(folder / "link")
-        shutil.rmtree(folder / "write")
+        for way in WAYS:
+            shutil.rmtree(folder / way)
     group.barrier()
     changing_mib = sum(group.gather(sum(tensor.nbytes for tensor in changing))) / 2**20
     return {"changing MiB": changing_mib, "samples": found}
@@ -115,12 +116,14 @@ def show(case: str, result: dict[str, Any]) -> None:
         for label, some in (("first", samples[:1]), ("later", samples[1:])):
             cells = (f"{median(one[what] for one in some):10.3f} {what}" for what in some[0])
             print(f"  {way:6} {label:6}", "".join(cells))
-    pairs = list(zip(*(result["samples"][way][1:] for way in ("link", "write")), strict=True))
-    for what in ("s", "CPU s"):
-        ratios = [link[what] / write[what] for link, write in pairs]
-        print(f"  link / write, {what}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    times = median(one["MiB written"] for one in result["samples"]["link"][1:]) / result["changing MiB"]
-    print(f"  MiB written by link, of those that change: {times:.3f}", flush=True)
+    plain = result["samples"]["write"][1:]
+    for way in WAYS[1:]:
+        later = result["samples"][way][1:]
+        for what in ("s", "CPU s"):
+            ratios = [one[what] / other[what] for one, other in zip(later, plain, strict=True)]
+            print(f"  {way} / write, {what}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        times = median(one["MiB written"] for one in later) / result["changing MiB"]
+        print(f"  MiB written by {way}, of those that change: {times:.3f}", flush=True)
 
 
 def main() -> None:

@@ -134,6 +134,28 @@ def test_signs_of_zeros_and_of_nan_count(tmp_path: Path) -> None:
         assert torch.equal(loaded["weight"].view(torch.int32), base["weight"].data.view(torch.int32))
 
 
+def test_frozen_parameters_can_be_trusted(tmp_path: Path) -> None:
+    """Then a few of their bytes decide; what is trained is read all the same."""
+    base, adapters = hinted(base_of()), adapters_of()
+    first = next(iter(base.values()))
+    kept = state_of({name: tensor.clone() for name, tensor in base.items()}, adapters)
+    for step in range(2):
+        assert save(tmp_path / f"step-{step}", state_of(base, adapters), unchanged="trust").linked_files == step
+    with torch.no_grad():
+        first.view(-1)[77] += 1
+    writer = RingWriter(tmp_path / "step-2", unchanged="trust")
+    dcp.save(state_of(base, adapters), storage_writer=writer, planner=RingSavePlanner(), no_dist=True)
+    check(tmp_path / "step-2", kept)  # as was promised
+    with torch.no_grad():
+        first.add_(1)
+    assert save(tmp_path / "step-3", state_of(base, adapters), unchanged="trust").linked_files == 0
+    trained = {name: tensor.requires_grad_() for name, tensor in base.items()}
+    assert save(tmp_path / "step-4", state_of(trained, adapters), unchanged="trust").linked_files == 1
+    with torch.no_grad():
+        list(trained.values())[1].view(-1)[77] += 1
+    assert save(tmp_path / "step-5", state_of(trained, adapters), unchanged="trust").linked_files == 0
+
+
 def test_a_file_goes_where_one_of_its_tensors_changes(tmp_path: Path) -> None:
     """The others are written once more, in a file of those that have stayed."""
     base = hinted(base_of())
@@ -371,5 +393,5 @@ def test_ledgers_do_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='must be "link" or "write"'):
+    with pytest.raises(ValueError, match='must be "write", "link" or "trust"'):
         RingWriter(tmp_path, unchanged="copy")  # type: ignore[arg-type]

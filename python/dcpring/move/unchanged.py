@@ -54,7 +54,8 @@ class Keeping:
     Args:
         saving: the save.
         earlier: the rank's ledger in the earlier checkpoint, None where there is none.
-        is_frozen: whether a tensor of that name is expected to stay, of which nothing is known yet.
+        is_frozen: whether a tensor of that name is one that is not trained, and so expected to stay.
+        trusts: such tensors are taken for unchanged if their samples are.
         workers: threads that compare.
 
     Attributes:
@@ -62,7 +63,9 @@ class Keeping:
         seed: that it is made of.
     """
 
-    def __init__(self, saving: Saving, earlier: Ledger | None, is_frozen: Callable[[str], bool], workers: int) -> None:
+    def __init__(
+        self, saving: Saving, earlier: Ledger | None, is_frozen: Callable[[str], bool], trusts: bool, workers: int
+    ) -> None:
         source = saving.source
         self._count = len(source.tensors) + len(source.objects)
         self.seed = new_seed() if earlier is None else earlier.seed
@@ -71,6 +74,7 @@ class Keeping:
         self._source = source
         self._earlier = earlier
         self._is_frozen = is_frozen
+        self._trusts = trusts
         self._workers = workers
         self._plan = source.plan()
         self._is_same_plan = (
@@ -139,10 +143,12 @@ class Keeping:
                     self._staying.add(position)
             elif states[row] == KEPT:
                 self._rows[position] = row
-                if new[position] == old[row]:
-                    found.append((index, position, row))
-                else:
+                if new[position] != old[row]:
                     self._miss(position)
+                elif self._trusts and self._is_frozen(self._source.name(position)):
+                    self._unchanged.add(position)
+                else:
+                    found.append((index, position, row))
             elif new[position] == old[row]:
                 if self._waits[position]:
                     self._waits[position] -= 1

@@ -31,7 +31,7 @@ from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.resume.staging import StagingBuffer
-from dcpring.store.writer import RingWriter, Unchanged
+from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.watch.phases import Staging
 
 __all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
@@ -108,7 +108,8 @@ class Checkpointer:
             that training has left by going back are not counted, and stay.
         keep_every: keep every step that is a multiple of this too.
         unchanged: "link": tensors that the step before has, bit for bit, are not written again, but its files are
-            linked: what is frozen is written once (see docs/resume.md). "write", the default, writes everything.
+            linked: what is frozen is written once. "trust": the same, without reading parameters that require no
+            gradient to compare them. "write", the default, writes everything. See docs/resume.md.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
         writer_options: for ``RingWriter``.
@@ -147,8 +148,7 @@ class Checkpointer:
                         raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
                 if busy not in ("wait", "skip"):
                     raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
-                if unchanged not in ("link", "write"):
-                    raise ValueError(f'unchanged={unchanged!r}: must be "link" or "write"')
+                check_unchanged(unchanged)
                 problem = unusable(folder)
                 if problem:
                     raise CheckpointError(problem)
@@ -279,7 +279,7 @@ class Checkpointer:
                 for name, component in self.components.items()
             }
             state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
-            if self.unchanged == "link":
+            if self.unchanged != "write":
                 self._frozen = {
                     f"{name}.{key}"
                     for name, component in self.components.items()
@@ -323,11 +323,11 @@ class Checkpointer:
 
     def _about_unchanged(self) -> dict[str, Any]:
         """For the writer: the step before, as this rank sees it. Each rank compares its own part, and links that."""
-        if self.unchanged != "link":
+        if self.unchanged == "write":
             return {}
         there = self._steps.committed()
         before = self._last if self._last in there else max(there, default=None)
-        return {"unchanged": "link"} | ({} if before is None else {"unchanged_from": self.path(before)})
+        return {"unchanged": self.unchanged} | ({} if before is None else {"unchanged_from": self.path(before)})
 
     def _write(
         self,

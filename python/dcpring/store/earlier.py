@@ -64,7 +64,7 @@ def find_earlier(directory: Path, given: Path | None, metadata_name: str, number
 
 
 def frozen_of(planner: SavePlanner, known: Set[str]) -> Callable[[str], bool]:
-    """Says of tensors of which nothing is known yet whether they are expected to stay as they are, by their names."""
+    """Says of tensors, by their names, whether they are not trained: parameters that require no gradient."""
     values = getattr(planner, "state_dict", None) or {}
 
     def is_frozen(name: str) -> bool:
@@ -82,6 +82,7 @@ class Keeper:
         earlier: the checkpoint before.
         directory: of the new one.
         is_frozen: see ``frozen_of``.
+        trusts: what is frozen need not be compared as a whole.
         workers: threads that compare.
         sync: what is linked is to be durable.
 
@@ -96,6 +97,7 @@ class Keeper:
         directory: Path,
         *,
         is_frozen: Callable[[str], bool],
+        trusts: bool,
         workers: int,
         sync: bool,
     ) -> None:
@@ -103,7 +105,8 @@ class Keeper:
         self._earlier = earlier
         self._directory = directory
         self._sync = sync
-        self._keeping = Keeping(saving, None if earlier is None else earlier.ledger, is_frozen, workers)
+        ledger = None if earlier is None else earlier.ledger
+        self._keeping = Keeping(saving, ledger, is_frozen, trusts, workers)
         self._linked: set[int] = set()
         self._keeping.compare()
         self.key = self._keeping.key

@@ -67,7 +67,12 @@ __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
 
-Unchanged = Literal["write", "link"]
+Unchanged = Literal["write", "link", "trust"]
+
+
+def check_unchanged(value: object) -> None:
+    if value not in ("write", "link", "trust"):
+        raise ValueError(f'unchanged={value!r}: must be "write", "link" or "trust"')
 
 
 class RingWriter(FileSystemWriter):
@@ -101,7 +106,9 @@ class RingWriter(FileSystemWriter):
             fails the save on all ranks, before anything is written where RingSavePlanner plans; "allow" says nothing.
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
         unchanged: "link": tensors that an earlier checkpoint has, bit for bit, are not written again; their files there
-            become files of this one too, by hard links (see docs/resume.md). "write", the default, writes everything.
+            become files of this one too, by hard links (see docs/resume.md). That they are equal is found by reading
+            them in memory; with "trust" parameters that require no gradient are not read, but a few bytes of each.
+            "write", the default, writes everything.
         unchanged_from: the directory of the earlier checkpoint; None: the newest in ``path`` and the directories beside
             it.
         metrics: a function that gets a ``Metrics`` of each save when it is over, on the coordinator, in the thread that
@@ -172,8 +179,7 @@ class RingWriter(FileSystemWriter):
         self.progress = checked_progress(progress)
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
-        if unchanged not in ("link", "write"):
-            raise ValueError(f'unchanged={unchanged!r}: must be "link" or "write"')
+        check_unchanged(unchanged)
         layout.require_local(unchanged_from)
         self.unchanged: Unchanged = unchanged
         self.unchanged_from = None if unchanged_from is None else Path(unchanged_from)
@@ -220,7 +226,7 @@ class RingWriter(FileSystemWriter):
         self._tracer.staged(staging)
 
     def note_frozen(self, keys: Set[str]) -> None:
-        """Called by Checkpointer, which knows the model: tensors under these keys are expected to stay as they are."""
+        """Called by Checkpointer, which knows the model: tensors under these keys are not trained."""
         self._frozen = keys
 
     def storage_meta(self) -> Any:
@@ -325,7 +331,7 @@ class RingWriter(FileSystemWriter):
 
     def _keeper(self, saving: Saving, planner: SavePlanner, rank: int) -> Keeper | None:
         """Deals with what has not changed; None where nobody wants that, or it cannot be told."""
-        if self.unchanged != "link" or not saving.knows_tensors:
+        if self.unchanged == "write" or not saving.knows_tensors:
             return None
         name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
         with self._phases.span("compare"):
@@ -335,6 +341,7 @@ class RingWriter(FileSystemWriter):
                 earlier,
                 self._directory,
                 is_frozen=frozen_of(planner, self._frozen),
+                trusts=self.unchanged == "trust",
                 workers=self.options.workers,
                 sync=self.sync_files,
             )

@@ -4,7 +4,8 @@
     python benchmarks/unchanged.py --mib 256 --procs 2 --rounds 3 --cases lora
 
 lora: a frozen base of so many MiB, adapters beside it with what AdamW keeps of them, of which all changes between two
-saves. full: float32 weights of which every element changes. small: 4 KiB each, 20,000 of them, all changing.
+saves; "alone" is a save of these without the base. full: float32 weights of which every element changes. small: 4 KiB
+each, 20,000 of them, all changing.
 
 A save is over when all is durable. Seconds are those of the slowest rank, CPU seconds and bytes are sums. The first
 save of each way is shown by itself; of the others the medians. The page cache does not matter: nothing is read.
@@ -31,8 +32,8 @@ from torch.distributed.tensor import DTensor, Shard
 from dcpring import RingSavePlanner, RingWriter
 
 State = dict[str, Any]
-Way = Literal["write", "link", "trust"]
-WAYS: tuple[Way, ...] = ("write", "link", "trust")
+Way = Literal["write", "link", "trust", "alone"]
+WAYS: tuple[Way, ...] = ("write", "link", "trust", "alone")
 WIDTH, RANK = 4096, 16
 
 
@@ -77,6 +78,9 @@ CASES: dict[str, Callable[[Group, int], tuple[State, list[Tensor]]]] = {"lora": 
 
 
 def saved(group: Group, state: State, path: Path, way: Way, before: Path) -> dict[str, float]:
+    if way == "alone":
+        model = {key: value for key, value in state["model"].items() if not isinstance(value, torch.nn.Parameter)}
+        state, way = {**state, "model": model}, "write"
     writer = RingWriter(path, unchanged=way, unchanged_from=before)
     release_free_memory()
     group.barrier()

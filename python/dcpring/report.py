@@ -52,6 +52,7 @@ class Metrics:
         slowest_rank: which was longest at writing or reading; of a load the rank whose numbers these are. None where
             ranks have not said.
         slowest_seconds: that it was at writing or reading.
+        linked_bytes: of tensors that had not changed, and that a save with ``unchanged="link"`` has not written.
     """
 
     operation: Literal["save", "load"]
@@ -61,6 +62,7 @@ class Metrics:
     ranks: int = 1
     slowest_rank: int | None = None
     slowest_seconds: float = 0.0
+    linked_bytes: int = 0
 
     @property
     def step(self) -> int | None:
@@ -82,7 +84,8 @@ class Metrics:
         slowest = (
             "" if self.slowest_rank is None else f", slowest rank {self.slowest_rank}: {self.slowest_seconds:.3f} s"
         )
-        return f"saved {self.path}: {line} by {ranks}{slowest}"
+        linked = f", {format_bytes(self.linked_bytes)} linked" if self.linked_bytes else ""
+        return f"saved {self.path}: {line} by {ranks}{slowest}{linked}"
 
 
 @dataclass

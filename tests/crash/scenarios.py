@@ -750,7 +750,7 @@ def every(seed: int | str) -> list[Scenario]:
         Saves("save that links each tensor", _ONE_EACH, writer=KeepsLittle, versions=5, states=kept_state_of),
         Saves(
             "save that links after one that failed",
-            faulty={2: "link", 3: "rename", 4: "fdatasync"},
+            faulty={2: "fsync", 3: "rename", 4: "fdatasync"},
             versions=4,
             writer=KeepsLittle,
             states=kept_state_of,

@@ -383,7 +383,9 @@ class RingWriter(FileSystemWriter):
         seconds = {rank: part.stats.seconds for rank, part in parts if isinstance(part, Results | ResultList)}
         slowest = max(seconds, key=lambda rank: seconds[rank], default=None)
         took, longest = time.perf_counter() - self._run.started, 0.0 if slowest is None else seconds[slowest]
-        metrics = Metrics("save", str(self.path), size, took, len(results), slowest, longest)
+        linked = sum(part.stats.linked_bytes for part in results if isinstance(part, Results | ResultList))
+        written = max(0, size - linked)
+        metrics = Metrics("save", str(self.path), written, took, len(results), slowest, longest, linked)
         tell(metrics, self.metrics, is_logged=True)
 
     def _from_tables(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from fault._support import (
     MIB,
     equal,
     failure,
+    fault,
     load,
     mounted,
     mounted_on,
@@ -130,6 +133,23 @@ def test_direct_is_used_or_refused(where: Path) -> None:
         assert writer.stats.direct
     assert equal(load(STATE, path), STATE)
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("can_link", (True, False))
+def test_unchanged_tensors_are_linked_cloned_or_written(where: Path, can_link: bool) -> None:
+    frozen = torch.nn.Parameter(torch.randn(700, 500), requires_grad=False)
+    clones = where.name in ("xfs.mnt", "btrfs.mnt")
+    for step in range(3):
+        state = {"frozen": frozen, "step": torch.tensor(step)}
+        with nullcontext() if can_link else fault("link", err=errno.EMLINK, sticky=True):
+            writer = save(state, where / f"step-{step}", unchanged="link")
+        assert writer.stats is not None
+        assert writer.stats.linked_files == (step > 0 and (can_link or clones))
+        assert equal(stock_load(state, where / f"step-{step}"), state)
+    shutil.rmtree(where / "step-0")
+    assert equal(stock_load(state, where / "step-2"), state)
+    for step in (1, 2):
+        shutil.rmtree(where / f"step-{step}")
 
 
 def test_disks_do_direct_io(tmp_path: Path) -> None:

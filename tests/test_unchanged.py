@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from dcpring import _C, RingReader, RingSavePlanner, RingWriter, verify
-from dcpring.format.ledger import decode_ledger
+from dcpring.format.ledger import block_count, decode_ledger
 from dcpring.format.metadata import METADATA_NAME, join_metadata, read_trailer, referenced_files, split_metadata
 from dcpring.options import IOStats
 from dcpring.torchside import versions
@@ -367,6 +367,27 @@ def test_ledgers_that_are_none(tmp_path: Path, change: Callable[[bytes], bytes])
     damage(change, tmp_path / "step-0" / METADATA_NAME)
     assert save(tmp_path / "step-1", base).linked_files == 0
     check(tmp_path / "step-0", base)
+
+
+@pytest.mark.parametrize("less", [4, 600_000])
+def test_ledgers_of_other_sizes(tmp_path: Path, less: int) -> None:
+    base = hinted(base_of())
+    save(tmp_path / "step-0", base)
+
+    def lie(ledger: bytes) -> bytes:
+        read = decode_ledger(ledger)
+        storage = _C.StorageIndex(len(read))
+        places = [read.place(row) for row in range(len(read))]
+        storage.put([(*place[:5], place[5] - less, None) for place in places])
+        read.storage = storage
+        counts = [block_count(place[4], place[5] - less) for place in places]
+        read.digests = {row: bytes(_C.DIGEST_BYTES * count) for row, count in enumerate(counts)}
+        return read.encode()
+
+    damage(lie, tmp_path / "step-0" / METADATA_NAME)
+    for unchanged in ("link", "trust"):
+        path = tmp_path / unchanged
+        assert save(path, base, unchanged_from=tmp_path / "step-0", unchanged=unchanged).linked_files == 0
 
 
 def test_ledgers_do_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Keeping:
                 self._rows[position] = row
                 if new[position] != old[row]:
                     self._miss(position)
-                elif self._trusts and self._is_frozen(self._source.name(position)):
+                elif self._is_trusted(position, row):
                     self._unchanged.add(position)
                 else:
                     found.append((index, position, row))
@@ -156,6 +156,11 @@ class Keeping:
                     self._staying.add(position)
         return found
 
+    def _is_trusted(self, position: int, row: int) -> bool:
+        earlier = self._earlier
+        is_frozen = self._trusts and self._is_frozen(self._source.name(position))
+        return is_frozen and earlier is not None and self._offset(position, earlier.place(row)) is not None
+
     def _miss(self, position: int) -> None:
         """It was expected to stay, and has not: the more often, the longer it is not expected to again."""
         misses = self._misses[position] = min(self._misses[position] + 1, MOST_MISSES)
@@ -163,22 +168,28 @@ class Keeping:
 
     def _decide(self, tensors: _C.Tensors, candidates: Sequence[tuple[int, int, int]]) -> None:
         earlier = self._earlier
-        if not candidates or earlier is None:
+        if earlier is None:
             return
-        places = [earlier.place(row) for _, _, row in candidates]
+        offsets = {row: self._offset(position, earlier.place(row)) for _, position, row in candidates}
+        compared = [one for one in candidates if offsets[one[2]] is not None]
         changed = _C.find_changed(
             tensors,
-            [index for index, _, _ in candidates],
-            [place[4] for place in places],
-            [earlier.digests[row] for _, _, row in candidates],
+            [index for index, _, _ in compared],
+            [offsets[row] or 0 for _, _, row in compared],
+            [earlier.digests[row] for _, _, row in compared],
             self.key,
             self._workers,
         )
-        for (_, position, _), place, differs in zip(candidates, places, changed, strict=True):
-            if differs or place[1] != TENSOR:
+        same = {position for (_, position, _), differs in zip(compared, changed, strict=True) if not differs}
+        self._unchanged |= same
+        for _, position, _ in candidates:
+            if position not in same:
                 self._miss(position)
-            else:
-                self._unchanged.add(position)
+
+    def _offset(self, position: int, place: Place) -> int | None:
+        """Where a tensor's bytes begin in its file; None if these cannot be its own, whatever the ledger says."""
+        _, kind, _, _, offset, size, _ = place
+        return offset if kind == TENSOR and size == self._source.planned_bytes(position) else None
 
     # ---- what becomes of them ----
 

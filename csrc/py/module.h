@@ -89,5 +89,6 @@ extern PyMethodDef unpickle_methods[];
 extern PyMethodDef stripe_methods[];
 extern PyMethodDef elements_methods[];
 extern PyMethodDef unchanged_methods[];
+extern PyMethodDef copy_methods[];
 
 #endif

@@ -3,6 +3,8 @@
 
 #include "base/crc.h"
 
+#include <stdlib.h>
+
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
 const struct tensors *held_tensors(struct module_state *state, PyObject *object) {
@@ -71,9 +73,52 @@ static PyObject *crcs(PyObject *object, PyObject *unused) {
     return list;
 }
 
+struct pointer {
+    uintptr_t address;
+    Py_ssize_t index;
+};
+
+static int by_address(const void *a, const void *b) {
+    const struct pointer *left = a, *right = b;
+    if (left->address != right->address)
+        return left->address < right->address ? -1 : 1;
+    return left->index < right->index ? -1 : left->index > right->index;
+}
+
+static PyObject *list_shared(const struct pointer *pointers, Py_ssize_t count) {
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        bool shared = (i > 0 && pointers[i - 1].address == pointers[i].address) ||
+                      (i + 1 < count && pointers[i + 1].address == pointers[i].address);
+        PyObject *index = shared ? PyLong_FromSsize_t(pointers[i].index) : NULL;
+        if (shared && (!index || PyList_Append(list, index) < 0))
+            Py_CLEAR(list);
+        Py_XDECREF(index);
+    }
+    return list;
+}
+
+static PyObject *shared(PyObject *object, PyObject *unused) {
+    (void)unused;
+    const struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    struct pointer *pointers = PyMem_Malloc(((size_t)tensors->count + 1) * sizeof *pointers);
+    if (!pointers)
+        return PyErr_NoMemory();
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < tensors->count; i++)
+        if (tensors->views[i].kind == TENSOR_PLAIN && tensors->views[i].data)
+            pointers[count++] = (struct pointer){(uintptr_t)tensors->views[i].data, i};
+    qsort(pointers, (size_t)count, sizeof *pointers, by_address);
+    PyObject *list = list_shared(pointers, count);
+    PyMem_Free(pointers);
+    return list;
+}
+
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_NOARGS,
      "kinds() -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},
+    {"shared", shared, METH_NOARGS,
+     "shared() -> [which of those in CPU memory begin where another one begins, by address]"},
     {"crcs", crcs, METH_NOARGS,
      "crcs() -> [CRC-32 of the elements; None where they do not lie contiguously in CPU memory]"},
     {NULL, NULL, 0, NULL},

@@ -196,6 +196,10 @@ static void *real_map(size_t size) {
 
 static int real_unmap(void *data, size_t size) { return result(munmap(data, size)); }
 
+static int real_advise(void *data, size_t size, enum dr_advice advice) {
+    return result(madvise(data, size, advice == DR_ADVICE_HUGE_PAGES ? MADV_HUGEPAGE : MADV_REMOVE));
+}
+
 static int real_uring_init(unsigned entries, struct io_uring *ring) { return io_uring_queue_init(entries, ring, 0); }
 
 static int real_uring_supports(struct io_uring *ring, int operation) {

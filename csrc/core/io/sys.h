@@ -23,6 +23,9 @@ struct io_uring;
 struct io_uring_cqe;
 struct iovec;
 
+/* About memory that was mapped elsewhere, and may be shared. GIVE_BACK: nobody needs what is in it any more. */
+enum dr_advice { DR_ADVICE_HUGE_PAGES, DR_ADVICE_GIVE_BACK };
+
 /*
  * CALL(failure, result, name, parameters, arguments) for every one. `failure` is what a fault does to it (sys_fault.c):
  *   ERRNO     it returns -errno
@@ -65,6 +68,7 @@ struct iovec;
     CALL(ERRNO, int, statfs, (const char *path, struct statfs *out), (path, out)) \
     CALL(MEMORY, void *, map, (size_t size), (size)) \
     CALL(NEVER, int, unmap, (void *data, size_t size), (data, size)) \
+    CALL(ERRNO, int, advise, (void *data, size_t size, enum dr_advice advice), (data, size, advice)) \
     CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \
     /* Whether the ring's kernel can do an operation (IORING_OP_*). */ \
     CALL(NONE, int, uring_supports, (struct io_uring * ring, int operation), (ring, operation)) \

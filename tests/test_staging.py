@@ -27,10 +27,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dcpring import Checkpointer, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded, diff_checkpoints
 from dcpring.base.memory import memory_key
+from dcpring.move import arena, staging
+from dcpring.move.arena import blocks_for, fitted
+from dcpring.move.staging import StagingBuffer
 from dcpring.plan import table as plans
 from dcpring.plan.flatten import flatten, is_terminal
-from dcpring.resume import staging
-from dcpring.resume.staging import StagingBuffer, blocks_for, fitted
 from dcpring.torchside import accelerators
 from dcpring.torchside.dcp import HAS_STRIDES
 
@@ -238,7 +239,7 @@ def test_all_tensors_below_mappings_lie_in_the_buffer() -> None:
     buffer = StagingBuffer()
     staged = buffer.stage(state)
     assert buffer.size_bytes == 2 * (1 << 14) + 64
-    start = buffer._ordinary._blocks[0].data_ptr()
+    start = buffer._arena._shared.storages[0].data_ptr()
     for tensor in (staged["ema"]["w"], staged["lazy"]["l"], staged["lazy"]["deep"][0]["x"]):
         assert start <= tensor.data_ptr() < start + buffer.size_bytes
 
@@ -445,7 +446,7 @@ def test_an_error_in_the_middle_leaves_nothing_under_way(
 ) -> None:
     state = {str(n): twin.tensor(torch.full((100,), float(n)), n % 2) for n in range(8)}
     buffer = StagingBuffer()
-    original, calls = staging._copied, []
+    original, calls = staging.copy_one, []
 
     def failing(*args: Any) -> Tensor:
         calls.append(1)
@@ -453,7 +454,7 @@ def test_an_error_in_the_middle_leaves_nothing_under_way(
             raise error
         return original(*args)
 
-    monkeypatch.setattr(staging, "_copied", failing)
+    monkeypatch.setattr(staging, "copy_one", failing)
     with pytest.raises(error):
         buffer.stage(state)
     assert not twin.under_way
@@ -480,8 +481,8 @@ def test_memory_is_taken_again_only_for_what_does_not_fit() -> None:
 
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_LARGEST_BLOCK", 1 << 16)
-    monkeypatch.setattr(staging, "_SMALLEST_BLOCK", 1 << 10)
+    monkeypatch.setattr(arena, "_LARGEST_BLOCK", 1 << 16)
+    monkeypatch.setattr(arena, "_SMALLEST_BLOCK", 1 << 10)
 
 
 @pytest.mark.usefixtures("_small_blocks")

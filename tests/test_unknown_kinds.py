@@ -35,9 +35,9 @@ from dcpring import (
     RingWriter,
     Sharded,
 )
+from dcpring.move.staging import StagingBuffer
 from dcpring.plan import table as plans
 from dcpring.plan.flatten import flatten
-from dcpring.resume.staging import StagingBuffer
 from dcpring.torchside import tensors, versions
 
 ROWS, COLUMNS = 11, 6

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcpring import RNG, Checkpointer, PerRank, Replicated, RingReader, RingWriter, Sharded, diff_checkpoints
-from dcpring.resume.staging import StagingBuffer
+from dcpring.move.staging import StagingBuffer
 from dcpring.torchside import accelerators
 
 

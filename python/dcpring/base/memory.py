@@ -13,6 +13,18 @@ def is_lazy_view(tensor: Tensor) -> bool:
     return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each its own part of it."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def memory_key(tensor: Tensor) -> tuple[Any, ...]:
     """The same for tensors that are the same values in the same memory, as tied ones are."""
     look = (tensor.device, tensor.dtype, tensor.shape, tensor.stride())

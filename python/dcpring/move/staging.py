@@ -1,14 +1,18 @@
 """A copy of a state dict in memory that is kept from save to save.
 
-The memory belongs to its Checkpointer's StagingBuffer. It is taken by the first stage(), pinned where tensors lie on
-an accelerator, and again only for a state that does not fit. What stage() returns lives in it until the next stage().
-All runs in the thread that calls; what it returns may be read by any.
+The memory is an Arena, which belongs to its StagingBuffer. What ``stage`` returns lives in it until the next ``stage``.
+A copy is made in two steps. ``open`` runs in the thread that owns the state: it walks through the tree, and copies what
+is no tensor. ``fill`` may run in any thread: it copies the tensors, those in host memory by threads of the core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,22 +20,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from dcpring.base.memory import is_lazy_view, same_memory
-from dcpring.move.device import copy_to_host, on_accelerator, ordinary_memory, padded, parts_of, pinned_memory
+from dcpring import _C
+from dcpring.base.memory import is_dense, is_lazy_view, same_memory
+from dcpring.move.arena import Arena
+from dcpring.move.device import copy_to_host, on_accelerator, parts_of
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_tensor, with_local, with_shards
 
-_LARGEST_BLOCK = 1 << 30
-_SMALLEST_BLOCK = 1 << 20
-"""Of pinned memory, but for a larger tensor: torch takes powers of two, and a state of 65 GB is not to take 128."""
-
 _PART_BYTES = 8 << 20
 """Tensors that are no stretch of memory are copied by as much, for each of which torch takes some on the device."""
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+_WORKERS = 2
+"""Threads that copy, unless told otherwise: two have most of what memory gives, and leave processors to training."""
 
 
 class StagingBuffer:
@@ -41,19 +46,28 @@ class StagingBuffer:
     tensors that are tied are copied once and stay tied. Of the properties ``pin_memory`` tells of the copy, and so do
     the ``strides`` that torch 2.15 adds, where a tensor has gaps in memory or is a conjugate or negative view.
 
-    Attributes:
-        allocations: how often memory was taken.
-        size_bytes: what is held now.
+    Args:
+        workers: threads that copy what lies in host memory.
     """
 
-    def __init__(self) -> None:
-        self.allocations = 0
-        self._ordinary = _Memory(pinned=False)
-        self._pinned = _Memory(pinned=True)
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers or min(_WORKERS, os.cpu_count() or 1)
+        self._arena = Arena()
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was taken."""
+        return self._arena.allocations
 
     @property
     def size_bytes(self) -> int:
-        return self._ordinary.size_bytes + self._pinned.size_bytes
+        """What is held now."""
+        return self._arena.size_bytes
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody still refers to a tensor of the last copy that lies in the buffer's memory."""
+        return self._arena.is_used
 
     def stage(self, state: Any) -> Any:
         """The same tree with every tensor copied to the host, and everything else copied deeply; mappings are dicts.
@@ -62,263 +76,242 @@ class StagingBuffer:
         has given to any of its streams, so that what training still writes is there; and afterwards, so that training
         may write again. Accelerators without a tensor of the state are not waited for.
         """
-        opened = _Opened(state)
-        places = self._places(opened.tensors)
-        devices = _Devices()
+        return self.fill(self.open(state, Devices()))
+
+    def open(self, state: Any, devices: Devices) -> Opened:
+        """The first step: what is no tensor is copied when this returns."""
+        opened = Opened(state, devices)
+        devices.ready()
+        return opened
+
+    def fill(self, opened: Opened) -> Any:
+        """The second step: copies the tensors, and gives the tree."""
         try:
-            for device in {tensor.device for tensor in opened.tensors}:
-                devices.meet(device)
-            with torch.no_grad():
-                hosts = [_copied(tensor.detach(), place) for tensor, place in zip(opened.tensors, places, strict=True)]
-                return _Copier(opened, hosts, devices).copy(opened.tree)
+            with torch.inference_mode(False), torch.no_grad():
+                self._fill(opened)
+                return opened.tree
         finally:
-            devices.wait()  # after an error too: the memory will be used again
+            opened.devices.wait()  # after an error too: the memory will be used again
 
     def release(self) -> None:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
-        self._ordinary.release()
-        self._pinned.release()
+        self._arena.release()
 
-    def _places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Bytes of host memory for each of the tensors."""
-        places = [_NOTHING] * len(tensors)
-        pinned = [on_accelerator(tensor) for tensor in tensors]
-        for memory in (self._ordinary, self._pinned):
-            chosen = [n for n, is_pinned in enumerate(pinned) if is_pinned == memory.is_pinned]
-            self.allocations += memory.make_room([tensors[n].nbytes for n in chosen])
-            for n, place in zip(chosen, memory.places, strict=True):
-                places[n] = place
-        return places
+    def _fill(self, opened: Opened) -> None:
+        sources = opened.sources()
+        handles = _C.Tensors(sources)
+        chosen, same = _in_memory(sources, handles)
+        distinct = [n for n in chosen if n not in same]
+        tensors = sources
+        if len(distinct) < len(sources):
+            tensors = [sources[n] for n in distinct]
+            handles = _C.Tensors(tensors)
+        hosts, places = self._arena.tensors_for(tensors, handles)
+        mask = bytes(
+            kind == 0 and not is_lazy_view(tensor) for kind, tensor in zip(handles.kinds(), tensors, strict=True)
+        )
+        self._copy_others(tensors, hosts, mask, opened.devices)
+        _C.copy_tensors(handles, places, mask, self._workers)
+        if tensors is sources:
+            opened.put(hosts)
+            return
+        made: list[Tensor | None] = [None] * len(sources)
+        for n, host in zip(distinct, hosts, strict=True):
+            made[n] = host
+        for n, first in same.items():
+            made[n] = made[first].detach()  # type: ignore[union-attr]
+        opened.put([own_copy(source) if host is None else host for source, host in zip(sources, made, strict=True)])
+
+    def _copy_others(self, tensors: list[Tensor], hosts: list[Tensor], mask: bytes, devices: Devices) -> None:
+        """What the core cannot copy: tensors of accelerators, and such whose bytes are not their values."""
+        others = [n for n, is_plain in enumerate(mask) if not is_plain]
+        for device in {tensors[n].device for n in others}:
+            devices.meet(device)
+        for n in others:
+            with devices.on(tensors[n].device):
+                copy_one(tensors[n], hosts[n])
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-class _Devices:
-    """The accelerators of one state, waited for when one is met first."""
+class Devices:
+    """The accelerators of one state: what is waited for before and after a copy. This waits for all their streams."""
 
     def __init__(self) -> None:
         self._met: set[torch.device] = set()
 
     def meet(self, device: torch.device) -> None:
+        """Called before something is copied from a device."""
         if is_accelerator(device) and device not in self._met:
             self._met.add(device)
             accelerators.active.synchronize(device)
 
+    def ready(self) -> None:
+        """Called in the thread that owns the state, when it has given away what it has to copy."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where copies from a device go."""
+        return contextlib.nullcontext()
+
     def wait(self) -> None:
+        """Until all copies are done."""
         for device in self._met:
             accelerators.active.synchronize(device)
 
 
-# ---- memory ----
-
-
-class _Memory:
-    """Blocks of host memory; pinned, or ordinary.
-
-    Attributes:
-        places: room for each of the sizes that were asked for last.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self.is_pinned = pinned
-        self.places: list[Tensor] = []
-        self._blocks: list[Tensor] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(block.numel() for block in self._blocks)
-
-    def make_room(self, sizes: list[int]) -> bool:
-        """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time."""
-        rooms = [padded(size) for size in sizes]
-        placed = fitted(rooms, [block.numel() for block in self._blocks])
-        is_new = placed is None
-        if placed is None:
-            self.release()
-            wanted = blocks_for(rooms) if self.is_pinned else [sum(rooms)]
-            self._blocks = [(pinned_memory if self.is_pinned else ordinary_memory)(size) for size in wanted]
-            placed = fitted(rooms, wanted)
-            assert placed is not None
-        self.places = [
-            self._blocks[number].narrow(0, start, size) if size else _NOTHING
-            for (number, start), size in zip(placed, sizes, strict=True)
-        ]
-        return is_new
-
-    def release(self) -> None:
-        had = bool(self._blocks)
-        self._blocks, self.places = [], []
-        if had and self.is_pinned:
-            accelerators.active.give_back_pinned()
-
-
-def fitted(sizes: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Where so many bytes go, (block, offset) by size: the largest first, each into the first block that has room.
-
-    None where they do not fit. The same sizes fit into the same blocks again, and into what ``blocks_for`` says.
-    """
-    placed = [(0, 0)] * len(sizes)
-    used = [0] * len(blocks)
-    order = _largest_first(sizes)
-    smallest = sizes[order[-1]] if order else 0
-    first = 0  # blocks before it are full
-    for index in order:
-        while first < len(blocks) and blocks[first] - used[first] < smallest:
-            first += 1
-        number = next((n for n in range(first, len(blocks)) if blocks[n] - used[n] >= sizes[index]), None)
-        if number is None:
-            return None
-        placed[index] = (number, used[number])
-        used[number] += sizes[index]
-    return placed
-
-
-def blocks_for(sizes: Sequence[int]) -> list[int]:
-    """Powers of two in which ``fitted`` finds room for so many bytes each, with little left over."""
-    blocks: list[int] = []
-    left: list[int] = []
-    rest = sum(sizes)
-    for index in _largest_first(sizes):
-        size = sizes[index]
-        number = next((n for n, room in enumerate(left) if room >= size), None)
-        if number is None:
-            most = min(_LARGEST_BLOCK, 1 << (max(rest, 1).bit_length() - 1))
-            blocks.append(max(_SMALLEST_BLOCK, most, 1 << (size - 1).bit_length()))
-            left.append(blocks[-1])
-            number = -1
-        left[number] -= size
-        rest -= size
-    return blocks
-
-
-def _largest_first(sizes: Sequence[int]) -> list[int]:
-    """Those of any size, by number."""
-    return sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])
-
-
-# ---- the tree ----
-
-
-class _Opened:
-    """A state as the planner opens it: mappings, and lists that hold tensors or mappings.
-
-    Attributes:
-        tree: dicts and lists, and the values that the planner will see.
-        tensors: all that this rank holds in plain memory; of tied ones the first.
-        places: which of these a tensor is, by its id().
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._plain: dict[int, Tensor] = {}
-        try:
-            self.tree = self._open(state)
-        except RecursionError:
-            check_state_dict(state)
-            raise
-        found = list(self._plain.values())
-        same = same_memory(dict(enumerate(found)))
-        distinct = [n for n in range(len(found)) if n not in same]
-        numbers = {n: number for number, n in enumerate(distinct)}
-        self.tensors = [found[n] for n in distinct]
-        self.places = {id(tensor): numbers[same.get(n, n)] for n, tensor in enumerate(found)}
-
-    def _open(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._note(value)
-        elif isinstance(value, Mapping):
-            return {key: self._open(part) for key, part in value.items()}
-        elif isinstance(value, list) and not is_terminal(value):
-            return [self._open(part) for part in value]
-        return value
-
-    def _note(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            self._note(local_tensor(tensor))
-        elif isinstance(tensor, ShardedTensor):
-            for shard in tensor.local_shards():
-                self._note(shard.tensor)
-        elif _is_plain(tensor):
-            self._plain[id(tensor)] = tensor
+def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[list[int], dict[int, int]]:
+    """Which tensors are plain memory, and of those that are the same memory as an earlier one, which."""
+    kinds = handles.kinds()
+    elsewhere = [n for n, kind in enumerate(kinds) if kind]
+    strange = {n for n in elsewhere if not _is_plain(sources[n])}
+    candidates = sorted({*handles.shared(), *elsewhere} - strange)
+    same = same_memory({n: sources[n] for n in candidates})
+    return [n for n in range(len(sources)) if n not in strange], same
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Whether it is plain memory; sparse, quantized and subclassed tensors know themselves how they are copied."""
+    """Whether it is plain memory; sparse and quantized tensors know themselves how they are copied."""
     return (
-        type(value) in PLAIN_TYPES
-        and value.layout == torch.strided
+        value.layout == torch.strided
         and not value.is_quantized
         and not value.is_meta
         and bool(value.data_ptr() or not value.numel())
     )
 
 
-class _Copier:
-    """Copies a state, of which the plain tensors are copied already."""
-
-    def __init__(self, opened: _Opened, hosts: list[Tensor], devices: _Devices) -> None:
-        self._places, self._hosts = opened.places, hosts
-        self._given = [False] * len(hosts)
-        self._deep = _DeepCopies(devices)
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is dict:
-            return {key: self.copy(part) for key, part in value.items()}
-        if kind is list and not is_terminal(value):
-            return [self.copy(part) for part in value]
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        return value if kind in _ATOMS else self._deep.copy(value)
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            return with_local(tensor, self._tensor(local_tensor(tensor)))
-        if isinstance(tensor, ShardedTensor):
-            return with_shards(tensor, [self._tensor(shard.tensor) for shard in tensor.local_shards()])
-        if tensor.is_meta:
-            return tensor
-        place = self._places.get(id(tensor))
-        if place is None:
-            made = tensor.detach().cpu() if on_accelerator(tensor) else tensor.detach().clone()
-        else:
-            made = self._hosts[place].detach() if self._given[place] else self._hosts[place]
-            self._given[place] = True
-        return _like(made, tensor)
+def own_copy(tensor: Tensor) -> Tensor:
+    """As the tensor's class copies itself to the host."""
+    if tensor.is_meta:
+        return tensor
+    return tensor.detach().cpu() if on_accelerator(tensor) else tensor.detach().clone()
 
 
-def _copied(tensor: Tensor, place: Tensor) -> Tensor:
-    """The tensor's values in host memory, in its own order of memory where it has no gaps."""
-    flat = place.view(tensor.dtype)
-    if not is_lazy_view(tensor):
-        if tensor.is_contiguous():
-            return flat.view(tensor.shape).copy_(tensor, non_blocking=True)
-        if _is_dense(tensor):
-            return flat.as_strided(tensor.shape, tensor.stride()).copy_(tensor, non_blocking=True)
+def copy_one(tensor: Tensor, host: Tensor) -> None:
+    """Copies the tensor's values; on an accelerator that is under way when this returns."""
+    if not is_lazy_view(tensor) and is_dense(tensor):
+        host.copy_(tensor, non_blocking=True)
+        return
     limit = _PART_BYTES if on_accelerator(tensor) else max(tensor.nbytes, 1)
-    start = 0
-    for part in parts_of(tensor, limit):
+    strides = host.stride()
+    order = sorted(range(host.dim()), key=lambda d: -strides[d])  # of memory
+    flat, start = host.permute(order).view(-1), 0
+    for part in parts_of(tensor.permute(order), limit):
         copy_to_host(part, flat[start : start + part.numel()].view(part.shape))
         start += part.numel()
-    return flat.view(tensor.shape)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each its own part of it."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+# ---- the tree ----
+
+
+class Opened:
+    """A state as the planner opens it: mappings, and lists that hold tensors or mappings.
+
+    Attributes:
+        tree: dicts and lists of its own, copies of objects; and in the place of each tensor, until ``put``, the tensor.
+        devices: on which it lies.
+    """
+
+    def __init__(self, state: Any, devices: Devices) -> None:
+        self.devices = devices
+        self._deep = _DeepCopies(devices)
+        self._plain: tuple[list[Any], list[Any], list[Tensor]] = ([], [], [])
+        self._others: list[tuple[Any, Any, Tensor]] = []
+        self._inner: dict[int, Tensor] = {}
+        try:
+            root = [state]
+            root[0] = self._value(state, root, 0)
+        except RecursionError:
+            check_state_dict(state)
+            raise
+        self._root = root
+
+    @property
+    def tree(self) -> Any:
+        return self._root[0]
+
+    def sources(self) -> list[Tensor]:
+        """What may lie in plain memory of this rank: tensors, local parts of DTensors and of ShardedTensors."""
+        return [*self._plain[2], *self._inner.values()]
+
+    def put(self, copies: list[Tensor]) -> None:
+        """Puts copies in the place of the sources."""
+        parents, keys, sources = self._plain
+        for parent, key, made in zip(parents, keys, _all_like(copies[: len(sources)], sources), strict=True):
+            parent[key] = made
+        inner = dict(zip(self._inner, copies[len(sources) :], strict=True))
+        for parent, key, value in self._others:
+            parent[key] = self._rebuilt(value, inner)
+
+    def _value(self, value: Any, parent: Any, key: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._tensor(value, parent, key)
+            return value
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if isinstance(value, list) and not is_terminal(value):
+            made = list(value)
+            for index, part in enumerate(value):
+                made[index] = self._value(part, made, index)
+            return made
+        return value if type(value) in _ATOMS else self._deep.copy(value)
+
+    def _mapping(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        parents, keys, tensors = self._plain
+        for key, value in mapping.items():
+            if type(value) in PLAIN_TYPES:
+                parents.append(made)
+                keys.append(key)
+                tensors.append(value)
+                made[key] = value
+            else:
+                made[key] = self._value(value, made, key)
+        return made
+
+    def _tensor(self, tensor: Tensor, parent: Any, key: Any) -> None:
+        if type(tensor) in PLAIN_TYPES:
+            for column, entry in zip(self._plain, (parent, key, tensor), strict=True):
+                column.append(entry)
+        else:
+            self._others.append((parent, key, tensor))
+            self._note_inner(tensor)
+
+    def _note_inner(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            self._note_inner(local_tensor(tensor))
+        elif isinstance(tensor, ShardedTensor):
+            for shard in tensor.local_shards():
+                self._note_inner(shard.tensor)
+        elif type(tensor) in PLAIN_TYPES:
+            self._inner[id(tensor)] = tensor
+
+    def _rebuilt(self, tensor: Tensor, inner: dict[int, Tensor]) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return with_local(tensor, self._rebuilt(local_tensor(tensor), inner))
+        if isinstance(tensor, ShardedTensor):
+            return with_shards(tensor, [self._rebuilt(shard.tensor, inner) for shard in tensor.local_shards()])
+        made = inner.get(id(tensor))
+        return tensor if tensor.is_meta else _like(own_copy(tensor) if made is None else made, tensor)
+
+
+_needs_gradient = attrgetter("requires_grad")
+_attributes = attrgetter("__dict__")
+
+
+def _all_like(copies: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
+    """``_like`` of all, quickly where there is nothing to do."""
+    flags, has = list(map(_needs_gradient, sources)), list(map(_needs_gradient, copies))
+    if flags == has and not any(map(_attributes, sources)) and not any(map(_attributes, copies)):
+        return copies
+    return [made if made is tensor else _like(made, tensor) for made, tensor in zip(copies, sources, strict=True)]
 
 
 def _like(made: Tensor, tensor: Tensor) -> Tensor:
     """What planners look at beside the values: whether there is a gradient, and the attributes that say what a plain
     tensor is a part of (DCP's CheckpointableTensor)."""
-    if tensor.requires_grad:
-        made.requires_grad_()
+    if made.requires_grad != tensor.requires_grad:
+        made = made.detach() if made.requires_grad else made
+        made.requires_grad_(tensor.requires_grad)
     if tensor.__dict__:  # what a class's copy has of its own it keeps
+        made = made.detach().requires_grad_(made.requires_grad) if type(made) in PLAIN_TYPES else made
         made.__dict__.update({**tensor.__dict__, **made.__dict__})
     return made
 
@@ -326,7 +319,7 @@ def _like(made: Tensor, tensor: Tensor) -> Tensor:
 class _DeepCopies(TorchFunctionMode):
     """Deep copies of objects, which may hold tensors anywhere, on any device."""
 
-    def __init__(self, devices: _Devices) -> None:
+    def __init__(self, devices: Devices) -> None:
         super().__init__()
         self._devices = devices
         self._memo: dict[int, Any] = {}

@@ -23,6 +23,7 @@ from dcpring.base import random_states
 from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
+from dcpring.move.staging import StagingBuffer
 from dcpring.resume import backend, exports, trees
 from dcpring.resume.background import Background, SaveHandle
 from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
@@ -30,7 +31,6 @@ from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of
 from dcpring.resume.retention import Steps, is_read_only, unusable
-from dcpring.resume.staging import StagingBuffer
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.watch.phases import Staging
 

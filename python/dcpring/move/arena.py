@@ -1,0 +1,273 @@
+"""Host memory for a copy of a state, taken once and used for copy after copy.
+
+Copies of what lies in host memory go into one mapping of shared memory, which has one descriptor, whatever the number
+of tensors: a process that they are sent to maps it, and copies nothing. What lies on an accelerator goes into pinned
+blocks. An arena belongs to one StagingBuffer, which alone decides when its memory is written to again; memory that an
+arena lets go of lives for as long as a tensor in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+
+from dcpring import _C
+from dcpring.base import shared_memory
+from dcpring.base.memory import is_dense
+from dcpring.move.device import on_accelerator, ordinary_memory, padded, pinned_memory
+from dcpring.torchside import accelerators
+from dcpring.torchside.storage import map_shared, uses
+from dcpring.torchside.versions import say_once
+
+_LARGEST_BLOCK = 1 << 30
+_SMALLEST_BLOCK = 1 << 20
+"""Of pinned memory, but for a larger tensor: torch takes powers of two, and a state of 65 GB is not to take 128."""
+
+_HUGE_PAGE = 2 << 20
+
+
+class Arena:
+    """Room for the tensors of one state, with the same tensors in it for as long as the states are alike.
+
+    Attributes:
+        allocations: how often memory was taken.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self._shared, self._pinned = _Shared(), _Pinned()
+        self._kept: _Kept | None = None
+        self._process = os.getpid()
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held now."""
+        return self._shared.size_bytes + self._pinned.size_bytes
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody but the arena refers to a tensor in it, or to a view of one."""
+        return self._kept is not None and self._kept.is_used(self._storages())
+
+    def tensors_for(self, sources: list[Tensor], handles: _C.Tensors) -> tuple[list[Tensor], _C.Tensors]:
+        """A tensor in host memory for each of the sources, in their order of memory where they have no gaps.
+
+        They are those of the call before where all have the same layout and lie on devices of the same kind.
+        """
+        if self._process != os.getpid():  # a forked child must not write to what the parent reads
+            self.__init__()  # type: ignore[misc]
+        kept = self._kept
+        if kept is None or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
+            self._kept = kept = None  # before memory is taken, so that there are never two
+            kept = self._kept = self._made_for(sources, handles.kinds())
+        return kept.tensors, kept.handles
+
+    def release(self) -> None:
+        """Gives the memory back to the system, the pinned memory that torch would keep included."""
+        if self._process == os.getpid() and not self.is_used:
+            self._kept = None
+            self._shared.give_back()
+        self._kept = None
+        self._shared.release()
+        self._pinned.release()
+
+    def _made_for(self, sources: list[Tensor], kinds: bytes) -> _Kept:
+        made: list[Tensor] = [_NOTHING] * len(sources)
+        pinned = [on_accelerator(tensor) for tensor in sources]
+        for memory in (self._shared, self._pinned):
+            chosen = [n for n, is_pinned in enumerate(pinned) if is_pinned == (memory is self._pinned)]
+            self.allocations += memory.make_room([sources[n].nbytes for n in chosen])
+            for n, (block, start) in zip(chosen, memory.places, strict=True):
+                made[n] = _like(sources[n], memory.blocks[block], start)
+        return _Kept(made, kinds, self._storages())
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        return [*self._shared.storages, *self._pinned.storages]
+
+
+class _Kept:
+    """Tensors in an arena, and how often each was referred to before anybody else had it."""
+
+    def __init__(self, tensors: list[Tensor], kinds: bytes, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.tensors, self.kinds = tensors, kinds
+        self.handles = _C.Tensors(tensors)
+        self._references, self._uses = self._count(storages)
+
+    def is_used(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        return self._count(storages) != (self._references, self._uses)
+
+    def _count(self, storages: Sequence[torch.UntypedStorage]) -> tuple[list[int], list[int]]:
+        return list(map(getrefcount, self.tensors)), list(map(uses, storages))
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _like(source: Tensor, block: _Block, start: int) -> Tensor:
+    strides = source.stride() if is_dense(source) else _contiguous(source.shape)
+    return block.of(source.dtype).as_strided(source.shape, strides, start // source.dtype.itemsize)
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 1, 0, -1):
+        strides[d - 1] = strides[d] * max(shape[d], 1)
+    return strides
+
+
+class _Block:
+    """A stretch of memory, seen as elements of any dtype."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.size_bytes = memory.numel()
+        self.storage = memory.untyped_storage()
+        self._views: dict[torch.dtype, Tensor] = {torch.uint8: memory}
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._views:
+            self._views[dtype] = self._views[torch.uint8].view(dtype)
+        return self._views[dtype]
+
+
+class _Memory:
+    """Blocks of host memory.
+
+    Attributes:
+        places: (block, offset) for each of the sizes that were asked for last.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.places: list[tuple[int, int]] = []
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [block.storage for block in self.blocks]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(block.size_bytes for block in self.blocks)
+
+    def make_room(self, sizes: Iterable[int]) -> bool:
+        """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        self.blocks, self.places = [], []
+
+
+class _Shared(_Memory):
+    """One block, which other processes can map."""
+
+    def make_room(self, sizes: Iterable[int]) -> bool:
+        self.places, total = [], 0
+        for size in sizes:
+            self.places.append((0, total))
+            total += padded(size)
+        if total <= self.size_bytes and self.blocks:
+            return False
+        places = self.places
+        self.release()
+        self.blocks, self.places = [_Block(_shared_bytes(total))], places
+        return total > 0
+
+    def give_back(self) -> None:
+        """Lets the pages go that nobody needs: a forked process that has inherited the mapping would keep them."""
+        for storage in self.storages:
+            if storage.is_shared() and storage.nbytes():
+                _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
+
+
+def _shared_bytes(size: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        descriptor, _ = shared_memory.create(size)
+    except OSError as error:
+        say_once(
+            logging.WARNING,
+            f"there is no shared memory to be had ({error}): a copy of the state goes into ordinary memory, and is "
+            "copied once more where a process of its own saves it",
+        )
+        return ordinary_memory(size)
+    try:
+        storage = map_shared(descriptor, size)
+    finally:
+        os.close(descriptor)
+    if size >= _HUGE_PAGE:
+        _C.advise(storage.data_ptr(), size, "huge pages")
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class _Pinned(_Memory):
+    """Blocks that accelerators can copy to by themselves."""
+
+    def make_room(self, sizes: Iterable[int]) -> bool:
+        rooms = [padded(size) for size in sizes]
+        placed = fitted(rooms, [block.size_bytes for block in self.blocks])
+        is_new = placed is None
+        if placed is None:
+            self.release()
+            wanted = blocks_for(rooms)
+            self.blocks = [_Block(pinned_memory(size)) for size in wanted]
+            placed = fitted(rooms, wanted)
+            assert placed is not None
+        self.places = [place if room else (0, 0) for place, room in zip(placed, rooms, strict=True)]
+        if not self.blocks and rooms:  # of tensors without elements only
+            self.blocks = [_Block(_NOTHING)]
+        return is_new
+
+    def release(self) -> None:
+        had = self.size_bytes > 0
+        super().release()
+        if had:
+            accelerators.active.give_back_pinned()
+
+
+def fitted(sizes: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Where so many bytes go, (block, offset) by size: the largest first, each into the first block that has room.
+
+    None where they do not fit. The same sizes fit into the same blocks again, and into what ``blocks_for`` says.
+    """
+    placed = [(0, 0)] * len(sizes)
+    used = [0] * len(blocks)
+    order = _largest_first(sizes)
+    smallest = sizes[order[-1]] if order else 0
+    first = 0  # blocks before it are full
+    for index in order:
+        while first < len(blocks) and blocks[first] - used[first] < smallest:
+            first += 1
+        number = next((n for n in range(first, len(blocks)) if blocks[n] - used[n] >= sizes[index]), None)
+        if number is None:
+            return None
+        placed[index] = (number, used[number])
+        used[number] += sizes[index]
+    return placed
+
+
+def blocks_for(sizes: Sequence[int]) -> list[int]:
+    """Powers of two in which ``fitted`` finds room for so many bytes each, with little left over."""
+    blocks: list[int] = []
+    left: list[int] = []
+    rest = sum(sizes)
+    for index in _largest_first(sizes):
+        size = sizes[index]
+        number = next((n for n, room in enumerate(left) if room >= size), None)
+        if number is None:
+            most = min(_LARGEST_BLOCK, 1 << (max(rest, 1).bit_length() - 1))
+            blocks.append(max(_SMALLEST_BLOCK, most, 1 << (size - 1).bit_length()))
+            left.append(blocks[-1])
+            number = -1
+        left[number] -= size
+        rest -= size
+    return blocks
+
+
+def _largest_first(sizes: Sequence[int]) -> list[int]:
+    """Those of any size, by number."""
+    return sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])

@@ -1,0 +1,25 @@
+"""Memory of tensors: such as other processes can map, and who still uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dcpring.torchside.versions import function
+
+_new_shared: Callable[..., Any] = function("torch.UntypedStorage", "_new_shared_fd_cpu")
+
+_use_count: Callable[[int], int] = function("torch._C", "_storage_Use_Count")
+
+
+def map_shared(descriptor: int, size: int) -> torch.UntypedStorage:
+    """The memory of a descriptor, which torch duplicates, and hands to processes that a tensor in it is sent to."""
+    storage: torch.UntypedStorage = _new_shared(descriptor, size)
+    return storage
+
+
+def uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and others refer to a storage."""
+    return _use_count(storage._cdata)

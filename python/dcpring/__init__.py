@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
     from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
+    from dcpring.store.stager import RingStager
     from dcpring.store.writer import RingWriter
     from dcpring.tools.convert import ConvertReport, convert
     from dcpring.tools.inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
@@ -85,6 +86,7 @@ __all__ = [
     "RingQuantizedHFReader",
     "RingReader",
     "RingSavePlanner",
+    "RingStager",
     "RingWriter",
     "SaveHandle",
     "Sharded",
@@ -146,6 +148,7 @@ _MODULES = {
         "set_optimizer_state_dict",
         "set_state_dict",
     ),
+    "store.stager": ("RingStager",),
     "store.writer": ("RingWriter",),
 }
 """What each module offers; it is imported when that is asked for. The command line starts without torch."""

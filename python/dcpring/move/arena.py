@@ -127,6 +127,12 @@ class _Block:
         self.size_bytes = memory.numel()
         self.storage = memory.untyped_storage()
         self._views: dict[torch.dtype, Tensor] = {torch.uint8: memory}
+        self._uses = uses(self.storage)
+
+    def is_free(self) -> bool:
+        """Whether no tensor lies in it."""
+        self._views = {torch.uint8: self._views[torch.uint8]}
+        return uses(self.storage) == self._uses
 
     def of(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._views:
@@ -154,7 +160,15 @@ class _Memory:
         return sum(block.size_bytes for block in self.blocks)
 
     def make_room(self, sizes: Iterable[int]) -> bool:
-        """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time."""
+        """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time.
+
+        Where somebody still refers to a tensor of a layout before, the old memory lives as long as that.
+        """
+        if not all(block.is_free() for block in self.blocks):
+            self.release()
+        return self._find(list(sizes))
+
+    def _find(self, sizes: list[int]) -> bool:
         raise NotImplementedError
 
     def release(self) -> None:
@@ -164,7 +178,7 @@ class _Memory:
 class _Shared(_Memory):
     """One block, which other processes can map."""
 
-    def make_room(self, sizes: Iterable[int]) -> bool:
+    def _find(self, sizes: list[int]) -> bool:
         self.places, total = [], 0
         for size in sizes:
             self.places.append((0, total))
@@ -207,7 +221,7 @@ def _shared_bytes(size: int) -> Tensor:
 class _Pinned(_Memory):
     """Blocks that accelerators can copy to by themselves."""
 
-    def make_room(self, sizes: Iterable[int]) -> bool:
+    def _find(self, sizes: list[int]) -> bool:
         rooms = [padded(size) for size in sizes]
         placed = fitted(rooms, [block.size_bytes for block in self.blocks])
         is_new = placed is None

@@ -35,6 +35,11 @@ _PART_BYTES = 8 << 20
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
+_needs_gradient = attrgetter("requires_grad")
+_attributes = attrgetter("__dict__")
+_device = attrgetter("device")
+_dtype = attrgetter("dtype")
+
 _WORKERS = 2
 """Threads that copy, unless told otherwise: two have most of what memory gives, and leave processors to training."""
 
@@ -81,7 +86,7 @@ class StagingBuffer:
     def open(self, state: Any, devices: Devices) -> Opened:
         """The first step: what is no tensor is copied when this returns."""
         opened = Opened(state, devices)
-        devices.ready()
+        devices.ready(set(map(_device, opened.sources())))
         return opened
 
     def fill(self, opened: Opened) -> Any:
@@ -107,9 +112,7 @@ class StagingBuffer:
             tensors = [sources[n] for n in distinct]
             handles = _C.Tensors(tensors)
         hosts, places = self._arena.tensors_for(tensors, handles)
-        mask = bytes(
-            kind == 0 and not is_lazy_view(tensor) for kind, tensor in zip(handles.kinds(), tensors, strict=True)
-        )
+        mask = _plain_bytes(tensors, handles)
         self._copy_others(tensors, hosts, mask, opened.devices)
         _C.copy_tensors(handles, places, mask, self._workers)
         if tensors is sources:
@@ -144,8 +147,8 @@ class Devices:
             self._met.add(device)
             accelerators.active.synchronize(device)
 
-    def ready(self) -> None:
-        """Called in the thread that owns the state, when it has given away what it has to copy."""
+    def ready(self, devices: set[torch.device]) -> None:
+        """Called in the thread that owns the state, with all devices on which it has tensors to be copied."""
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where copies from a device go."""
@@ -155,6 +158,50 @@ class Devices:
         """Until all copies are done."""
         for device in self._met:
             accelerators.active.synchronize(device)
+
+
+class SideStreams(Devices):
+    """Copies go on a stream of their own, behind what the owner's thread has given to its current streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: dict[torch.device, torch.Event] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def meet(self, device: torch.device) -> None:
+        if is_accelerator(device):
+            self._met.add(device)
+
+    def ready(self, devices: set[torch.device]) -> None:
+        for device in {*self._met, *filter(is_accelerator, devices)}:
+            self._events[device] = accelerators.active.event(device)
+            self._events[device].record(accelerators.active.current_stream(device))
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device not in self._events:
+            return contextlib.nullcontext()
+        if device not in self._streams:
+            self._streams[device] = accelerators.active.stream(device)
+            self._streams[device].wait_event(self._events[device])
+        return self._streams[device]
+
+    def wait(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        for event in self._events.values():
+            event.synchronize()
+
+
+def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
+    """A mark for each tensor: 1 where the bytes in host memory are its values."""
+    marks = bytearray(not kind for kind in handles.kinds())
+    maybe = map(Tensor.is_neg, tensors)
+    if any(dtype.is_complex for dtype in set(map(_dtype, tensors))):
+        maybe = map(is_lazy_view, tensors)
+    for n, is_lazy in enumerate(maybe):
+        if is_lazy:
+            marks[n] = 0
+    return bytes(marks)
 
 
 def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[list[int], dict[int, int]]:
@@ -290,10 +337,6 @@ class Opened:
             return with_shards(tensor, [self._rebuilt(shard.tensor, inner) for shard in tensor.local_shards()])
         made = inner.get(id(tensor))
         return tensor if tensor.is_meta else _like(own_copy(tensor) if made is None else made, tensor)
-
-
-_needs_gradient = attrgetter("requires_grad")
-_attributes = attrgetter("__dict__")
 
 
 def _all_like(copies: list[Tensor], sources: list[Tensor]) -> list[Tensor]:

@@ -39,6 +39,7 @@ from dcpring.format.unpickler import Safe
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.save import ResultList, Results, Saving, Source
+from dcpring.move.staging import StagingBuffer
 from dcpring.move.unchanged import LEAST_KEPT_BYTES
 from dcpring.names.key_map import (
     KeyMap,
@@ -56,8 +57,8 @@ from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Keeper, find_earlier, frozen_of
+from dcpring.store.stager import RingStager
 from dcpring.torchside.groups import members_of_caller
-from dcpring.torchside.tensors import keep_attributes
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
@@ -90,7 +91,8 @@ class RingWriter(FileSystemWriter):
         sync_files: make everything durable before the save ends.
         thread_count: as ``workers`` (see ``io``), where that is not given.
         per_thread_copy_ahead: bytes copied ahead from an accelerator.
-        cache_staged_state_dict: see ``FileSystemWriter``.
+        cache_staged_state_dict: keep the memory of the copy that ``dcp.async_save`` makes by this writer, for the next
+            save by it. Writers of their own for each save share memory by ``RingStager``.
         overwrite: replace a checkpoint that is there; else ``RuntimeError``.
         serialization_format: only ``TORCH_SAVE``.
         keep_superseded: leave the data files of the checkpoint that is replaced, for readers that are still at it;
@@ -186,12 +188,15 @@ class RingWriter(FileSystemWriter):
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
+        self._stager = RingStager() if cache_staged_state_dict else None
         self._run = SaveRun()
         self.stats: IOStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
-        state = dict(self.__dict__)
+        if self._stager is not None:
+            self._stager.saved_here()
+        state = {**self.__dict__, "_stager": None}
         for name, nothing in (("progress", False), ("metrics", None)):
             if callable(state[name]) and not pickles(state[name]):
                 say_once(
@@ -216,8 +221,14 @@ class RingWriter(FileSystemWriter):
         return self._run.phases
 
     def stage(self, state_dict: Any) -> Any:
+        """A copy of the state for ``async_save`` without a stager, complete when this returns.
+
+        Its memory is shared, so that a save in a process copies nothing more, and goes when the save is over. With
+        ``cache_staged_state_dict`` the writer keeps it for its next save.
+        """
+        self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
-            staged = keep_attributes(state_dict, super().stage(state_dict))
+            staged = StagingBuffer().stage(state_dict) if self._stager is None else self._stager.stage_now(state_dict)
         self._tracer.staged(staging)
         return staged
 
@@ -235,6 +246,8 @@ class RingWriter(FileSystemWriter):
         return with_run(super().storage_meta(), self._run)
 
     def _begin_save(self) -> None:
+        if self._stager is not None:
+            self._stager.saved_here()
         self._phases.abandon()
         self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map)
         self._phases.begin(_trace.LOCAL_PLAN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,24 +86,6 @@ def global_size(value: Any) -> torch.Size:
                     return item.tensor_data.size
     size: torch.Size = value.size()
     return size
-
-
-def keep_attributes(source: Any, copied: Any) -> Any:
-    """Gives the copy of a tensor, or of a tree of them, the attributes that tell what the tensors stand for.
-
-    A copy that has an attribute of its own keeps it: it is the class's business what a copy is made of.
-    """
-    if isinstance(source, Tensor) and isinstance(copied, Tensor):
-        known = isinstance(source, DTensor | ShardedTensor) or copied is source or not source.__dict__
-        if not known and not is_whole(source):
-            copied.__dict__.update({**source.__dict__, **copied.__dict__})
-    elif isinstance(source, Mapping) and isinstance(copied, Mapping):
-        for key, value in source.items():
-            keep_attributes(value, copied.get(key))
-    elif isinstance(source, list) and isinstance(copied, list):
-        for value, other in zip(source, copied, strict=False):
-            keep_attributes(value, other)
-    return copied
 
 
 def local_tensor(value: DTensor) -> Tensor:

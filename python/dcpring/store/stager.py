@@ -1,0 +1,292 @@
+"""RingStager: DCP's stager on memory that is kept, and whose copies are made beside training.
+
+The calling thread opens the state; a thread of the stager's copies the tensors. DCP then saves the copy in a thread of
+its own, or hands it to a process. A buffer is written to again when that save is over, which is known in one of two
+ways: nobody refers to what lies in the buffer, or the thread has ended in which DCP asked for the copy. (A planner or
+the traceback of an error may refer to the copy for long after its save.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from dcpring.move.staging import Opened, SideStreams, StagingBuffer
+
+__all__ = ["RingStager"]
+
+logger = logging.getLogger("dcpring")
+
+_TELL_SECONDS = 30.0
+"""After so long a wait for a buffer the log says what is waited for."""
+
+_UNASKED_SECONDS = 120.0
+"""A copy that nobody has asked for by then is none of ``async_save``'s, whose process takes some time to start."""
+
+
+class RingStager(AsyncStager):
+    """Stages states for ``dcp.async_save``, in a thread or in a process, in memory that is taken once.
+
+        stager = RingStager()
+        for batch in loader:
+            loss(model, batch).backward()
+            stager.synchronize()  # the last copy is complete: the state may change
+            optimizer.step()
+            if ...:
+                response = dcp.async_save(state, storage_writer=RingWriter(path), async_stager=stager)
+        response.upload_completion.result()
+        stager.close()
+
+    ``async_save`` returns an ``AsyncSaveResponse`` as soon as copying has begun: objects of the state are copied by
+    then, tensors may change when ``synchronize`` returns, or when the response's ``staging_completion`` is done.
+
+    The memory is one mapping with one descriptor, whatever the number of tensors. A save in a process
+    (``AsyncCheckpointerType.PROCESS``) maps it there and copies nothing. What lies on an accelerator is copied to
+    pinned memory on a stream of its own, behind what the calling thread has given to the current stream.
+
+    Args:
+        buffers: states that are held at most. With 1 a save waits for the one before to be written; with 2 it can be
+            copied meanwhile.
+        workers: threads that copy what lies in host memory; default: 2, or one on a single processor.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, buffers: int = 1, workers: int | None = None) -> None:
+        for name, value in (("buffers", buffers), ("workers", workers)):
+            if value is not None and (not isinstance(value, int) or not 1 <= value <= 64):
+                raise ValueError(f"{name}={value!r}: must be an int from 1 to 64")
+        self._most, self._workers = buffers, workers
+        self._is_open = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._turns: list[Turn] = []
+        self._last: Future[None] | None = None
+        self._now: Turn | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        self._let_go = 0
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was taken: it stays the same from the second save on, while states have the same sizes."""
+        return self._let_go + sum(turn.buffer.allocations for turn in self._turns)
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that is held now."""
+        return sum(turn.buffer.size_bytes for turn in self._turns)
+
+    def stage(self, state_dict: Any) -> Future[Any]:
+        """Begins a copy. The state's tensors must not change until the Future is done.
+
+        Returns:
+            A Future of the copy. It is valid until its save by ``async_save`` is over; who asks for the result
+            otherwise has it for as long as something refers to its tensors.
+
+        Raises:
+            RuntimeError: the stager is closed.
+        """
+        turn = self._claim()
+        opened = turn.buffer.open(state_dict, SideStreams())
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
+        turn.begin(_UNASKED_SECONDS)
+        self._last = turn.copied
+        staged = StagedFuture(turn)
+        self._executor.submit(_fill, staged, turn, opened)
+        return staged
+
+    def stage_now(self, state_dict: Any) -> Any:
+        """The copy, complete. It is valid until the threads that ``saved_here`` has noted for it have ended."""
+        turn = self._claim()
+        tree = turn.buffer.stage(state_dict)
+        turn.begin(0)
+        turn.copied.set_result(None)
+        self._now = turn
+        return tree
+
+    def saved_here(self) -> None:
+        """This thread saves what ``stage_now`` has copied last, and does nothing else with it."""
+        if self._now is not None and self._process == os.getpid():
+            self._now.saved_by(threading.current_thread())
+
+    def synchronize(self) -> None:
+        """Returns when the last copy is complete, and the state may change. Raises what went wrong with it, once."""
+        last, self._last = self._last, None
+        if last is not None and self._process == os.getpid():
+            try:
+                last.result()
+            except BaseException:
+                if not last.done():  # Ctrl-C has ended the wait, not the copy
+                    self._last = last
+                raise
+
+    def synchronize_staging(self) -> None:
+        """DCP's name for ``synchronize``."""
+        self.synchronize()
+
+    def close(self) -> None:
+        """Gives the memory back, that of a save that is still being written when it is over."""
+        self._is_open = False
+        if self._process == os.getpid() and self._executor is not None:
+            self._executor.shutdown()
+        for turn in self._turns:
+            turn.buffer.release()
+        self._turns, self._executor, self._last, self._now = [], None, None, None
+
+    def __enter__(self) -> RingStager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _claim(self) -> Turn:
+        """A buffer that nobody needs any more."""
+        if not self._is_open:
+            raise RuntimeError("this RingStager is closed; make another one")
+        if self._process != os.getpid():  # the parent's memory and thread are not this process's
+            self._begin()
+        began, is_told = time.monotonic(), False
+        for pause in _pauses():
+            free = next((turn for turn in self._turns if turn.is_free), None)
+            if free is not None:
+                return free
+            left = next((turn for turn in self._turns if turn.is_left), None)
+            if left is not None:
+                self._let_go += left.buffer.allocations
+                self._turns.remove(left)
+            if len(self._turns) < self._most:
+                self._turns.append(Turn(StagingBuffer(self._workers)))
+                return self._turns[-1]
+            if not is_told and time.monotonic() > began + _TELL_SECONDS:
+                is_told = True
+                logger.warning(
+                    "staging waits for an earlier save to be written, whose memory it will use; "
+                    "RingStager(buffers=%d) lets the next save be copied meanwhile",
+                    self._most + 1,
+                )
+            time.sleep(pause)
+        raise AssertionError
+
+
+class Turn:
+    """A buffer, and what is known of the save that it holds a copy for.
+
+    Attributes:
+        copied: done when the copy is.
+    """
+
+    def __init__(self, buffer: StagingBuffer) -> None:
+        self.buffer = buffer
+        self.begin(0)
+        self.copied.set_result(None)
+
+    def begin(self, patience: float) -> None:
+        """A copy is made. Somebody is expected to save it within so many seconds."""
+        self.copied: Future[None] = Future()
+        self._savers: list[threading.Thread] = []
+        self._has_failed = self._is_by_hand = False
+        self._until = time.monotonic() + patience
+
+    def failed(self) -> None:
+        """Nobody has got a copy."""
+        self._has_failed = True
+
+    def saved_by(self, thread: threading.Thread) -> None:
+        """A thread that is saving the copy, and has finished that when it ends."""
+        self._savers.append(thread)
+
+    def by_hand(self) -> None:
+        """Somebody else has the copy, for as long as he likes."""
+        self._is_by_hand = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the buffer may be written to."""
+        if not self.copied.done():
+            return False
+        savers = list(self._savers)
+        is_saved = bool(savers) and not self._is_by_hand and not any(map(_is_at_work, savers))
+        return self._has_failed or is_saved or not self.buffer.is_used
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the buffer is not to be waited for: somebody has the copy, and no save of it will end."""
+        is_unasked = not self._savers and time.monotonic() > self._until
+        return self.copied.done() and (self._is_by_hand or is_unasked)
+
+
+def _is_at_work(thread: threading.Thread) -> bool:
+    """A thread that asks this itself has come back from what it did before."""
+    return thread.is_alive() and thread is not threading.current_thread()
+
+
+class StagedFuture(Future[Any]):
+    """A copy in the making, which notes who takes it."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__()
+        self._turn: Turn | None = turn
+        self._quiet = threading.local()
+
+    def result(self, timeout: float | None = None) -> Any:
+        turn = self._turn
+        if turn is not None and not getattr(self._quiet, "is_called_back", False):
+            if _is_executor_of_dcp(sys._getframe(1).f_globals.get("__name__", "")):
+                turn.saved_by(threading.current_thread())
+            else:
+                turn.by_hand()
+        return super().result(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], Any]) -> None:
+        """As a Future does it. A callback that asks for the result, as DCP's does to see an error, does not take it."""
+
+        def call(future: Future[Any]) -> None:
+            self._quiet.is_called_back = True
+            try:
+                fn(future)
+            finally:
+                self._quiet.is_called_back = False
+
+        super().add_done_callback(call)
+
+
+def _is_executor_of_dcp(module: str) -> bool:
+    """Whether code of this module asks in a thread that DCP has made for one save, and that ends with it."""
+    return module.startswith("torch.distributed.checkpoint.") and module.endswith("_executor")
+
+
+def _fill(staged: StagedFuture, turn: Turn, opened: Opened) -> None:
+    try:
+        tree = turn.buffer.fill(opened)
+    except BaseException as error:
+        turn.failed()
+        turn.copied.set_exception(error)
+        staged.set_exception(error)
+        return
+    finally:
+        del opened
+    turn.copied.set_result(None)
+    staged.set_result(tree)
+
+
+def _pauses() -> Iterator[float]:
+    """How long to sleep before each next look."""
+    pause = 0.001
+    while True:
+        yield pause
+        pause = min(1.3 * pause, 0.05)

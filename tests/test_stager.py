@@ -1,0 +1,412 @@
+"""RingStager: copies for async_save in memory that is kept, and that is not written to while a save needs it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from _twin import TYPE, Twin, twin
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcpring import RingReader, RingSavePlanner, RingStager, RingWriter
+from dcpring.move import staging
+from dcpring.store import stager as stagers
+
+__all__ = ["twin"]
+
+SIZE = 1 << 16
+WAIT = 60.0
+"""Seconds after which something that has to happen has not."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _state(value: float, size: int = SIZE) -> dict[str, Any]:
+    w = torch.full((size,), float(value))
+    return {"model": {"w": w, "tied": w, "gaps": torch.full((8, 8), float(value))[:, ::2]}, "step": int(value)}
+
+
+def _change(state: dict[str, Any], value: float) -> None:
+    for tensor in state["model"].values():
+        tensor.fill_(value)
+
+
+def _assert_holds(path: Path, value: float, size: int = SIZE) -> None:
+    loaded = {**_state(0, size), "step": 0}
+    dcp.load(loaded, storage_reader=RingReader(path))
+    assert loaded["step"] == int(value)
+    for tensor in loaded["model"].values():
+        assert bool((tensor == value).all())
+
+
+def _save(state: Any, path: Path, stager: Any, **options: Any) -> AsyncSaveResponse:
+    options.setdefault("storage_writer", RingWriter(path))
+    response: Any = dcp.async_save(state, async_stager=stager, **options)
+    assert isinstance(response, AsyncSaveResponse)
+    return response
+
+
+class Held(RingWriter):
+    """Writes when it is let go."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_writing, self.go = threading.Event(), threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.is_writing.set()
+        assert self.go.wait(WAIT)
+        return super().write_data(plan, planner)
+
+
+class Failing(RingWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("writer", [RingWriter, FileSystemWriter])
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, RingSavePlanner])
+def test_saves_are_copies_in_memory_that_is_taken_once(tmp_path: Path, writer: Any, planner: Any) -> None:
+    state = _state(0)
+    with RingStager() as stager:
+        assert isinstance(stager, AsyncStager)
+        for n in range(1, 4):
+            _change(state, n)
+            state["step"] = n
+            path = tmp_path / str(n)
+            response = _save(state, path, stager, storage_writer=writer(path), planner=planner())
+            state["step"] = -1
+            stager.synchronize()
+            _change(state, -1)
+            response.staging_completion.result(WAIT)
+            response.upload_completion.result(WAIT)
+        assert stager.allocations == 1
+        assert stager.size_bytes == SIZE * 4 + 8 * 4 * 4
+    for n in range(1, 4):
+        _assert_holds(tmp_path / str(n), n)
+
+
+def test_a_save_waits_for_the_buffer_of_the_one_before(tmp_path: Path) -> None:
+    state, first = _state(1), Held(tmp_path / "1")
+    with RingStager() as stager:
+        one = _save(state, tmp_path / "1", stager, storage_writer=first)
+        stager.synchronize()
+        _change(state, 2)
+        state["step"] = 2
+        assert first.is_writing.wait(WAIT)
+        responses: list[AsyncSaveResponse] = []
+        other = threading.Thread(target=lambda: responses.append(_save(state, tmp_path / "2", stager)))
+        other.start()
+        time.sleep(0.2)  # a save that did not wait would have returned, and have written into the first one's memory
+        assert not responses and other.is_alive()
+        first.go.set()
+        other.join(WAIT)
+        for response in (one, *responses):
+            response.upload_completion.result(WAIT)
+        assert stager.allocations == 1
+    _assert_holds(tmp_path / "1", 1)
+    _assert_holds(tmp_path / "2", 2)
+
+
+def test_with_two_buffers_the_next_save_begins(tmp_path: Path) -> None:
+    state, held = _state(1), [Held(tmp_path / str(n)) for n in (1, 2)]
+    with RingStager(buffers=2) as stager:
+        responses = []
+        for n, writer in enumerate(held, 1):
+            _change(state, n)
+            state["step"] = n
+            responses.append(_save(state, tmp_path / str(n), stager, storage_writer=writer))
+            stager.synchronize()
+        assert held[0].is_writing.wait(WAIT) and not responses[0].upload_completion.done()
+        _change(state, -1)
+        for writer in held:
+            writer.go.set()
+        for response in responses:
+            response.upload_completion.result(WAIT)
+        state["step"] = 3
+        _change(state, 3)
+        _save(state, tmp_path / "3", stager).upload_completion.result(WAIT)
+        assert stager.allocations == 2
+    for n in (1, 2, 3):
+        _assert_holds(tmp_path / str(n), n)
+
+
+def test_a_planner_that_is_used_again_keeps_no_buffer(tmp_path: Path) -> None:
+    """It refers to what it has planned until its next save, which needs the buffer."""
+    state, planner = _state(1), RingSavePlanner()
+    with RingStager() as stager:
+        for n in (1, 2, 3):
+            _change(state, n)
+            state["step"] = n
+            _save(state, tmp_path / str(n), stager, planner=planner).upload_completion.result(WAIT)
+            _assert_holds(tmp_path / str(n), n)
+        assert stager.allocations == 1
+
+
+def test_an_error_that_is_kept_keeps_no_buffer(tmp_path: Path) -> None:
+    """Its traceback refers to the copy."""
+    state, kept = _state(1), []
+    with RingStager() as stager:
+        for _ in range(2):
+            response = _save(state, tmp_path / "bad", stager, storage_writer=Failing(tmp_path / "bad"))
+            kept.append(response)
+            with pytest.raises(BaseException, match="the disk is gone"):
+                response.upload_completion.result(WAIT)
+        _save(state, tmp_path / "good", stager).upload_completion.result(WAIT)
+        assert stager.allocations == 1
+    _assert_holds(tmp_path / "good", 1)
+
+
+def test_what_was_taken_by_hand_is_never_written_to() -> None:
+    state = _state(1)
+    with RingStager() as stager:
+        first = stager.stage(state).result(WAIT)
+        view = first["model"]["w"][5:]
+        _change(state, 2)
+        second = stager.stage(state).result(WAIT)
+        assert first["model"]["w"][0] == 1 and second["model"]["w"][0] == 2
+        del first, second
+        _change(state, 3)
+        third = stager.stage(state).result(WAIT)
+        assert view[0] == 1 and third["model"]["w"][0] == 3
+
+
+def test_memory_of_another_layout_is_not_shared_with_what_somebody_has() -> None:
+    with RingStager() as stager:
+        kept = stager.stage({"a": torch.ones(1000)}).result(WAIT)["a"]
+        other = stager.stage({"a": torch.zeros(10, 10)}).result(WAIT)
+        del other
+        stager.stage({"a": torch.zeros(20, 10)}).result(WAIT)
+        assert bool((kept == 1).all())
+
+
+def test_a_copy_that_nobody_asks_for_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stagers, "_UNASKED_SECONDS", 0.2)
+    with RingStager() as stager:
+        unasked = stager.stage(_state(1))
+        stager.synchronize()
+        stager.stage(_state(2)).result(WAIT)
+        assert unasked.result(WAIT)["model"]["w"][0] == 1
+
+
+def test_waiting_for_long_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stagers, "_TELL_SECONDS", 0.05)
+    held = Held(tmp_path)
+    with RingStager() as stager:
+        response = _save(_state(1), tmp_path, stager, storage_writer=held)
+        assert held.is_writing.wait(WAIT)
+        release = threading.Timer(0.3, held.go.set)
+        release.start()
+        stager.stage(_state(2)).result(WAIT)
+        response.upload_completion.result(WAIT)
+    assert "RingStager(buffers=2)" in caplog.text
+
+
+def test_an_error_while_copying_is_raised_by_all_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _state(1)
+    with RingStager() as stager, monkeypatch.context() as context:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("there is none")
+
+        context.setattr(staging._C, "copy_tensors", fail)
+        response = _save(state, tmp_path / "bad", stager)
+        for ask in (stager.synchronize, lambda: response.upload_completion.result(WAIT)):
+            with pytest.raises(MemoryError, match="there is none"):
+                ask()
+        context.undo()
+        _save(state, tmp_path / "good", stager).upload_completion.result(WAIT)
+    _assert_holds(tmp_path / "good", 1)
+
+
+@pytest.mark.parametrize("options", [{"buffers": 0}, {"buffers": 1.5}, {"workers": 0}, {"workers": 65}])
+def test_arguments_out_of_range(options: Any) -> None:
+    with pytest.raises(ValueError, match="must be an int from 1 to 64"):
+        RingStager(**options)
+
+
+def test_a_closed_stager_says_so() -> None:
+    stager = RingStager()
+    stager.close()
+    stager.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        stager.stage({})
+
+
+# ---- its memory ----
+
+
+def _mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:dcpring" in line]
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_twenty_thousand_tensors_take_one_descriptor_and_one_mapping() -> None:
+    state = {"model": {str(n): torch.full((8,), float(n)) for n in range(20_000)}}
+    gc.collect()
+    before, mapped = _descriptors(), len(_mappings())
+    with RingStager() as stager:
+        staged = stager.stage(state).result(WAIT)
+        assert _descriptors() == before + 1 and len(_mappings()) == mapped + 1
+        pickled = ForkingPickler.dumps(staged)
+        assert _descriptors() <= before + 4, "the pickle holds one more, and who serves it a socket"
+        del staged, pickled
+    assert len(_mappings()) == mapped
+
+
+def test_close_gives_memory_back_that_a_forked_process_has_mapped() -> None:
+    with RingStager() as stager:
+        stager.stage({"w": torch.ones(1 << 22)}).result(WAIT)
+        storage = stager._turns[0].buffer._arena._shared.storages[0]
+        descriptor = os.dup(storage._share_fd_cpu_()[0])
+        del storage
+        assert os.fstat(descriptor).st_blocks * 512 >= 16 << 20
+    assert os.fstat(descriptor).st_blocks == 0
+    os.close(descriptor)
+
+
+def _stage_in_a_child(stager: RingStager, sent: Any) -> None:
+    staged = stager.stage(_state(2, 8)).result(WAIT)  # small: torch's own threads do not outlive a fork
+    sent.put((float(staged["model"]["w"][0]), stager.allocations))
+
+
+def test_a_forked_process_takes_memory_of_its_own() -> None:
+    fork = mp.get_context("fork")
+    with RingStager() as stager:
+        staged = stager.stage(_state(1, 8)).result(WAIT)
+        sent = fork.SimpleQueue()
+        child = fork.Process(target=_stage_in_a_child, args=(stager, sent))
+        child.start()
+        assert sent.get() == (2.0, 1)
+        child.join(WAIT)
+        assert float(staged["model"]["w"][0]) == 1
+
+
+def test_without_shared_memory_it_is_ordinary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with RingStager() as stager:
+        _save(_state(1), tmp_path, stager).upload_completion.result(WAIT)
+    _assert_holds(tmp_path, 1)
+
+
+def test_ctrl_c_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy in this thread ends, and the buffer is as it was."""
+    buffer = staging.StagingBuffer(workers=1)
+    source = torch.ones(64 << 20)
+    state = {str(n): source[n:] for n in range(40)}  # 10 GiB to copy, of one and into one
+    monkeypatch.setattr(staging.Arena, "tensors_for", lambda _, sources, handles: (sources, handles))
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        buffer.stage(state)
+    timer.join()
+    monkeypatch.undo()
+    staged = buffer.stage({"w": torch.ones(5)})
+    assert torch.equal(staged["w"], torch.ones(5))
+
+
+# ---- objects, and accelerators ----
+
+
+def test_objects_are_copied_at_once(tmp_path: Path) -> None:
+    """The loop goes on counting before the tensors are copied."""
+    history = [1, [2]]
+    with RingStager() as stager:
+        future: Future[Any] = stager.stage({"history": history, "model": {"w": torch.ones(3)}})
+        history[1].append(3)  # type: ignore[attr-defined]
+        assert future.result(WAIT)["history"] == [1, [2]]
+
+
+def test_devices_are_copied_behind_the_current_stream_and_not_waited_for(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [twin.tensor(torch.zeros(100), n % 2) for n in range(4)]
+    for n, tensor in enumerate(tensors):
+        twin.write(tensor, torch.full((100,), float(n)))
+
+    def refuse(device: torch.device) -> None:
+        raise AssertionError(f"all streams of {device} are waited for")
+
+    monkeypatch.setattr(twin, "synchronize", refuse)
+    with RingStager() as stager:
+        future = stager.stage({str(n): tensor for n, tensor in enumerate(tensors)})
+        stager.synchronize()
+        for tensor in tensors:
+            twin.write(tensor, torch.full((100,), -1.0))
+        staged = future.result(WAIT)
+        assert [float(staged[str(n)][7]) for n in range(4)] == [0, 1, 2, 3]
+        assert staged["0"].device.type == "cpu" != TYPE
+        del staged, future
+
+
+# ---- RingWriter without a stager ----
+
+
+def test_a_writer_stages_into_shared_memory_that_goes_with_its_save(tmp_path: Path) -> None:
+    gc.collect()
+    state, writer = _state(1), Held(tmp_path)
+    future: Any = dcp.async_save(state, storage_writer=writer)
+    _change(state, 2)
+    assert writer.is_writing.wait(WAIT)
+    assert len(_mappings()) == 1
+    writer.go.set()
+    future.result(WAIT)
+    del future
+    deadline = time.monotonic() + WAIT
+    while _mappings() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _mappings()
+    _assert_holds(tmp_path, 1)
+
+
+def test_a_writer_keeps_its_memory_where_it_is_asked_to(tmp_path: Path) -> None:
+    """Stock's raises on a machine without an accelerator."""
+    writer, planner = RingWriter(tmp_path, cache_staged_state_dict=True), RingSavePlanner()
+    state = _state(0)
+    for n in (1, 2, 3):
+        _change(state, n)
+        state["step"] = n
+        future: Any = dcp.async_save(state, checkpoint_id=tmp_path / str(n), storage_writer=writer, planner=planner)
+        _change(state, -1)
+        future.result(WAIT)
+        _assert_holds(tmp_path / str(n), n)
+    assert writer._stager is not None and writer._stager.allocations == 1
+
+
+def test_what_a_writer_staged_by_hand_is_never_written_to(tmp_path: Path) -> None:
+    writer = RingWriter(tmp_path, cache_staged_state_dict=True)
+    first = writer.stage(_state(1))
+    second = writer.stage(_state(2))
+    assert float(first["model"]["w"][0]) == 1 and float(second["model"]["w"][0]) == 2

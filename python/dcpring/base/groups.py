@@ -89,6 +89,13 @@ def agree(what: str, proposal: str) -> str:
     return bytes(store.compare_set(f"{what}/{attempt}", "", proposal)).decode()
 
 
+def propose_next(what: str, proposal: str) -> None:
+    """What ``agree`` gives the next time, unless another rank has already proposed something else."""
+    with _attempts_lock:
+        attempt = _attempts[what] + 1
+    leave_note(f"{what}/{attempt}", proposal)
+
+
 def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
     """What the first of some ranks to come proposes, for each time that all of them do; "" where there is no store.
 
@@ -97,13 +104,14 @@ def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
     store = _store()
     if store is None:
         return ""
-    key = f"{what}/{_digest(members)}"
+    key = f"{what}/{digest(members)}"
     turn = (int(store.add(f"{key}/came", 1)) - 1) // len(members)
     store.delete_key(f"{key}/{turn - 2}")  # all have left that one
     return bytes(store.compare_set(f"{key}/{turn}", "", proposal)).decode()
 
 
-def _digest(members: Sequence[int]) -> str:
+def digest(members: Sequence[int]) -> str:
+    """A word for some ranks, to make names of."""
     return hashlib.sha1(repr(list(members)).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
@@ -228,7 +236,7 @@ def name_for(members: Sequence[int]) -> str:
     Raises:
         TimeoutError: some have not come.
     """
-    return assemble(f"dcpring/group/{_digest(members)}", len(members), dist.default_pg_timeout.total_seconds())
+    return assemble(f"dcpring/group/{digest(members)}", len(members), dist.default_pg_timeout.total_seconds())
 
 
 # ---- collectives ----

@@ -20,7 +20,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from dcpring.base.groups import agree, digest, propose_next, rank_in
+from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
+from dcpring.torchside.dcp import background_process_failure, forget_background_process, members_of_process_save
 
 __all__ = ["RingStager"]
 
@@ -100,6 +103,12 @@ class RingStager(AsyncStager):
         Raises:
             RuntimeError: the stager is closed.
         """
+        try:
+            renew_background_process()
+        except CheckpointError as error:  # which DCP shall hand to whoever waits for the save
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
         turn = self._claim()
         opened = turn.buffer.open(state_dict, SideStreams())
         if self._executor is None:
@@ -282,6 +291,37 @@ def _fill(staged: StagedFuture, turn: Turn, opened: Opened) -> None:
         del opened
     turn.copied.set_result(None)
     staged.set_result(tree)
+
+
+# ---- DCP's process in the background ----
+
+
+def renew_background_process() -> None:
+    """Has all ranks start a new process for ``async_save`` where that of one has died; called by ``stage``.
+
+    DCP goes on sending saves to a process that has died. Starting one is collective, so ranks have to agree for each
+    save, and none waits: the first to come says what it has. One that finds its process dead after another has said
+    "go" lets this save fail, and speaks first for the next.
+
+    Raises:
+        CheckpointError: this rank has no process, and others go on with theirs.
+    """
+    members = members_of_process_save()
+    if members is None:
+        return
+    failure, rank, what = background_process_failure(), rank_in(), f"dcpring/background/{digest(members)}"
+    own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
+    word = agree(what, own) or own
+    if word == "go" != own:
+        propose_next(what, own)
+        was = "could not be started" if failure is None else f"has died, of {failure}"
+        raise CheckpointError(
+            f"the process of rank {rank} that saves in the background {was}; the next save starts another one"
+        )
+    if word not in ("go", "start"):
+        logger.warning("the process that saves in the background has died %s; another one is started", word)
+    if word != "go":
+        forget_background_process()
 
 
 def _pauses() -> Iterator[float]:

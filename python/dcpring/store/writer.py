@@ -57,7 +57,7 @@ from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Keeper, find_earlier, frozen_of
-from dcpring.store.stager import RingStager
+from dcpring.store.stager import RingStager, renew_background_process
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
@@ -226,6 +226,7 @@ class RingWriter(FileSystemWriter):
         Its memory is shared, so that a save in a process copies nothing more, and goes when the save is over. With
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
+        renew_background_process()
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
             staged = StagingBuffer().stage(state_dict) if self._stager is None else self._stager.stage_now(state_dict)

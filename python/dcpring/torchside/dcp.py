@@ -5,7 +5,9 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,6 +202,41 @@ _background = optional(f"{_DCP}", "_async_process_executor")
 def has_background_process() -> bool:
     """Whether ``async_save`` has started the process that all saves of AsyncCheckpointerType.PROCESS go to."""
     return getattr(_background, "_CHECKPOINT_PROCESS", None) is not None
+
+
+def background_process_failure() -> str | None:
+    """What that process has died of; "" if it is alive, None if there is none."""
+    process = getattr(getattr(_background, "_CHECKPOINT_PROCESS", None), "_save_process", None)
+    if process is None:
+        return None
+    code = process.exitcode
+    if code is None:
+        return ""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def forget_background_process() -> None:
+    """The next save of AsyncCheckpointerType.PROCESS starts a new one. One that is alive is ended."""
+    if _background is not None:
+        _background._CHECKPOINT_PROCESS = None
+
+
+def members_of_process_save() -> list[int] | None:
+    """The global ranks of the ``async_save`` in a process that is calling; None if none is.
+
+    DCP does not tell its stager where a save will run. It is a local variable of the function that calls it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module == f"{_DCP}.state_dict_saver" and frame.f_code.co_name == "async_save":
+            kind = frame.f_locals.get("async_checkpointer_type")
+            if getattr(kind, "name", "") != "PROCESS":
+                return None
+            group = frame.f_locals.get("process_group")
+            return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
+        frame = frame.f_back
+    return None
 
 
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")

@@ -1,0 +1,142 @@
+"""RingStager with async_save in a process: what it maps, and what happens when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _distributed import run
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcpring import RingReader, RingSavePlanner, RingStager, RingWriter
+
+TENSORS = 3000
+"""Where stock's shared staging has a descriptor for each: "received 0 items of ancdata"."""
+
+
+class Looking(RingWriter):
+    """Notes what the process in the background has mapped."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:dcpring" in line]
+        first, _, last = lines[0].split()[0].partition("-")
+        address = planner.lookup_object(plan.items[0].index).data_ptr()
+        is_mapped = int(first, 16) <= address < int(last, 16)
+        Path(f"{self.path}.{os.getpid()}").write_text(f"{len(lines)} {is_mapped}")
+        return super().write_data(plan, planner)
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"model": {f"{n}.{dist.get_rank()}": torch.full((8,), value + n) for n in range(TENSORS)}}
+
+
+def _assert_holds(path: str, value: float) -> None:
+    loaded, wanted = _state(-1), _state(value)
+    dcp.load(loaded, storage_reader=RingReader(path))
+    assert all(torch.equal(tensor, wanted["model"][key]) for key, tensor in loaded["model"].items())
+
+
+def _save(state: Any, path: str, **options: Any) -> Any:
+    options.setdefault("storage_writer", RingWriter(path))
+    return dcp.async_save(
+        state, planner=RingSavePlanner(), async_checkpointer_type=AsyncCheckpointerType.PROCESS, **options
+    )
+
+
+def _process() -> Any:
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    return executor._CHECKPOINT_PROCESS._save_process  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _ending_process() -> Any:
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    try:
+        yield
+    finally:
+        with contextlib.suppress(AttributeError):
+            executor._CHECKPOINT_PROCESS.__del__()  # type: ignore[union-attr]
+        executor._CHECKPOINT_PROCESS = None
+
+
+def _saves(path: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    with _ending_process(), RingStager() as stager:
+        for n in (1, 2):
+            state = _state(n)
+            response = _save(state, path, async_stager=stager, storage_writer=Looking(path))
+            stager.synchronize()
+            for tensor in state["model"].values():
+                tensor.zero_()
+            response.upload_completion.result()
+            dist.barrier()
+            _assert_holds(path, n)
+            dist.barrier()
+        assert stager.allocations == 1
+        note = Path(f"{path}.{_process().pid}")
+        assert note.read_text() == "1 True", "one mapping, in which the tensors lie"
+        _save(_state(3), path, storage_writer=Looking(path)).result()  # the writer stages
+        dist.barrier()
+        _assert_holds(path, 3)
+        dist.barrier()
+        count, is_mapped = note.read_text().split()
+        assert is_mapped == "True" and int(count) <= 2
+
+
+def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:
+    run(2, _saves, str(tmp_path / "checkpoint"))
+
+
+def _deaths(path: str) -> list[str]:
+    """It dies on rank 1, which comes to the next save after rank 0."""
+    errors: list[str] = []
+    with _ending_process(), RingStager() as stager:
+        _save(_state(1), path, async_stager=stager).upload_completion.result()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(_process().pid, signal.SIGKILL)
+            _process().join()
+            dist.barrier()
+        for n in (2, 3):
+            try:
+                response = _save(_state(n), path, async_stager=stager)
+                if dist.get_rank() == 0 and n == 2:
+                    dist.barrier()
+                response.upload_completion.result()
+            except Exception as error:
+                errors.append(str(error))
+        dist.barrier()
+        _assert_holds(path, 3)
+        dist.barrier()
+    return errors
+
+
+def test_another_process_is_started_for_one_that_has_died(tmp_path: Path) -> None:
+    """A save that ranks begin with other processes than they can go on with fails on all; the next one works."""
+    first, second = run(2, _deaths, str(tmp_path))
+    assert len(first) == len(second) == 1
+    assert "the process of rank 1 that saves in the background has died, of signal 9" in second[0]
+
+
+def _death_alone(path: str) -> None:
+    with _ending_process(), RingStager() as stager:
+        for n in (1, 2):
+            _save(_state(n), path, async_stager=stager).upload_completion.result()
+            _assert_holds(path, n)
+            os.kill(_process().pid, signal.SIGKILL)
+            _process().join()
+
+
+def test_a_process_that_has_died_before_a_save_costs_no_save(tmp_path: Path) -> None:
+    run(1, _death_alone, str(tmp_path))

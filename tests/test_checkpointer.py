@@ -32,6 +32,7 @@ from dcpring import (
     RingWriter,
     Sharded,
 )
+from dcpring.move.staging import StagingBuffer
 from dcpring.resume.manifest import MANIFEST_KEY
 
 # ---- one process ----
@@ -280,6 +281,64 @@ def test_a_handle_tells_what_becomes_of_a_save(tmp_path: Path, monkeypatch: pyte
         assert failing.done()
         checkpointer.wait()
         first.wait()
+
+
+def test_with_async_staging_a_save_returns_before_the_copy_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors may change when ``synchronize`` returns; what is no tensor at once."""
+    may_copy = threading.Event()
+    fill = StagingBuffer.fill
+
+    def slow_fill(buffer: StagingBuffer, opened: Any) -> Any:
+        assert may_copy.wait(60)
+        return fill(buffer, opened)
+
+    monkeypatch.setattr(StagingBuffer, "fill", slow_fill)
+    model = spread("single", 0)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    counter = Counter(1)
+    with Checkpointer(
+        tmp_path, {"model": model, "optimizer": optimizer, "counter": Replicated(counter)}
+    ) as checkpointer:
+        saved = everything(model, optimizer)
+        handle = checkpointer.save(1, blocking=False, async_staging=True)
+        counter.value = 2
+        assert handle and not handle.staged() and not handle.done()
+        threading.Timer(0.1, may_copy.set).start()
+        checkpointer.synchronize()
+        assert handle.staged()
+        train(model, optimizer)
+        handle.wait_staged()
+        handle.wait()
+        assert handle.done() and not same(everything(model, optimizer), saved)
+        checkpointer.synchronize()
+        assert checkpointer.save(2, blocking=False).staged(), "the copy is made before it returns"
+        checkpointer.wait()
+        assert checkpointer.save(3).staged()
+        checkpointer.load(1)
+    assert same(everything(model, optimizer), saved)
+    assert counter.value == 1
+
+
+def _failing_copies(path: str) -> str:
+    counter = Counter(1)
+    with Checkpointer(path, {"model": torch.nn.Linear(3, 3), "counter": Replicated(counter)}) as checkpointer:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(StagingBuffer, "fill", mock.Mock(side_effect=MemoryError("no room for a copy")))
+            handle = checkpointer.save(1, blocking=False, async_staging=True)
+            handle.wait_staged()
+            message = error_of(handle.wait)
+        checkpointer.save(2, blocking=False, async_staging=True).wait()
+        assert checkpointer.steps() == [2]
+    return message
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    for message in _distributed.run(2, _failing_copies, str(tmp_path)):
+        assert "rank 1" in message and "copying the state" in message and "no room for a copy" in message
 
 
 @pytest.mark.parametrize("call", ("save", "load", "wait", "close"))

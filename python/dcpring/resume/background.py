@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TextIO, cast
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("dcpring")
 class SaveHandle:
     """What becomes of one ``Checkpointer.save``: true if it was taken, false if it was skipped.
 
-    ``done`` may be asked at any time. ``wait`` is collective: all ranks call it.
+    ``staged``, ``wait_staged`` and ``done`` are this rank's own. ``wait`` is collective: all ranks call it.
     """
 
     def __init__(
@@ -33,11 +34,21 @@ class SaveHandle:
         taken: bool,
         written: Future[None] | None = None,
         settle: Callable[[Future[None]], None] | None = None,
+        copied: Future[None] | None = None,
     ) -> None:
-        self._taken, self._written, self._settle = taken, written, settle
+        self._taken, self._written, self._settle, self._copied = taken, written, settle, copied
 
     def __bool__(self) -> bool:
         return self._taken
+
+    def staged(self) -> bool:
+        """Whether the state may change: it has been copied or written, or the save has failed or was skipped."""
+        return self._copied is None or self._copied.done()
+
+    def wait_staged(self) -> None:
+        """Returns when the state may change. It is ``wait`` that raises what went wrong."""
+        if self._copied is not None:
+            wait_for_copy(self._copied)
 
     def done(self) -> bool:
         """Whether this rank is through with it: it is committed, it has failed, or it was skipped."""
@@ -51,6 +62,11 @@ class SaveHandle:
         """
         if self._written is not None and self._settle is not None:
             self._settle(self._written)
+
+
+def wait_for_copy(copied: Future[None]) -> None:
+    """Returns when a copy is complete, or has failed."""
+    futures.wait([copied])
 
 
 class Background:

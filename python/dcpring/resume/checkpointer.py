@@ -8,10 +8,11 @@ Checkpointer's own: what is raised in it on one rank is raised on all, and nobod
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,9 @@ from dcpring.base import random_states
 from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
-from dcpring.move.staging import StagingBuffer
+from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.resume import backend, exports, trees
-from dcpring.resume.background import Background, SaveHandle
+from dcpring.resume.background import Background, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
@@ -167,6 +168,7 @@ class Checkpointer:
                 self._export_options = dict(export_options or {})
                 self._background: Background | None = None
                 self._staging = StagingBuffer()
+                self._copied: Future[None] | None = None
                 self._pid = os.getpid()
                 self._is_open = True
         except BaseException:
@@ -198,7 +200,14 @@ class Checkpointer:
 
     # ---- save ----
 
-    def save(self, step: int, blocking: bool = True, *, export: exports.Format | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        blocking: bool = True,
+        *,
+        export: exports.Format | None = None,
+        async_staging: bool = False,
+    ) -> SaveHandle:
         """Saves all components as ``step-N``.
 
         Args:
@@ -207,10 +216,13 @@ class Checkpointer:
                 wrong then is raised by the handle's ``wait``, or by the next call of any method that is collective.
             export: "hf" writes the model into ``step-N/hf`` as well, once the checkpoint is committed: the directory
                 of safetensors that ``from_pretrained`` loads. Of several models each has a folder in it.
+            async_staging: with ``blocking=False``, return when copying has begun. Tensors of the state must not change
+                until ``synchronize`` or the handle's ``wait_staged`` returns; all else of it may. Of an accelerator is
+                copied what this thread has given to its current stream.
 
         Returns:
-            A handle: false if the save was skipped, as an earlier one is not over yet and ``busy="skip"``; ``done()``
-            and ``wait()`` are for a save in the background.
+            A handle: false if the save was skipped, as an earlier one is not over yet and ``busy="skip"``;
+            ``staged()``, ``done()`` and ``wait()`` are for a save in the background.
 
         Raises:
             CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
@@ -224,7 +236,8 @@ class Checkpointer:
                 return SaveHandle(False)
             state = self._collect(joint, step, blocking, export)
             if not blocking:
-                return SaveHandle(True, self._start(joint, state, step, export), self._wait_for)
+                written, copied = self._start(joint, state, step, export, async_staging)
+                return SaveHandle(True, written, self._wait_for, copied)
             self._write(joint, state, step, export)
         self._remove_old(step)
         return SaveHandle(True)
@@ -373,22 +386,44 @@ class Checkpointer:
             if self._place.rank == 0:
                 one.finish()
 
-    def _start(self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None) -> Future[None]:
-        """Copies the state and has it written."""
-        with joint.doing(f"cannot save step {step}: copying the state"), Staging.timed() as staging:
-            staged = self._staging.stage(state)
+    def synchronize(self) -> None:
+        """Returns when the state may change, after a save with ``async_staging``: call it before the optimizer's step.
+
+        It is not collective, and raises nothing of the save.
+        """
+        if self._copied is not None:
+            wait_for_copy(self._copied)
+            self._copied = None
+
+    def _start(
+        self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None, async_staging: bool
+    ) -> tuple[Future[None], Future[None]]:
+        """Copies the state, or begins to, and has it written: what is done when it is written, and when copied."""
+        copying = f"cannot save step {step}: copying the state"
+        with joint.doing(copying), Staging.timed() as staging:
+            if async_staging:
+                copy = _Copy(self._staging, self._staging.open(state, SideStreams()))
+            else:
+                copy = _Copy.made(self._staging, self._staging.stage(state), staging)
         joint.settle("copied")
         if self._background is None:
             self._background = Background(self._ranks)
+
+        def work(own: Operation) -> None:
+            with own.doing(copying):
+                staged, timed = copy.take()
+            self._write(own, staged, step, export, timed)
+
         try:
-            written = self._background.start(
-                lambda own: self._write(own, staged, step, export, staging), after=lambda: self._remove_old(step)
-            )
+            written = self._background.start(work, after=lambda: self._remove_old(step))
+            written.add_done_callback(lambda _: copy.leave())
             joint.settle("started")
-            return written
         except BaseException as error:  # those that have started wait for those that have not
+            copy.leave()
             self._background.abandon(error)
             raise
+        self._copied = copy.copied
+        return written, copy.copied
 
     # ---- retention ----
 
@@ -726,3 +761,42 @@ def _problems(component: Component, seen: Sequence[Plan]) -> list[str]:
             f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"
         )
     return found
+
+
+class _Copy:
+    """The copy of a state for a save in the background, made by the thread that writes it, if not before.
+
+    Attributes:
+        copied: done when nobody reads the state any more.
+    """
+
+    def __init__(self, buffer: StagingBuffer, opened: Opened | None) -> None:
+        self._buffer, self._opened = buffer, opened
+        self._made: tuple[Any, Staging] | None = None
+        self.copied: Future[None] = Future()
+
+    @classmethod
+    def made(cls, buffer: StagingBuffer, staged: Any, staging: Staging) -> _Copy:
+        """One that is complete."""
+        copy = cls(buffer, None)
+        copy._made = (staged, staging)
+        copy.leave()
+        return copy
+
+    def take(self) -> tuple[Any, Staging]:
+        """The copy, and when it was made. Called once."""
+        made, self._made = self._made, None
+        if made is None:
+            opened, self._opened = self._opened, None
+            assert opened is not None
+            try:
+                with Staging.timed() as staging:
+                    made = self._buffer.fill(opened), staging
+            finally:
+                self.leave()
+        return made
+
+    def leave(self) -> None:
+        """Nobody will read the state, if that was not so before."""
+        with contextlib.suppress(InvalidStateError):
+            self.copied.set_result(None)

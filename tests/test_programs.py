@@ -65,6 +65,15 @@ def test_background_benchmark(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_staging_benchmark(tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "plot.png"
+    out = run("benchmarks/staging.py", "--quick", "--dir", tmp_path, "--json", report, "--png", picture)
+    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
+    assert "RingStager" in out and rows["RingStager"]["descriptors"] == 1
+    assert picture.stat().st_size > 0
+
+
 def test_quantised_benchmark(tmp_path: Path) -> None:
     out = run("benchmarks/quantised.py", "--quick", "--dir", tmp_path)
     assert "MXFP4" in out and "stock" in out

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from _twin import TYPE, Twin, twin
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -26,8 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from dcpring import RingReader, RingSavePlanner, RingStager, RingWriter
 from dcpring.move import staging
 from dcpring.store import stager as stagers
-
-__all__ = ["twin"]
 
 SIZE = 1 << 16
 WAIT = 60.0
@@ -337,7 +334,7 @@ def test_ctrl_c_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(staged["w"], torch.ones(5))
 
 
-# ---- objects, and accelerators ----
+# ---- objects ----
 
 
 def test_objects_are_copied_at_once(tmp_path: Path) -> None:
@@ -347,28 +344,6 @@ def test_objects_are_copied_at_once(tmp_path: Path) -> None:
         future: Future[Any] = stager.stage({"history": history, "model": {"w": torch.ones(3)}})
         history[1].append(3)  # type: ignore[attr-defined]
         assert future.result(WAIT)["history"] == [1, [2]]
-
-
-def test_devices_are_copied_behind_the_current_stream_and_not_waited_for(
-    twin: Twin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = [twin.tensor(torch.zeros(100), n % 2) for n in range(4)]
-    for n, tensor in enumerate(tensors):
-        twin.write(tensor, torch.full((100,), float(n)))
-
-    def refuse(device: torch.device) -> None:
-        raise AssertionError(f"all streams of {device} are waited for")
-
-    monkeypatch.setattr(twin, "synchronize", refuse)
-    with RingStager() as stager:
-        future = stager.stage({str(n): tensor for n, tensor in enumerate(tensors)})
-        stager.synchronize()
-        for tensor in tensors:
-            twin.write(tensor, torch.full((100,), -1.0))
-        staged = future.result(WAIT)
-        assert [float(staged[str(n)][7]) for n in range(4)] == [0, 1, 2, 3]
-        assert staged["0"].device.type == "cpu" != TYPE
-        del staged, future
 
 
 # ---- RingWriter without a stager ----
@@ -386,6 +361,7 @@ def test_a_writer_stages_into_shared_memory_that_goes_with_its_save(tmp_path: Pa
     del future
     deadline = time.monotonic() + WAIT
     while _mappings() and time.monotonic() < deadline:
+        gc.collect()  # DCP of some versions leaves the state in a cycle
         time.sleep(0.01)
     assert not _mappings()
     _assert_holds(tmp_path, 1)

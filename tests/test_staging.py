@@ -25,7 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dcpring import Checkpointer, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded, diff_checkpoints
+from dcpring import (
+    Checkpointer,
+    PerRank,
+    Replicated,
+    RingSavePlanner,
+    RingStager,
+    RingWriter,
+    Sharded,
+    diff_checkpoints,
+)
 from dcpring.base.memory import memory_key
 from dcpring.move import arena, staging
 from dcpring.move.arena import blocks_for, fitted
@@ -410,6 +419,28 @@ def test_what_is_written_on_any_stream_is_there(twin: Twin) -> None:
     for device in range(2):
         twin.synchronize(torch.device(TYPE, device))
     assert [float(staged[key][7]) for key in state] == list(range(8)), "training may write again"
+
+
+def test_devices_are_copied_behind_the_current_stream_and_not_waited_for(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [twin.tensor(torch.zeros(100), n % 2) for n in range(4)]
+    for n, tensor in enumerate(tensors):
+        twin.write(tensor, torch.full((100,), float(n)))
+
+    def refuse(device: torch.device) -> None:
+        raise AssertionError(f"all streams of {device} are waited for")
+
+    monkeypatch.setattr(twin, "synchronize", refuse)
+    with RingStager() as stager:
+        future = stager.stage({str(n): tensor for n, tensor in enumerate(tensors)})
+        stager.synchronize()
+        for tensor in tensors:
+            twin.write(tensor, torch.full((100,), -1.0))
+        staged = future.result(60.0)
+        assert [float(staged[str(n)][7]) for n in range(4)] == [0, 1, 2, 3]
+        assert staged["0"].device.type == "cpu" != TYPE
+        del staged, future
 
 
 def test_devices_without_a_tensor_of_the_state_are_left_alone() -> None:

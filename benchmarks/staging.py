@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -279,6 +280,7 @@ def main() -> None:
                 for way in [COPY, *(list(WAYS) if number % 2 == 0 else reversed(WAYS))]:
                     result = run_group(1, measure, way, count, size, saves, folder / "way")
                     found.setdefault((count, size, way), []).append(result)
+                    print(number, count, way, json.dumps(result), file=sys.stderr, flush=True)
         machine = _machine.describe(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -279,7 +279,7 @@ def test_twenty_thousand_tensors_take_one_descriptor_and_one_mapping() -> None:
 def test_close_gives_memory_back_that_a_forked_process_has_mapped() -> None:
     with RingStager() as stager:
         stager.stage({"w": torch.ones(1 << 22)}).result(WAIT)
-        storage = stager._turns[0].buffer._arena._shared.storages[0]
+        storage = stager._turns[0].buffer._arena._host.storages[0]
         descriptor = os.dup(storage._share_fd_cpu_()[0])
         del storage
         assert os.fstat(descriptor).st_blocks * 512 >= 16 << 20
@@ -349,22 +349,29 @@ def test_objects_are_copied_at_once(tmp_path: Path) -> None:
 # ---- RingWriter without a stager ----
 
 
-def test_a_writer_stages_into_shared_memory_that_goes_with_its_save(tmp_path: Path) -> None:
+def test_a_writer_stages_into_memory_that_goes_with_its_save(tmp_path: Path) -> None:
     gc.collect()
-    state, writer = _state(1), Held(tmp_path)
+    state, writer, size = _state(1, 1 << 24), Held(tmp_path), 64 << 20
+    before = _anonymous_bytes()
     future: Any = dcp.async_save(state, storage_writer=writer)
     _change(state, 2)
     assert writer.is_writing.wait(WAIT)
-    assert len(_mappings()) == 1
+    assert not _mappings(), "nobody else maps it"
+    assert _anonymous_bytes() >= before + size
     writer.go.set()
     future.result(WAIT)
     del future
     deadline = time.monotonic() + WAIT
-    while _mappings() and time.monotonic() < deadline:
+    while _anonymous_bytes() >= before + size // 2 and time.monotonic() < deadline:
         gc.collect()  # DCP of some versions leaves the state in a cycle
         time.sleep(0.01)
-    assert not _mappings()
-    _assert_holds(tmp_path, 1)
+    assert _anonymous_bytes() < before + size // 2
+    _assert_holds(tmp_path, 1, 1 << 24)
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def test_a_writer_keeps_its_memory_where_it_is_asked_to(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_all_tensors_below_mappings_lie_in_the_buffer() -> None:
     buffer = StagingBuffer()
     staged = buffer.stage(state)
     assert buffer.size_bytes == 2 * (1 << 14) + 64
-    start = buffer._arena._shared.storages[0].data_ptr()
+    start = buffer._arena._host.storages[0].data_ptr()
     for tensor in (staged["ema"]["w"], staged["lazy"]["l"], staged["lazy"]["deep"][0]["x"]):
         assert start <= tensor.data_ptr() < start + buffer.size_bytes
 

@@ -1,6 +1,6 @@
 """Host memory for a copy of a state, taken once and used for copy after copy.
 
-Copies of what lies in host memory go into one mapping of shared memory, which has one descriptor, whatever the number
+Copies of what lies in host memory go into one mapping. Where that is shared it has one descriptor, whatever the number
 of tensors: a process that they are sent to maps it, and copies nothing. What lies on an accelerator goes into pinned
 blocks. An arena belongs to one StagingBuffer, which alone decides when its memory is written to again; memory that an
 arena lets go of lives for as long as a tensor in it.
@@ -34,20 +34,24 @@ _HUGE_PAGE = 2 << 20
 class Arena:
     """Room for the tensors of one state, with the same tensors in it for as long as the states are alike.
 
+    Args:
+        is_shared: other processes can map what is not pinned. Such memory takes longer to be had.
+
     Attributes:
         allocations: how often memory was taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool) -> None:
         self.allocations = 0
-        self._shared, self._pinned = _Shared(), _Pinned()
+        self._is_shared = is_shared
+        self._host, self._pinned = _Host(is_shared), _Pinned()
         self._kept: _Kept | None = None
         self._process = os.getpid()
 
     @property
     def size_bytes(self) -> int:
         """What is held now."""
-        return self._shared.size_bytes + self._pinned.size_bytes
+        return self._host.size_bytes + self._pinned.size_bytes
 
     @property
     def is_used(self) -> bool:
@@ -60,7 +64,7 @@ class Arena:
         They are those of the call before where all have the same layout and lie on devices of the same kind.
         """
         if self._process != os.getpid():  # a forked child must not write to what the parent reads
-            self.__init__()  # type: ignore[misc]
+            self.__init__(self._is_shared)  # type: ignore[misc]
         kept = self._kept
         if kept is None or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
             self._kept = kept = None  # before memory is taken, so that there are never two
@@ -71,15 +75,15 @@ class Arena:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
         if self._process == os.getpid() and not self.is_used:
             self._kept = None
-            self._shared.give_back()
+            self._host.give_back()
         self._kept = None
-        self._shared.release()
+        self._host.release()
         self._pinned.release()
 
     def _made_for(self, sources: list[Tensor], kinds: bytes) -> _Kept:
         made: list[Tensor] = [_NOTHING] * len(sources)
         pinned = [on_accelerator(tensor) for tensor in sources]
-        for memory in (self._shared, self._pinned):
+        for memory in (self._host, self._pinned):
             chosen = [n for n, is_pinned in enumerate(pinned) if is_pinned == (memory is self._pinned)]
             self.allocations += memory.make_room([sources[n].nbytes for n in chosen])
             for n, (block, start) in zip(chosen, memory.places, strict=True):
@@ -87,7 +91,7 @@ class Arena:
         return _Kept(made, kinds, self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return [*self._shared.storages, *self._pinned.storages]
+        return [*self._host.storages, *self._pinned.storages]
 
 
 class _Kept:
@@ -175,8 +179,12 @@ class _Memory:
         self.blocks, self.places = [], []
 
 
-class _Shared(_Memory):
-    """One block, which other processes can map."""
+class _Host(_Memory):
+    """One block."""
+
+    def __init__(self, is_shared: bool) -> None:
+        super().__init__()
+        self._take = _shared_bytes if is_shared else ordinary_memory
 
     def _find(self, sizes: list[int]) -> bool:
         self.places, total = [], 0
@@ -187,7 +195,7 @@ class _Shared(_Memory):
             return False
         places = self.places
         self.release()
-        self.blocks, self.places = [_Block(_shared_bytes(total))], places
+        self.blocks, self.places = [_Block(self._take(total))], places
         return total > 0
 
     def give_back(self) -> None:

@@ -53,11 +53,12 @@ class StagingBuffer:
 
     Args:
         workers: threads that copy what lies in host memory.
+        is_shared: the copy goes to memory that other processes can map.
     """
 
-    def __init__(self, workers: int | None = None) -> None:
+    def __init__(self, workers: int | None = None, is_shared: bool = False) -> None:
         self._workers = workers or min(_WORKERS, os.cpu_count() or 1)
-        self._arena = Arena()
+        self._arena = Arena(is_shared)
 
     @property
     def allocations(self) -> int:

@@ -179,7 +179,7 @@ class RingStager(AsyncStager):
                 self._let_go += left.buffer.allocations
                 self._turns.remove(left)
             if len(self._turns) < self._most:
-                self._turns.append(Turn(StagingBuffer(self._workers)))
+                self._turns.append(Turn(StagingBuffer(self._workers, is_shared=True)))
                 return self._turns[-1]
             if not is_told and time.monotonic() > began + _TELL_SECONDS:
                 is_told = True
@@ -296,19 +296,22 @@ def _fill(staged: StagedFuture, turn: Turn, opened: Opened) -> None:
 # ---- DCP's process in the background ----
 
 
-def renew_background_process() -> None:
+def renew_background_process() -> bool:
     """Has all ranks start a new process for ``async_save`` where that of one has died; called by ``stage``.
 
     DCP goes on sending saves to a process that has died. Starting one is collective, so ranks have to agree for each
     save, and none waits: the first to come says what it has. One that finds its process dead after another has said
     "go" lets this save fail, and speaks first for the next.
 
+    Returns:
+        Whether such a process will save.
+
     Raises:
         CheckpointError: this rank has no process, and others go on with theirs.
     """
     members = members_of_process_save()
     if members is None:
-        return
+        return False
     failure, rank, what = background_process_failure(), rank_in(), f"dcpring/background/{digest(members)}"
     own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
     word = agree(what, own) or own
@@ -322,6 +325,7 @@ def renew_background_process() -> None:
         logger.warning("the process that saves in the background has died %s; another one is started", word)
     if word != "go":
         forget_background_process()
+    return True
 
 
 def _pauses() -> Iterator[float]:

@@ -223,13 +223,16 @@ class RingWriter(FileSystemWriter):
     def stage(self, state_dict: Any) -> Any:
         """A copy of the state for ``async_save`` without a stager, complete when this returns.
 
-        Its memory is shared, so that a save in a process copies nothing more, and goes when the save is over. With
+        Its memory goes when the save is over. It is shared for a save in a process, which copies nothing more. With
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
-        renew_background_process()
+        is_shared = renew_background_process()
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
-            staged = StagingBuffer().stage(state_dict) if self._stager is None else self._stager.stage_now(state_dict)
+            if self._stager is None:
+                staged = StagingBuffer(is_shared=is_shared).stage(state_dict)
+            else:
+                staged = self._stager.stage_now(state_dict)
         self._tracer.staged(staging)
         return staged
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from dcpring.base.groups import agree, digest, propose_next, rank_in
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
-from dcpring.torchside.dcp import background_process_failure, forget_background_process, members_of_process_save
+from dcpring.torchside.dcp import (
+    background_process_failure,
+    forget_background_process,
+    is_called_by_executor,
+    members_of_process_save,
+)
 
 __all__ = ["RingStager"]
 
@@ -255,7 +259,7 @@ class StagedFuture(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         turn = self._turn
         if turn is not None and not getattr(self._quiet, "is_called_back", False):
-            if _is_executor_of_dcp(sys._getframe(1).f_globals.get("__name__", "")):
+            if is_called_by_executor():
                 turn.saved_by(threading.current_thread())
             else:
                 turn.by_hand()
@@ -272,11 +276,6 @@ class StagedFuture(Future[Any]):
                 self._quiet.is_called_back = False
 
         super().add_done_callback(call)
-
-
-def _is_executor_of_dcp(module: str) -> bool:
-    """Whether code of this module asks in a thread that DCP has made for one save, and that ends with it."""
-    return module.startswith("torch.distributed.checkpoint.") and module.endswith("_executor")
 
 
 def _fill(staged: StagedFuture, turn: Turn, opened: Opened) -> None:

@@ -239,6 +239,12 @@ def members_of_process_save() -> list[int] | None:
     return None
 
 
+def is_called_by_executor() -> bool:
+    """Whether DCP has called the function that asks this, in a thread that it has made for one save."""
+    module = str(sys._getframe(2).f_globals.get("__name__"))
+    return module.startswith(f"{_DCP}.") and module.endswith("_executor")
+
+
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")
 _load = optional(f"{_DCP}.state_dict_loader", "_load_state_dict")
 

@@ -1,6 +1,7 @@
 """What a save in the background costs the training that it is beside: the stall, the memory, the speed.
 
     python benchmarks/staging.py             # 1 GiB and 20000 x 4 KiB, 3 rounds, all ways in turns: ten minutes
+    python benchmarks/staging.py --copies    # the stagers alone, by turns in one process: nothing is written
     python benchmarks/staging.py --quick     # small: does everything work?
 
 Each way has a process of its own in each round, which saves several times; the first save, which takes the memory, is
@@ -13,6 +14,7 @@ by torch with two threads.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +36,7 @@ from _group import Group, run_group
 from _report import print_table
 from _shapes import KIB, MIB
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from dcpring import Checkpointer, RingSavePlanner, RingStager, RingWriter, Sharded
 
@@ -209,6 +212,48 @@ def measure_copy(state: dict[str, Any]) -> dict[str, Any]:
     return {"returned": median(seconds), "changeable": median(seconds)}
 
 
+def compare_copies(count: int, size_bytes: int, rounds: int) -> list[list[str]]:
+    """Stagers alone, in turns: medians of all calls but the first of each, in a table."""
+    torch.set_num_threads(2)
+    state = {"model": {f"layer.{i}": torch.rand(size_bytes // 4) for i in range(count)}}
+    sources = torch.cat(list(state["model"].values()))
+    target = torch.zeros_like(sources)
+    shared = DefaultStager(StagingOptions(False, True, True, False))
+    cached = RingWriter("unused", cache_staged_state_dict=True)
+    ways: dict[str, Callable[[], Any]] = {
+        COPY: lambda: target.copy_(sources),
+        "stock, no stager": functools.partial(BlockingAsyncStager().stage, state),
+        "stock, shared and async": functools.partial(shared.stage, state),
+        "RingWriter, no stager": functools.partial(RingWriter("unused").stage, state),
+        "RingWriter, cache_staged_state_dict": functools.partial(cached.stage, state),
+        "RingStager": functools.partial(RingStager().stage, state),
+    }
+    taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+    errors: dict[str, str] = {}
+    for _ in range(rounds + 1):
+        for way, stage in ways.items():
+            try:
+                taken[way].append(_staged(stage))
+            except (OSError, RuntimeError) as error:
+                errors[way] = str(error)[:60]
+    tensors = f"{count} x {size_bytes // KIB} KiB"
+    rows = []
+    for way, found in taken.items():
+        cells = [f"{median(column):.4f}" for column in zip(*found[1:], strict=True)] or [errors[way], "", ""]
+        rows.append([tensors, way, *cells])
+    return rows
+
+
+def _staged(stage: Callable[[], Any]) -> tuple[float, float, float]:
+    """Seconds until it returns, and until the copy is complete; CPU seconds."""
+    cpu, start = time.process_time(), time.perf_counter()
+    result = stage()
+    returned = time.perf_counter() - start
+    if isinstance(result, Future):
+        result.result()
+    return returned, time.perf_counter() - start, time.process_time() - cpu
+
+
 def combined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     good = [one for one in rounds if "error" not in one]
     return {name: median(one[name] for one in good) for name in good[0]} if good else rounds[0]
@@ -269,8 +314,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=RESULTS / "staging.json")
     parser.add_argument("--png", type=Path, default=RESULTS / "staging.png")
+    parser.add_argument("--copies", action="store_true", help="the stagers alone")
     arguments = parser.parse_args()
     shapes = [(200, 4 * KIB)] if arguments.quick else [(32, 32 * MIB), (20000, 4 * KIB)]
+    if arguments.copies:
+        table = [row for count, size in shapes for row in compare_copies(count, size, 4 * arguments.rounds)]
+        print_table("Staging alone", ["tensors", "way", "returns, s", "may change, s", "CPU s"], table)
+        return
     rounds, saves = (1, 1) if arguments.quick else (arguments.rounds, arguments.saves)
     folder = Path(tempfile.mkdtemp(prefix="dcpring-staging-", dir=arguments.dir))
     found: dict[tuple[int, int, str], list[dict[str, Any]]] = {}

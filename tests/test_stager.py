@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcpring import RingReader, RingSavePlanner, RingStager, RingWriter
+from dcpring import _C, RingReader, RingSavePlanner, RingStager, RingWriter
 from dcpring.move import staging
 from dcpring.store import stager as stagers
 
@@ -316,22 +316,27 @@ def test_without_shared_memory_it_is_ordinary(
     _assert_holds(tmp_path, 1)
 
 
-def test_ctrl_c_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy in this thread ends, and the buffer is as it was."""
-    buffer = staging.StagingBuffer(workers=1)
+def test_ctrl_c_while_copying() -> None:
+    """The copy in this thread ends."""
     source = torch.ones(64 << 20)
-    state = {str(n): source[n:] for n in range(40)}  # 10 GiB to copy, of one and into one
-    monkeypatch.setattr(staging.Arena, "tensors_for", lambda _, sources, handles: (sources, handles))
+    handles = _C.Tensors([source] * 80)  # 20 GiB to copy, of one and into one
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        buffer.stage(state)
-    timer.join()
-    monkeypatch.undo()
-    staged = buffer.stage({"w": torch.ones(5)})
-    assert torch.equal(staged["w"], torch.ones(5))
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        assert begun.wait(WAIT)
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begun.set()
+            _C.copy_tensors(handles, handles, b"\1" * 80, 1)
+    finally:
+        thread.join()
 
 
 # ---- objects ----

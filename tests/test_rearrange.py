@@ -32,6 +32,7 @@ from dcpring import (
     rearranged,
     save_pretrained_weights,
 )
+from dcpring.move.staging import StagingBuffer
 from dcpring.torchside.composed import Composed
 
 QKV = Rearrange("{m}.qkv.weight", "{m}.{p}_proj.weight", "(p o) i -> o i", {"p": {"q": 4, "k": 1, "v": 1}})
@@ -227,6 +228,21 @@ def save_in_the_background(path: str) -> None:
     for value in state.values():
         value.to_local().zero_()  # type: ignore[attr-defined]
     future.result()
+
+
+def test_staged_into_one_memory() -> None:
+    state = rearranged(model_tensors(), RULES)
+    buffer = StagingBuffer()
+    for _ in range(2):
+        staged = buffer.stage(state)
+        assert_same(staged, stored_tensors())
+    assert buffer.allocations == 1
+    inside = {part.untyped_storage().data_ptr() for value in staged.values() for _, part in held_by(value)}
+    assert len(inside) == 1
+
+
+def held_by(value: Any) -> list[Any]:
+    return value.held if isinstance(value, Composed) else [((), value)]
 
 
 def test_in_the_background(tmp_path: Path) -> None:

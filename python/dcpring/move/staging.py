@@ -28,6 +28,7 @@ from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
+from dcpring.torchside.composed import Composed
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_tensor, with_local, with_shards
 
 _PART_BYTES = 8 << 20
@@ -328,6 +329,9 @@ class Opened:
         elif isinstance(tensor, ShardedTensor):
             for shard in tensor.local_shards():
                 self._note_inner(shard.tensor)
+        elif isinstance(tensor, Composed):
+            for part in tensor.held:
+                self._note_inner(part.tensor)
         elif type(tensor) in PLAIN_TYPES:
             self._inner[id(tensor)] = tensor
 
@@ -336,6 +340,8 @@ class Opened:
             return with_local(tensor, self._rebuilt(local_tensor(tensor), inner))
         if isinstance(tensor, ShardedTensor):
             return with_shards(tensor, [self._rebuilt(shard.tensor, inner) for shard in tensor.local_shards()])
+        if isinstance(tensor, Composed):
+            return tensor.with_tensors(self._rebuilt(part.tensor, inner) for part in tensor.held)
         made = inner.get(id(tensor))
         return tensor if tensor.is_meta else _like(own_copy(tensor) if made is None else made, tensor)
 

@@ -6,7 +6,7 @@ DCP asks a tensor that has ``__create_write_items__`` and its like what there is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,11 @@ class Composed(Tensor):
         options = kwargs or {}
         dtype, device = options.get("dtype") or first.dtype, options.get("device") or first.device
         return Composed(first.shape, made, dtype, device, first.made_of)
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Composed:
+        """One like it of other tensors, in the order of the parts."""
+        held = [part._replace(tensor=tensor) for part, tensor in zip(self.held, tensors, strict=True)]
+        return Composed(self.shape, held, self.dtype, self.device, self.made_of)
 
     # ---- what DCP asks for ----
 

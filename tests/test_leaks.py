@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _kinds import everything, failure, load, poisoned, save
 
-from dcpring import RingReader, RingWriter
+from dcpring import RingReader, RingWriter, empty_cache
 
 MIB = 1 << 20
 SANITIZED = "DCPRING_SANITIZED" in os.environ
@@ -32,6 +32,7 @@ def _status(name: str) -> int:
 
 
 def _open_files() -> set[str]:
+    empty_cache()
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -44,6 +45,7 @@ def _open_files() -> set[str]:
 def _peak_over(work: Callable[[], Any]) -> int:
     """MiB of resident memory that the work took at its peak, beyond what was there before."""
     gc.collect()
+    empty_cache()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS:")
     work()
@@ -105,6 +107,7 @@ def big_memory(folder: str, engine: str, direct: str, size: str) -> None:
     assert saving <= 64 and loading <= 64, (saving, loading)
     if size == "256":
         _check_casting(state, folder, options)
+    empty_cache()
     assert _status("Threads:") <= _threads_of_torch()
 
 

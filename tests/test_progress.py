@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fault._support import open_descriptors
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from tqdm.std import tqdm
@@ -250,7 +251,7 @@ def test_nothing_is_written_where_there_is_no_terminal(tmp_path: Path, monkeypat
 
 
 def test_a_bar_does_not_outlive_a_failed_save(tmp_path: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
 
     class Failing(SlowSave):
         failing_rank = 0
@@ -259,7 +260,7 @@ def test_a_bar_does_not_outlive_a_failed_save(tmp_path: Path) -> None:
         dcp.save(state_of(0), storage_writer=RingWriter(tmp_path, progress=True), planner=Failing(), no_dist=True)
     assert re.match(r"saving: +\d\d%\|.*\d\.?\d*M/48\.0M ", screen.last), screen.last
     assert bar_threads() == 0
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == descriptors
 
 
 def test_async_save_draws_a_bar(tmp_path: Path) -> None:

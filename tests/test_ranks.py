@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.utils as dcp_utils
 from _resume import error_of
-from fault._support import run_python
+from fault._support import open_descriptors, run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
@@ -114,7 +114,7 @@ def what_is_held() -> tuple[int, int, int, int]:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("dcpring")]
     keys = default_store().num_keys()
     groups = torch.distributed.distributed_c10d._world.pg_names
-    return len(os.listdir("/proc/self/fd")), len(threads), keys, len(groups)
+    return open_descriptors(), len(threads), keys, len(groups)
 
 
 def made_and_closed(folder: Path) -> list[tuple[int, int, int, int]]:

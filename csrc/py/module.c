@@ -5,13 +5,15 @@
 #include "base/crc.h"
 #include "base/digest.h"
 #include "data/load.h"
+#include "io/kept.h"
 #include "keys/key.h"
 #include "record/record.h"
 
 static PyMethodDef *const all_methods[] = {
-    torch_methods,         reader_methods, directory_methods, fault_methods,    table_methods,     merge_methods,
-    storage_index_methods, match_methods,  key_methods,       probe_methods,    verify_methods,    compare_methods,
-    unpickle_methods,      record_methods, stripe_methods,    elements_methods, unchanged_methods, copy_methods,
+    torch_methods,    reader_methods,        directory_methods, fault_methods,  table_methods,
+    merge_methods,    storage_index_methods, match_methods,     key_methods,    probe_methods,
+    verify_methods,   compare_methods,       unpickle_methods,  record_methods, stripe_methods,
+    elements_methods, unchanged_methods,     copy_methods,      kept_methods,
 };
 
 enum { TYPES = 9 };
@@ -61,6 +63,9 @@ static int module_exec(PyObject *module) {
         return -1;
     if (add_types(module) < 0)
         return -1;
+    static bool registered; /* once for all interpreters of the process, which share what is kept */
+    if (!registered && Py_AtExit(dr_kept_release) == 0)
+        registered = true;
     for (size_t i = 0; i < sizeof all_methods / sizeof *all_methods; i++)
         if (PyModule_AddFunctions(module, all_methods[i]) < 0)
             return -1;

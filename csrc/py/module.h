@@ -90,5 +90,6 @@ extern PyMethodDef stripe_methods[];
 extern PyMethodDef elements_methods[];
 extern PyMethodDef unchanged_methods[];
 extern PyMethodDef copy_methods[];
+extern PyMethodDef kept_methods[];
 
 #endif

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
     from dcpring.integrations.install import Installation, install, uninstall
+    from dcpring.move.kept import empty_cache
     from dcpring.names.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -96,6 +97,7 @@ __all__ = [
     "convert",
     "diff_checkpoints",
     "diff_keys",
+    "empty_cache",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -140,6 +142,7 @@ _MODULES = {
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),
+    "move.kept": ("empty_cache",),
     "names.state_dict": (
         "get_model_state_dict",
         "get_optimizer_state_dict",

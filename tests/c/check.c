@@ -62,6 +62,7 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
         passed += !skipped;
         left_out += skipped != NULL;
     }
+    dr_kept_release();
     printf("%s: %u passed, %u skipped, %.1f s\n", program, passed, left_out, check_seconds() - start);
     return passed == 0 && left_out > 0 ? CHECK_SKIPPED : 0;
 }

@@ -20,7 +20,8 @@ SLACK_SECONDS = 0.8
 
 STATE = """
 import os, signal, sys, threading, time
-from fault._support import Path, _C, RingReader, data_files, dcp, equal, load, needed_files, save, tensor_state, torch
+from fault._support import Path, _C, RingReader, data_files, dcp, equal, load, needed_files, open_descriptors, save
+from fault._support import tensor_state, torch
 
 path = Path(sys.argv[1])
 options = {"engine": sys.argv[2], "queue_depth": 2, "block_size_bytes": 1 << 20}
@@ -104,10 +105,10 @@ save(big, path, **options)
 target = {key: torch.zeros_like(value) for key, value in big.items()}
 reader = lambda: dcp.load(target, storage_reader=RingReader(path, **options), no_dist=True)
 slowly({"uring": "uring_submit", "threads": "pread"}[sys.argv[2]])
-descriptors = len(os.listdir("/proc/self/fd"))
+descriptors = open_descriptors()
 seconds = interrupted(reader, lambda: bool(target["weight.1"][0] == 1))
 _C.disarm_fault()
-assert len(os.listdir("/proc/self/fd")) == descriptors
+assert open_descriptors() == descriptors
 assert not equal(target, big), "was over before the signal came"
 reader()
 assert equal(target, big)

@@ -28,6 +28,8 @@ from typing import Any
 
 import _prepared
 
+from dcpring import empty_cache
+
 PATIENCE = float(os.environ.get("SOAK_PATIENCE", "1"))
 """More than 1 on a machine that has other work."""
 
@@ -247,6 +249,7 @@ def resources(before: dict[str, int] | None = None) -> dict[str, int]:
 
 def _resources() -> dict[str, int]:
     gc.collect()
+    empty_cache()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),

@@ -17,7 +17,7 @@ struct dr_writer {
     bool finished, failed;
     uint64_t expected; /* bytes, from the size hint */
     uint64_t position; /* the stream's length so far */
-    uint8_t *carry;    /* the bytes from the last block boundary to position */
+    uint8_t *carry;    /* the bytes from the last block boundary to position: a spare buffer of the first engine */
     uint32_t *crcs;    /* of the last call's records, for the caller */
     uint8_t *digests;  /* the same; NULL without a key */
     const struct dr_digest_key *key;
@@ -28,7 +28,7 @@ struct dr_writer {
 struct writing {
     struct dr_writer *writer;
     struct save_window window;
-    uint8_t *carry_out;        /* the writer's next carry */
+    uint8_t *carry_out;        /* the writer's next carry; the same where no block becomes full */
     atomic_uint_fast64_t next; /* block to take */
 };
 
@@ -83,6 +83,23 @@ static void report(const struct save_window *window, struct dr_placed *placed) {
     }
 }
 
+/* While blocks are filled from one spare buffer, the rest goes to the other. */
+static int choose_carry(struct writing *writing, struct dr_error *error) {
+    struct dr_writer *w = writing->writer;
+    struct save_window *window = &writing->window;
+    struct dr_pool *pool = &w->output.engines[0]->pool;
+    uint8_t *first = dr_pool_spare(pool, 0);
+    if (!first)
+        return dr_error_system(error, ENOMEM, DR_CALL_MMAP, w->output.path);
+    if (!w->carry)
+        w->carry = first;
+    window->carry = w->carry;
+    size_t block_size = w->output.options.block_size;
+    bool fills_none = window->end / block_size == window->begin / block_size;
+    writing->carry_out = fills_none ? w->carry : dr_pool_spare(pool, w->carry == first);
+    return 0;
+}
+
 static int run(struct writing *writing, const struct dr_control *control, struct dr_error *error) {
     struct dr_writer *w = writing->writer;
     struct save_window *window = &writing->window;
@@ -90,16 +107,19 @@ static int run(struct writing *writing, const struct dr_control *control, struct
     if (window->end > w->expected)
         w->expected = window->end;
     int rc = dr_output_engines(&w->output, workers, w->expected, error);
+    if (rc == 0)
+        rc = choose_carry(writing, error);
     if (rc < 0)
         return rc;
     atomic_init(&writing->next, window->begin / w->output.options.block_size);
-    rc = dr_workers_run(&window->workers, workers, work, writing, control, error);
+    if (writing->carry_out == window->carry) /* nothing waits for the disk */
+        rc = dr_workers_run_here(&window->workers, work, writing, error);
+    else
+        rc = dr_workers_run(&window->workers, workers, work, writing, control, error);
     if (rc < 0)
         return rc;
     assert(window->begin == w->position && window->end >= window->begin);
-    uint8_t *old = w->carry;
     w->carry = writing->carry_out;
-    writing->carry_out = old;
     w->position = window->end;
     if (window->count == 1) {
         const struct dr_source *s = window->pieces[0].source;
@@ -141,16 +161,12 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
     rc = dr_save_window_init(window, sources, count, error);
     w->crcs = window->crcs;
     w->digests = window->digests;
-    if (rc == 0 && !(writing.carry_out = dr_sys.map(w->output.options.block_size)))
-        rc = dr_error_system(error, ENOMEM, DR_CALL_MMAP, w->output.path);
     if (rc == 0)
         rc = run(&writing, control, error);
     if (rc == 0)
         report(window, placed);
     else
         fail(w, error);
-    if (writing.carry_out)
-        dr_sys.unmap(writing.carry_out, w->output.options.block_size);
     free(window->pieces);
     return rc;
 }
@@ -189,7 +205,7 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     if (rc < 0)
         return rc;
     size_t padded = w->output.direct ? (size_t)dr_align_up(size, DR_ALIGNMENT) : size;
-    memcpy(request->data, w->carry, size);
+    request->data = w->carry;
     memset(request->data + size, 0, padded - size);
     rc = dr_output_submit(&w->output, engine, request, start, padded, error);
     return rc < 0 ? rc : dr_output_wait(NULL, engine, error);
@@ -229,8 +245,6 @@ void dr_writer_stats(const struct dr_writer *w, struct dr_writer_stats *out) {
 void dr_writer_close(struct dr_writer *w) {
     if (!w || w->output.owner != getpid())
         return;
-    if (w->carry)
-        dr_sys.unmap(w->carry, w->output.options.block_size);
     dr_output_close(&w->output, !w->finished);
     free(w->crcs);
     free(w->digests);

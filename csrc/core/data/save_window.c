@@ -231,7 +231,8 @@ static bool fill(struct save_window *window, uint64_t start, uint64_t end, uint8
     uint64_t lo = start;
     if (start < window->begin) {
         lo = window->begin;
-        memcpy(block, window->carry, lo - start);
+        if (block != window->carry)
+            memcpy(block, window->carry, lo - start);
         block += lo - start;
     }
     size_t first = find_piece(window, lo);

@@ -22,10 +22,13 @@ static int open_method(struct dr_engine *engine, const struct dr_engine_ops *ops
 }
 
 static int choose_method(struct dr_engine *engine, const char *method, struct dr_error *error) {
-    if (strcmp(method, "threads") == 0)
-        return open_method(engine, &dr_engine_threads, error);
-    if (strcmp(method, "uring") == 0)
-        return open_method(engine, &dr_engine_uring, error);
+    const struct dr_engine_ops *const methods[] = {&dr_engine_threads, &dr_engine_uring};
+    for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
+        if (strcmp(method, methods[i]->name) == 0) {
+            engine->asked = methods[i]->name;
+            return open_method(engine, methods[i], error);
+        }
+    engine->asked = "auto";
     struct dr_error ignored;
     dr_error_clear(&ignored);
     if (open_method(engine, &dr_engine_uring, &ignored) == 0)
@@ -104,8 +107,10 @@ int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struc
     assert(request->state == DR_TAKEN || request->state == DR_DONE);
     assert(is_sound(engine, request));
     int rc = engine->ops->submit(engine, request, error);
-    if (rc < 0)
+    if (rc < 0) {
+        engine->failed = true;
         return rc;
+    }
     if (request->begin == 0)
         request->begin = dr_watch_now(engine->watch);
     move_to(engine, request, DR_IN_FLIGHT);
@@ -177,6 +182,7 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     struct dr_request *request;
     int result;
     int rc = engine->ops->wait(engine, timeout_ms, &request, &result, error);
+    engine->failed |= rc < 0;
     if (rc < 0 || !request)
         return rc;
     move_to(engine, request, DR_DONE);
@@ -184,6 +190,7 @@ int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_requ
     if (rc == 0)
         return dr_engine_submit(engine, request, error);
     *done = request;
+    engine->failed |= rc < 0;
     if (rc < 0)
         return rc;
     note_transfer(engine, request);
@@ -206,6 +213,7 @@ bool dr_engine_drain(struct dr_engine *engine) {
         struct dr_request *request = NULL;
         int result;
         if (engine->ops->wait(engine, 100, &request, &result, &ignored) < 0) {
+            engine->failed = true;
             errors++;
             usleep(PAUSE_US);
             continue;
@@ -224,6 +232,13 @@ void dr_engine_close(struct dr_engine *engine) {
         return;
     engine->ops->close(engine);
     dr_pool_destroy(&engine->pool);
+    free(engine->requests);
+    free(engine);
+}
+
+void dr_engine_forget(struct dr_engine *engine) {
+    engine->ops->forget(engine);
+    dr_pool_forget(&engine->pool);
     free(engine->requests);
     free(engine);
 }

@@ -56,10 +56,14 @@ struct dr_engine_ops {
                 struct dr_error *error);
     /* Every transfer has ended by now. */
     void (*close)(struct dr_engine *engine);
+    /* The same in a forked child, whose parent goes on with the engine: what the two share stays as it is. */
+    void (*forget)(struct dr_engine *engine);
 };
 
 struct dr_engine {
     const struct dr_engine_ops *ops;
+    const char *asked; /* the method that was asked for */
+    bool failed;       /* once: it is not handed on (kept.h) */
     struct dr_pool pool;
     struct dr_request *requests; /* one per buffer */
     unsigned in_flight;
@@ -94,5 +98,8 @@ bool dr_engine_drain(struct dr_engine *engine);
 
 /* Drains and frees; what cannot be drained is leaked rather than freed under the kernel. NULL is allowed. */
 void dr_engine_close(struct dr_engine *engine);
+
+/* In a forked child: gives up its copy of an engine that nobody was using. */
+void dr_engine_forget(struct dr_engine *engine);
 
 #endif

@@ -7,13 +7,14 @@
  */
 #include "base/clock.h"
 #include "base/memory.h"
+#include "base/thread.h"
 #include "io/engine.h"
 #include "io/sys.h"
 
 #include <errno.h>
 #include <pthread.h>
 
-enum { MAX_THREADS = 8, STACK_BYTES = 1024 * 1024 };
+enum { MAX_THREADS = 8 };
 
 struct queue {
     struct dr_request **slots; /* a ring as long as the pool: it cannot overflow */
@@ -69,6 +70,13 @@ static void *serve(void *argument) {
     return NULL;
 }
 
+static void free_threads(struct threads *threads) {
+    free(threads->todo.slots);
+    free(threads->done.slots);
+    free(threads->results);
+    free(threads);
+}
+
 static void threads_close(struct dr_engine *engine) {
     struct threads *threads = engine->method;
     pthread_mutex_lock(&threads->lock);
@@ -80,19 +88,15 @@ static void threads_close(struct dr_engine *engine) {
     pthread_cond_destroy(&threads->todo_changed);
     pthread_cond_destroy(&threads->done_changed);
     pthread_mutex_destroy(&threads->lock);
-    free(threads->todo.slots);
-    free(threads->done.slots);
-    free(threads->results);
-    free(threads);
+    free_threads(threads);
 }
 
+/* A forked child has none of the threads. */
+static void threads_forget(struct dr_engine *engine) { free_threads(engine->method); }
+
 static void start_threads(struct threads *threads, unsigned wanted) {
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    while (threads->count < wanted && pthread_create(&threads->ids[threads->count], &attributes, serve, threads) == 0)
+    while (threads->count < wanted && dr_thread_start(&threads->ids[threads->count], serve, threads) == 0)
         threads->count++;
-    pthread_attr_destroy(&attributes);
 }
 
 static int threads_open(struct dr_engine *engine, struct dr_error *error) {
@@ -150,4 +154,5 @@ const struct dr_engine_ops dr_engine_threads = {
     .submit = threads_submit,
     .wait = threads_wait,
     .close = threads_close,
+    .forget = threads_forget,
 };

@@ -113,10 +113,18 @@ static void uring_close(struct dr_engine *engine) {
     free(uring);
 }
 
+/* Unmaps and closes the child's copies; buffers that were unregistered here would be so in the parent. */
+static void uring_forget(struct dr_engine *engine) {
+    struct uring *uring = engine->method;
+    io_uring_queue_exit(&uring->ring);
+    free(uring);
+}
+
 const struct dr_engine_ops dr_engine_uring = {
     .name = "uring",
     .open = uring_open,
     .submit = uring_submit,
     .wait = uring_wait,
     .close = uring_close,
+    .forget = uring_forget,
 };

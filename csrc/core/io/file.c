@@ -4,6 +4,7 @@
 #include "base/align.h"
 #include "base/clock.h"
 #include "base/memory.h"
+#include "io/kept.h"
 #include "io/sys.h"
 
 #include <errno.h>
@@ -34,7 +35,7 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
 
 /* ---- fdatasync and fsync, apart ---- */
 
-/* Shared by the caller and the syncing thread; whoever leaves last frees it. */
+/* Shared by the caller and the syncing thread, which is a kept one; whoever leaves last frees it. */
 struct sync {
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -54,7 +55,7 @@ static int sync_now(int fd, enum dr_sync kind) {
     return kind == DR_SYNC_LENGTH ? DR_RETRY(dr_sys.fsync(fd)) : DR_RETRY(dr_sys.fdatasync(fd));
 }
 
-static void *run_sync(void *argument) {
+static void run_sync(void *argument) {
     struct sync *sync = argument;
     int result = sync_now(sync->fd, sync->kind);
     pthread_mutex_lock(&sync->lock);
@@ -65,7 +66,6 @@ static void *run_sync(void *argument) {
     pthread_mutex_unlock(&sync->lock);
     if (mine)
         free_sync(sync);
-    return NULL;
 }
 
 static struct sync *start_sync(int fd, enum dr_sync kind) {
@@ -76,13 +76,7 @@ static struct sync *start_sync(int fd, enum dr_sync kind) {
     dr_clock_cond_init(&sync->changed);
     sync->kind = kind;
     sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_t id;
-    bool started = sync->fd >= 0 && pthread_create(&id, &attributes, run_sync, sync) == 0;
-    pthread_attr_destroy(&attributes);
-    if (!started) {
+    if (sync->fd < 0 || dr_kept_run(run_sync, sync) < 0) {
         free_sync(sync);
         return NULL;
     }

@@ -56,10 +56,9 @@ unsigned dr_output_workers(const struct dr_output *out, uint64_t bytes) {
 }
 
 int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, struct dr_error *error) {
-    unsigned depth = out->options.queue_depth / out->options.workers;
+    unsigned share = out->options.queue_depth / out->options.workers, most = share ? share : 1;
     uint64_t blocks = expected / out->options.block_size + 1;
-    if (blocks < depth)
-        depth = (unsigned)blocks;
+    unsigned depth = blocks < most ? (unsigned)blocks : most;
     while (out->engine_count < count) {
         struct dr_engine **engine = &out->engines[out->engine_count];
         struct dr_span span = {.begin = dr_watch_now(out->options.watch),
@@ -67,7 +66,7 @@ int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, 
                                .step = DR_STEP_SET_UP,
                                .worker = out->engine_count,
                                .slot = DR_NO_SLOT};
-        int rc = dr_engine_open(engine, out->options.engine, depth ? depth : 1, out->options.block_size, error);
+        int rc = dr_kept_take(engine, out->options.engine, depth, most, out->options.block_size, error);
         if (rc < 0)
             return rc;
         dr_watch_note(out->options.watch, span);
@@ -159,8 +158,8 @@ int dr_output_close_file(struct dr_output *out, struct dr_error *error) {
 void dr_output_close(struct dr_output *out, bool removed) {
     if (out->owner != getpid())
         return;
-    for (unsigned i = 0; i < out->engine_count; i++)
-        dr_engine_close(out->engines[i]);
+    while (out->engine_count > 0) /* the first, which has spare buffers, is the next to be taken again */
+        dr_kept_give(out->engines[--out->engine_count]);
     if (out->fd >= 0)
         dr_sys.close(out->fd);
     if (out->created && removed)

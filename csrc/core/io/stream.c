@@ -3,7 +3,7 @@
 
 #include "base/align.h"
 #include "base/crc.h"
-#include "io/engine.h"
+#include "io/kept.h"
 #include "io/sys.h"
 
 #include <assert.h>
@@ -16,7 +16,8 @@ struct stream_run {
     const struct dr_options *options;
     struct dr_workers workers;
     atomic_size_t next; /* block to take */
-    unsigned depth;     /* buffers per worker */
+    unsigned depth;     /* buffers per worker that are useful */
+    unsigned most;      /* and that the options allow */
     atomic_uint_fast64_t bytes, cached_bytes;
     atomic_bool direct;
     const char *_Atomic engine;
@@ -231,9 +232,10 @@ static int read_blocks(struct stream_run *run, struct dr_engine *engine, struct 
 static int work(void *context, unsigned index, struct dr_error *error) {
     struct stream_run *run = context;
     struct dr_engine *engine = NULL;
-    int rc = dr_engine_open(&engine, run->options->engine, run->depth, run->options->block_size, error);
+    int rc = dr_kept_take(&engine, run->options->engine, run->depth, run->most, run->options->block_size, error);
     if (rc < 0)
         return rc;
+    dr_pool_drop_spares(&engine->pool); /* of a save before: a load has other memory beside its buffers */
     engine->watch = run->options->watch;
     engine->worker = index;
     atomic_store(&run->engine, engine->ops->name);
@@ -241,7 +243,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     dr_engine_drain(engine);
     for (unsigned i = 0; i < engine->pool.count; i++) /* what was in flight when it was stopped */
         release_block(run, &engine->requests[i]);
-    dr_engine_close(engine);
+    dr_kept_give(engine);
     return rc;
 }
 
@@ -250,11 +252,10 @@ static int run_workers(struct stream_run *run, const struct dr_control *control,
     size_t blocks = run->stream->count;
     unsigned workers = blocks < options->workers ? (unsigned)blocks : options->workers;
     size_t share = (blocks + workers - 1) / workers;
-    run->depth = options->queue_depth / options->workers;
-    if (run->depth > share)
-        run->depth = (unsigned)share;
-    if (run->depth == 0)
-        run->depth = 1;
+    run->most = options->queue_depth / options->workers;
+    if (run->most == 0)
+        run->most = 1;
+    run->depth = share < run->most ? (unsigned)share : run->most;
     return dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 

@@ -3,7 +3,7 @@
  *
  * `dr_sys` holds the real calls. Tests replace the whole table to fail or
  * shorten the Nth call (sys_fault.c); nothing else writes to it, and it is
- * only replaced while no engine, writer or load is alive.
+ * only replaced while no writer or load is alive.
  *
  * Each entry returns a result >= 0, or -errno.
  */

@@ -2,6 +2,7 @@
 #include "io/sys_fault.h"
 
 #include "base/memory.h"
+#include "io/kept.h"
 #include "io/sys.h"
 
 #include <liburing.h>
@@ -83,6 +84,8 @@ static const struct dr_sys fault_calls = {DR_SYS_CALLS(FAULT_ENTRY)};
 static bool memory_fails(void) { return fails("malloc"); }
 
 void dr_fault_arm(const struct dr_fault *fault) {
+    if (!fault->warm)
+        dr_kept_release();
     armed = *fault;
     if (fault->call) {
         strncpy(armed_call, fault->call, sizeof armed_call - 1);

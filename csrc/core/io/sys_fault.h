@@ -2,7 +2,7 @@
  * Faults on purpose: fail, shorten, or delay the Nth system call, or fail the
  * Nth allocation.
  *
- * Arming wraps every entry of dr_sys that can fail on a healthy machine only
+ * Arming lets go of what is kept, and wraps every entry of dr_sys that can fail on a healthy machine only
  * by accident; disarming restores the real calls. For tests: nothing else may
  * be using the core while it is armed or disarmed.
  */
@@ -19,6 +19,7 @@ struct dr_fault {
     int err;           /* the errno to fail with (allocations just fail); 0 shortens transfers to half instead, if
                           there is no delay */
     unsigned delay_ms; /* before the call */
+    bool warm; /* what is kept of engines and threads (kept.h) stays: else calls are counted from a cold start */
 };
 
 void dr_fault_arm(const struct dr_fault *fault);

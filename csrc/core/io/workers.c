@@ -1,10 +1,10 @@
-/* Worker threads for the length of one call. See workers.h. */
+/* Workers for the length of one call. See workers.h. */
 #include "io/workers.h"
+
+#include "io/kept.h"
 
 #include <assert.h>
 #include <errno.h>
-
-enum { STACK_BYTES = 1024 * 1024 };
 
 struct worker {
     struct dr_workers *workers;
@@ -22,7 +22,8 @@ static void record_failure(struct dr_workers *workers, const struct dr_error *er
     pthread_mutex_unlock(&workers->lock);
 }
 
-static void *run_worker(void *argument) {
+/* Once it has let go of the lock it touches nothing more: the caller may be gone. */
+static void run_worker(void *argument) {
     struct worker *worker = argument;
     struct dr_workers *workers = worker->workers;
     struct dr_error error;
@@ -33,7 +34,6 @@ static void *run_worker(void *argument) {
     workers->running--;
     pthread_cond_broadcast(&workers->changed);
     pthread_mutex_unlock(&workers->lock);
-    return NULL;
 }
 
 /* Waits for the workers, in slices, asking in between whether to go on. */
@@ -68,67 +68,71 @@ static void init(struct dr_workers *workers) {
     dr_error_clear(&workers->error);
 }
 
-/* The threads of one call, on its caller's stack. */
-struct threads {
-    struct dr_workers *workers;
-    struct worker each[DR_MAX_WORKERS];
-    pthread_t ids[DR_MAX_WORKERS];
-    unsigned started;
-};
-
-static void start(struct threads *threads, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
-                  void *context) {
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    for (bool good = true; good && threads->started < count;) {
-        struct worker *worker = &threads->each[threads->started];
-        *worker = (struct worker){threads->workers, threads->started, work, context};
-        pthread_mutex_lock(&threads->workers->lock);
-        good = pthread_create(&threads->ids[threads->started], &attributes, run_worker, worker) == 0;
-        threads->workers->running += good;
-        pthread_mutex_unlock(&threads->workers->lock);
-        threads->started += good;
-    }
-    pthread_attr_destroy(&attributes);
+static void destroy(struct dr_workers *workers) {
+    pthread_cond_destroy(&workers->changed);
+    pthread_mutex_destroy(&workers->lock);
 }
 
-static void join(struct threads *threads) {
-    for (unsigned i = 0; i < threads->started; i++)
-        pthread_join(threads->ids[i], NULL);
+/* What one call gives to its workers, on its caller's stack. */
+struct crew {
+    struct dr_workers *workers;
+    struct worker each[DR_MAX_WORKERS];
+};
+
+/* Work is shared out as it is taken, so fewer workers than asked for still do all of it: an error where there is none.
+ */
+static int start(struct crew *crew, unsigned count, int (*work)(void *, unsigned, struct dr_error *), void *context) {
+    struct dr_workers *workers = crew->workers;
+    unsigned started = 0;
+    int rc = 0;
+    for (; rc == 0 && started < count; started += rc == 0) {
+        struct worker *worker = &crew->each[started];
+        *worker = (struct worker){workers, started, work, context};
+        pthread_mutex_lock(&workers->lock);
+        rc = dr_kept_run(run_worker, worker);
+        workers->running += rc == 0;
+        pthread_mutex_unlock(&workers->lock);
+    }
+    return started > 0 ? 0 : rc;
 }
 
 /*
  * The caller's thread ends inside of poll: Python before 3.14 so ends daemon threads that come back while it exits. The
  * workers use what lies on this stack, and what its owners hold, and must be done before it goes.
  */
-static void stop_and_join(void *argument) {
-    struct threads *threads = argument;
-    pthread_mutex_lock(&threads->workers->lock);
-    atomic_store(&threads->workers->stop, true);
-    pthread_cond_broadcast(&threads->workers->changed);
-    pthread_mutex_unlock(&threads->workers->lock);
-    join(threads);
+static void stop_and_wait(void *argument) {
+    static const struct dr_control never;
+    struct dr_workers *workers = argument;
+    pthread_mutex_lock(&workers->lock);
+    atomic_store(&workers->stop, true);
+    pthread_cond_broadcast(&workers->changed);
+    pthread_mutex_unlock(&workers->lock);
+    watch(workers, &never);
 }
 
 int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
                    void *context, const struct dr_control *control, struct dr_error *error) {
     assert(count > 0 && count <= DR_MAX_WORKERS);
-    struct threads threads = {.workers = workers};
+    struct crew crew = {.workers = workers};
     init(workers);
-    start(&threads, count, work, context);
-    /* Work is shared out as it is taken, so fewer workers than asked for still do all of it. */
-    if (threads.started == 0)
-        dr_error_system(error, EAGAIN, DR_CALL_PTHREAD_CREATE, NULL);
-    pthread_cleanup_push(stop_and_join, &threads);
+    int rc = start(&crew, count, work, context);
+    if (rc < 0)
+        dr_error_system(error, -rc, DR_CALL_PTHREAD_CREATE, NULL);
+    pthread_cleanup_push(stop_and_wait, workers);
     watch(workers, control);
     pthread_cleanup_pop(0);
-    join(&threads);
     if (workers->error.kind != DR_ERROR_NONE && error->kind == DR_ERROR_NONE)
         *error = workers->error;
-    pthread_cond_destroy(&workers->changed);
-    pthread_mutex_destroy(&workers->lock);
+    destroy(workers);
     return error->kind == DR_ERROR_NONE ? 0 : -error->err;
+}
+
+int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *, unsigned, struct dr_error *), void *context,
+                        struct dr_error *error) {
+    init(workers);
+    int rc = work(context, 0, error);
+    destroy(workers);
+    return rc;
 }
 
 bool dr_workers_wait(struct dr_workers *workers, bool (*ready)(const void *), const void *context) {

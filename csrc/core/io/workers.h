@@ -1,7 +1,7 @@
 /*
- * Worker threads for the length of one call.
+ * Workers for the length of one call, in threads that are kept (kept.h).
  *
- * dr_workers_run starts the workers and, in the calling thread, asks the
+ * dr_workers_run lets the workers begin and, in the calling thread, asks the
  * caller's poll function every few milliseconds whether to go on; that is how
  * Ctrl-C gets through while the workers wait for the disk.
  */
@@ -26,6 +26,10 @@ struct dr_workers {
 int dr_workers_run(struct dr_workers *workers, unsigned count,
                    int (*work)(void *context, unsigned index, struct dr_error *), void *context,
                    const struct dr_control *control, struct dr_error *error);
+
+/* The same with one worker, in the calling thread: for work that is over at once, and so need not be stopped. */
+int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *context, unsigned index, struct dr_error *),
+                        void *context, struct dr_error *error);
 
 static inline bool dr_workers_stopped(struct dr_workers *workers) {
     return atomic_load_explicit(&workers->stop, memory_order_relaxed);

@@ -1,0 +1,36 @@
+/* dcpring._C.release_kept and its like: what is kept between saves and loads (core/io/kept.h). */
+#include "module.h"
+
+#include "io/kept.h"
+
+static PyObject *release_kept(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    dr_kept_release();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *kept(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    struct dr_kept_amount amount = dr_kept_amount();
+    return Py_BuildValue("(IIn)", amount.engines, amount.threads, (Py_ssize_t)amount.bytes);
+}
+
+static PyObject *keep_for(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned ms;
+    if (!PyArg_ParseTuple(args, "I", &ms))
+        return NULL;
+    dr_kept_set_ms(ms);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef kept_methods[] = {
+    {"release_kept", release_kept, METH_NOARGS, "release_kept(): closes engines and ends threads that nobody uses"},
+    {"kept", kept, METH_NOARGS, "kept() -> (engines, threads that wait, bytes of the engines' buffers)"},
+    {"keep_for", keep_for, METH_VARARGS, "keep_for(ms): how long they are kept, for tests; release_kept() before it"},
+    {NULL, NULL, 0, NULL},
+};

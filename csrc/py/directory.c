@@ -11,14 +11,15 @@ static PyObject *finish_call(PyObject *module, int rc, const struct dr_error *er
 
 static PyObject *make_directory(PyObject *module, PyObject *args) {
     PyObject *object;
-    int sync, rc;
-    if (!PyArg_ParseTuple(args, "O&p", PyUnicode_FSConverter, &object, &sync))
+    int sync, is_last = true, rc;
+    if (!PyArg_ParseTuple(args, "O&p|p", PyUnicode_FSConverter, &object, &sync, &is_last))
         return NULL;
     const char *path = PyBytes_AsString(object);
+    enum dr_names names = !sync ? DR_NAMES_LATER : is_last ? DR_NAMES_ALL : DR_NAMES_ABOVE;
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
-    rc = dr_directory_make(path, sync, &error);
+    rc = dr_directory_make(path, names, &error);
     Py_END_ALLOW_THREADS
     Py_DECREF(object);
     return finish_call(module, rc, &error);
@@ -81,6 +82,47 @@ static PyObject *commit(PyObject *module, PyObject *args) {
     rc = dr_directory_commit(directory, tmp, name, data.buf, (size_t)data.len, sync, &error);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
+    free_pair(&pair);
+    return finish_call(module, rc, &error);
+}
+
+static PyObject *write_file(PyObject *module, PyObject *args) {
+    PyObject *directory = NULL, *name = NULL, *set;
+    Py_buffer data;
+    struct dr_syncs *syncs;
+    if (!PyArg_ParseTuple(args, "O&O&y*O", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name, &data,
+                          &set))
+        return NULL;
+    struct dr_error error;
+    dr_error_clear(&error);
+    int rc = parse_syncs(module_state(module), set, &syncs);
+    bool parsed = rc == 0;
+    if (parsed) {
+        struct gil gil;
+        gil_release(&gil);
+        rc = dr_directory_write(PyBytes_AsString(directory), PyBytes_AsString(name), data.buf, (size_t)data.len, syncs,
+                                &gil.control, &error);
+        gil_take(&gil);
+    }
+    PyBuffer_Release(&data);
+    Py_DECREF(directory);
+    Py_DECREF(name);
+    return parsed ? finish_call(module, rc, &error) : NULL;
+}
+
+static PyObject *rename_file(PyObject *module, PyObject *args) {
+    struct pair pair;
+    int sync, rc;
+    if (!PyArg_ParseTuple(args, "O&O&O&p", PyUnicode_FSConverter, &pair.directory, PyUnicode_FSConverter, &pair.tmp,
+                          PyUnicode_FSConverter, &pair.name, &sync))
+        return NULL;
+    const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
+    const char *name = PyBytes_AsString(pair.name);
+    struct dr_error error;
+    dr_error_clear(&error);
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_directory_rename(directory, tmp, name, sync, &error);
+    Py_END_ALLOW_THREADS
     free_pair(&pair);
     return finish_call(module, rc, &error);
 }
@@ -158,10 +200,15 @@ static PyObject *remove_files(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef directory_methods[] = {
-    {"make_directory", make_directory, METH_VARARGS, "make_directory(path, sync): mkdir -p"},
+    {"make_directory", make_directory, METH_VARARGS,
+     "make_directory(path, sync, last=True): mkdir -p; without `last` only the names of those above it are synced"},
     {"file_system", file_system, METH_VARARGS, "file_system(path) -> the magic number of the file system it lies on"},
     {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},
+    {"write_file", write_file, METH_VARARGS,
+     "write_file(directory, name, data, syncs or None): creates it; it is durable once the Syncs were waited for"},
+    {"rename_file", rename_file, METH_VARARGS,
+     "rename_file(directory, tmp, name, sync): the commit of what is durable"},
     {"replace", replace, METH_VARARGS,
      "replace(directory, tmp, name, sync): tmp is called name; what was name, if anything, is tmp"},
     {"link_file", link_file, METH_VARARGS,

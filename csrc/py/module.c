@@ -16,7 +16,7 @@ static PyMethodDef *const all_methods[] = {
     elements_methods, unchanged_methods,     copy_methods,      kept_methods,
 };
 
-enum { TYPES = 9 };
+enum { TYPES = 10 };
 
 struct type_entry {
     const char *name;
@@ -34,6 +34,7 @@ static void list_types(struct module_state *state, struct type_entry out[TYPES])
     out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
     out[7] = (struct type_entry){"Input", &input_spec, &state->input_type};
     out[8] = (struct type_entry){"StripeFile", &stripe_file_spec, &state->stripe_file_type};
+    out[9] = (struct type_entry){"Syncs", &syncs_spec, &state->syncs_type};
 }
 
 static int add_types(PyObject *module) {

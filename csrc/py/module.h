@@ -18,6 +18,7 @@
 
 #include "base/error.h"
 #include "io/options.h"
+#include "io/sync.h"
 #include "io/workers.h"
 #include "torch_shim.h"
 
@@ -25,7 +26,7 @@ struct module_state {
     PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles; /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
     PyObject *writer_type, *table_type, *merge_type, *storage_index_type, *match_type, *tensors_type, *watch_type;
-    PyObject *input_type, *stripe_file_type;
+    PyObject *input_type, *stripe_file_type, *syncs_type;
     struct torch_shim torch;
 };
 
@@ -68,10 +69,15 @@ void gil_take(struct gil *gil);
 /* The core's side of a Watch, borrowed; NULL for None. */
 int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **out);
 
+/* ---- syncs.c ---- */
+
+/* The core's side of a Syncs, borrowed, which the caller keeps; NULL for None. */
+int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **out);
+
 /* ---- one per exposed part ---- */
 
 extern PyType_Spec writer_spec, table_spec, merge_spec, storage_index_spec, match_spec, tensors_spec, watch_spec,
-    input_spec, stripe_file_spec;
+    input_spec, stripe_file_spec, syncs_spec;
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];

@@ -367,7 +367,7 @@ static PyObject *finish(PyObject *object, PyObject *length_object) {
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_output_sync(&self->core, length, &gil.control, &error);
+    int rc = dr_output_sync(&self->core, length, NULL, &gil.control, &error);
     if (rc == 0)
         rc = dr_output_close_file(&self->core, &error);
     gil_take(&gil);

@@ -239,16 +239,17 @@ static PyObject *write_part(PyObject *object, PyObject *args) {
     return placed;
 }
 
-static PyObject *finish(PyObject *object, PyObject *unused) {
-    (void)unused;
+static PyObject *finish(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
-    if (!enter(self))
+    PyObject *set = Py_None;
+    struct dr_syncs *syncs;
+    if (!PyArg_ParseTuple(args, "|O", &set) || parse_syncs(state_of(object), set, &syncs) < 0 || !enter(self))
         return NULL;
     struct dr_error error;
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_writer_finish(self->core, &gil.control, &error);
+    int rc = dr_writer_finish(self->core, syncs, &gil.control, &error);
     gil_take(&gil);
     self->busy = false;
     if (rc < 0)
@@ -284,7 +285,8 @@ static PyMethodDef methods[] = {
     {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
     {"write_part", write_part, METH_VARARGS,
      "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},
-    {"finish", finish, METH_NOARGS, "finish(): the file gets its length and is made durable"},
+    {"finish", finish, METH_VARARGS,
+     "finish(syncs=None): the file gets its length and is made durable, or is so once these Syncs were waited for"},
     {"close", close_writer, METH_NOARGS, "close(): frees everything; the file is removed unless it was finished"},
     {"stats", stats, METH_NOARGS, "stats() -> (bytes, engine, direct)"},
     {NULL, NULL, 0, NULL},

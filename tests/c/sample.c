@@ -217,7 +217,7 @@ int sample_save(const char *name, struct sample *samples, size_t count, size_t w
         return rc;
     rc = write_samples(w, samples, count, window, control ? control : &never, error);
     if (rc == 0)
-        rc = dr_writer_finish(w, control ? control : &never, error);
+        rc = dr_writer_finish(w, NULL, control ? control : &never, error);
     dr_writer_stats(w, stats ? stats : &ignored);
     dr_writer_close(w);
     return rc;

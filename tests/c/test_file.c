@@ -31,7 +31,7 @@ static void makes_directories(void) {
             struct dr_error error;
             dr_error_clear(&error);
             const char *path = check_path(names[i]);
-            CHECK_OK(dr_directory_make(path, sync, &error), &error);
+            CHECK_OK(dr_directory_make(path, sync ? DR_NAMES_ALL : DR_NAMES_LATER, &error), &error);
             CHECK(is_directory(path));
         }
 }
@@ -44,7 +44,7 @@ static void makes_relative_directories(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         struct dr_error error;
         dr_error_clear(&error);
-        CHECK_OK(dr_directory_make(names[i], true, &error), &error);
+        CHECK_OK(dr_directory_make(names[i], DR_NAMES_ALL, &error), &error);
         CHECK(is_directory(names[i]));
     }
     CHECK_EQ(chdir(before), 0);
@@ -54,16 +54,16 @@ static void refuses_what_cannot_be_made(void) {
     struct dr_error error;
     check_write_file("plain", "x", 1);
     dr_error_clear(&error);
-    CHECK_FAILS(dr_directory_make(check_path("plain"), true, &error), &error, ENOTDIR);
+    CHECK_FAILS(dr_directory_make(check_path("plain"), DR_NAMES_ALL, &error), &error, ENOTDIR);
     CHECK(strcmp(error.path, check_path("plain")) == 0);
     CHECK(dr_error_cure(&error)[0]);
     dr_error_clear(&error);
-    CHECK_FAILS(dr_directory_make(check_path("plain/below"), true, &error), &error, ENOTDIR);
+    CHECK_FAILS(dr_directory_make(check_path("plain/below"), DR_NAMES_ALL, &error), &error, ENOTDIR);
     dr_error_clear(&error);
-    CHECK_FAILS(dr_directory_make("", true, &error), &error, ENOENT);
+    CHECK_FAILS(dr_directory_make("", DR_NAMES_ALL, &error), &error, ENOENT);
     CHECK_EQ(symlink("nowhere", check_path("dangling")), 0);
     dr_error_clear(&error);
-    CHECK_FAILS(dr_directory_make(check_path("dangling"), true, &error), &error, ENOENT);
+    CHECK_FAILS(dr_directory_make(check_path("dangling"), DR_NAMES_ALL, &error), &error, ENOENT);
 }
 
 /* Another process may make the same directory at the same time. */
@@ -76,7 +76,7 @@ static void another_made_it_first(void) {
     struct dr_error error;
     dr_error_clear(&error);
     dr_sys.mkdir = mkdir_raced;
-    CHECK_OK(dr_directory_make(check_path("race/d"), true, &error), &error);
+    CHECK_OK(dr_directory_make(check_path("race/d"), DR_NAMES_ALL, &error), &error);
     dr_sys = dr_sys_real;
     CHECK(is_directory(check_path("race/d")));
 }
@@ -93,7 +93,7 @@ static void making_fails_at_each_call(void) {
             snprintf(name, sizeof name, "each%d.%d/deep/er", e, (int)n);
             int before = check_open_descriptors();
             dr_fault_arm(&(struct dr_fault){.nth = n, .err = errors[e]});
-            int rc = dr_directory_make(check_path(name), true, &error);
+            int rc = dr_directory_make(check_path(name), DR_NAMES_ALL, &error);
             calls = n == 0 ? dr_fault_disarm() : (dr_fault_disarm(), calls);
             CHECK_EQ(check_open_descriptors(), before);
             CHECK_EQ(rc, error.kind == DR_ERROR_NONE ? 0 : -EIO);
@@ -105,7 +105,7 @@ static void making_fails_at_each_call(void) {
     struct dr_error error;
     dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "open_dir", .nth = 1, .err = EACCES, .sticky = true});
-    CHECK_OK(dr_directory_make(check_path("not/read"), true, &error), &error);
+    CHECK_OK(dr_directory_make(check_path("not/read"), DR_NAMES_ALL, &error), &error);
     dr_fault_disarm();
     CHECK(is_directory(check_path("not/read")));
 }
@@ -114,7 +114,7 @@ static void interrupted_without_end(void) {
     struct dr_error error;
     dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "mkdir", .nth = 1, .err = EINTR, .sticky = true});
-    CHECK_FAILS(dr_directory_make(check_path("never"), true, &error), &error, EINTR);
+    CHECK_FAILS(dr_directory_make(check_path("never"), DR_NAMES_ALL, &error), &error, EINTR);
     dr_fault_disarm();
 }
 
@@ -447,6 +447,84 @@ static void sync_fails(void) {
     close(fd);
 }
 
+/* ---- sets of syncs ---- */
+
+static atomic_uint under_way, most_under_way;
+
+static int counted_fdatasync(int fd) {
+    (void)fd;
+    unsigned now = atomic_fetch_add(&under_way, 1) + 1, most = atomic_load(&most_under_way);
+    while (now > most && !atomic_compare_exchange_weak(&most_under_way, &most, now))
+        ;
+    nanosleep(&(struct timespec){0, 50000000}, NULL);
+    atomic_fetch_sub(&under_way, 1);
+    return 0;
+}
+
+static void syncs_go_together(void) {
+    struct dr_syncs syncs;
+    struct dr_error error;
+    struct dr_span spans[40];
+    struct dr_watch watch = {.spans = spans, .room = 40};
+    int before = check_open_descriptors();
+    int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
+    dr_error_clear(&error);
+    dr_syncs_init(&syncs);
+    dr_sys.fdatasync = counted_fdatasync;
+    atomic_store(&most_under_way, 0);
+    for (int i = 0; i < 30; i++)
+        CHECK_OK(dr_syncs_add_file(&syncs, fd, "synced", DR_SYNC_DATA, 7, &never, &error), &error);
+    close(fd); /* they have their own */
+    CHECK_OK(dr_syncs_add_directory(&syncs, check_dir, &error), &error);
+    CHECK_OK(dr_syncs_add_above(&syncs, check_dir, &error), &error);
+    CHECK_OK(dr_syncs_wait(&syncs, &never, &watch, &error), &error);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(atomic_load(&under_way), 0);
+    CHECK_INT(atomic_load(&most_under_way), >, 1);
+    CHECK_INT(atomic_load(&most_under_way), <=, DR_SYNCS_AT_ONCE);
+    CHECK_EQ(watch.count, 30); /* of directories nothing is noted */
+    for (unsigned i = 0; i < 30; i++) {
+        CHECK_EQ(spans[i].file, i);
+        CHECK(spans[i].size == 7 && spans[i].step == DR_STEP_SYNC && spans[i].begin < spans[i].end);
+        for (unsigned k = 0; k < i; k++) /* those in one slot do not overlap */
+            CHECK(spans[k].slot != spans[i].slot || spans[k].end <= spans[i].begin);
+    }
+    CHECK_OK(dr_syncs_wait(&syncs, &never, NULL, &error), &error);
+    CHECK_EQ(check_open_descriptors(), before);
+}
+
+static int failing_fsync(int fd) {
+    (void)fd;
+    return -EIO;
+}
+
+/* The others are waited for all the same. */
+static void the_first_of_some_failures(void) {
+    struct dr_syncs syncs;
+    struct dr_error error;
+    int before = check_open_descriptors();
+    int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
+    dr_error_clear(&error);
+    dr_syncs_init(&syncs);
+    dr_sys.fsync = failing_fsync;
+    CHECK_OK(dr_syncs_add_file(&syncs, fd, "data", DR_SYNC_DATA, 0, &never, &error), &error);
+    CHECK_OK(dr_syncs_add_file(&syncs, fd, "first", DR_SYNC_LENGTH, 0, &never, &error), &error);
+    CHECK_OK(dr_syncs_add_directory(&syncs, check_dir, &error), &error);
+    CHECK_FAILS(dr_syncs_wait(&syncs, &never, NULL, &error), &error, EIO);
+    CHECK(strcmp(error.path, "first") == 0 && error.call == DR_CALL_FSYNC);
+    dr_sys = dr_sys_real;
+    dr_error_clear(&error);
+    CHECK_FAILS(dr_syncs_add_directory(&syncs, check_path("absent"), &error), &error, ENOENT);
+    dr_error_clear(&error);
+    CHECK_OK(dr_syncs_add_file(&syncs, fd, "left alone", DR_SYNC_DATA, 0, &never, &error), &error);
+    dr_syncs_abandon(&syncs);
+    dr_syncs_abandon(&syncs);
+    close(fd);
+    for (int tries = 0; check_open_descriptors() > before && tries < 1000; tries++)
+        nanosleep(&(struct timespec){0, 10000000}, NULL);
+    CHECK_EQ(check_open_descriptors(), before);
+}
+
 /* ---- names ---- */
 
 struct escape {
@@ -486,4 +564,5 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"links_files", links_files}, {"refuses_to_link", refuses_to_link},
            {"link_fails_at_each_call", link_fails_at_each_call}, {"removes_files", removes_files},
            {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left}, {"sync_fails", sync_fails},
+           {"syncs_go_together", syncs_go_together}, {"the_first_of_some_failures", the_first_of_some_failures},
            {"opens_only_below", opens_only_below})

@@ -234,7 +234,7 @@ static void threads_are_kept(void) {
             usleep(100);
     }
     CHECK_EQ(dr_kept_amount().threads, 4);
-    CHECK_EQ(threads_of_process(), before + 4);
+    CHECK_INT(threads_of_process(), <=, before + 4);
     run_together(DR_KEPT_THREADS + 10);
     while (threads_of_process() > before + DR_KEPT_THREADS)
         usleep(100);
@@ -393,7 +393,7 @@ static void of_two_files_one_is_set_up(void) {
             dr_fault_arm(&(struct dr_fault){.call = calls[round % 3], .warm = true});
         CHECK_OK(dr_writer_open(&writer, check_dir, "f", 5000000, &options, &error), &error);
         CHECK_OK(dr_writer_write(writer, &source, 1, &placed, &never, &error), &error);
-        CHECK_OK(dr_writer_finish(writer, &never, &error), &error);
+        CHECK_OK(dr_writer_finish(writer, NULL, &never, &error), &error);
         dr_writer_close(writer);
         if (round > 0)
             CHECK_EQ(dr_fault_disarm(), 0);

@@ -165,7 +165,7 @@ static int commit(struct dr_error *error) {
 }
 
 static int make_directory(struct dr_error *error) {
-    int rc = dr_directory_make(check_path("x/y/z"), true, error);
+    int rc = dr_directory_make(check_path("x/y/z"), DR_NAMES_ALL, error);
     CHECK(rc != 0 || check_exists("x/y/z"));
     rmdir(check_path("x/y/z"));
     rmdir(check_path("x/y"));

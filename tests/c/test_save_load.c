@@ -174,7 +174,7 @@ static void odd_lengths(void) {
         CHECK_OK(dr_writer_write(w, &sample.source, 1, &placed, &never, &error), &error);
         CHECK_EQ(placed.offset, 1000 * i);
     }
-    CHECK_OK(dr_writer_finish(w, &never, &error), &error);
+    CHECK_OK(dr_writer_finish(w, NULL, &never, &error), &error);
     dr_writer_close(w);
     sample_free(&sample, 1);
     forget("f");
@@ -536,7 +536,7 @@ static void impossible_sources(void) {
             dr_error_clear(&error);
             CHECK_FAILS(dr_writer_write(w, &whole, 1, placed, &never, &error), &error, EINVAL);
             dr_error_clear(&error);
-            CHECK_FAILS(dr_writer_finish(w, &never, &error), &error, EINVAL);
+            CHECK_FAILS(dr_writer_finish(w, NULL, &never, &error), &error, EINVAL);
             dr_writer_close(w);
             CHECK(!check_exists("f"));
         }
@@ -576,7 +576,7 @@ static void parts_out_of_order(void) {
             rc = dr_writer_write(w, &part, 1, &placed, &never, &error);
         }
         if (rc == 0)
-            rc = dr_writer_finish(w, &never, &error);
+            rc = dr_writer_finish(w, NULL, &never, &error);
         if (rc != -EINVAL)
             CHECK_FAIL("failed: case %zu gave %d", i, rc);
         dr_writer_close(w);

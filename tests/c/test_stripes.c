@@ -119,10 +119,10 @@ static int save_together(const char *name, const struct dr_options *options, uin
         one.stripes = &stripes[i], one.count = 1;
         rc = dr_output_open(&output, check_dir, name, false, options, error);
         rc = rc < 0 ? rc : dr_stripes_write(&one, &output, MIB, &never, error);
-        rc = rc < 0 ? rc : dr_output_sync(&output, DR_ANY_LENGTH, &never, error);
+        rc = rc < 0 ? rc : dr_output_sync(&output, DR_ANY_LENGTH, NULL, &never, error);
         dr_output_close(&output, true); /* which removes nothing, as it has made nothing */
     }
-    rc = rc < 0 ? rc : dr_output_sync(&made, file_end, &never, error);
+    rc = rc < 0 ? rc : dr_output_sync(&made, file_end, NULL, &never, error);
     dr_output_close(&made, rc < 0);
     return rc;
 }
@@ -162,7 +162,7 @@ static void stripes_of_one(void) {
     struct dr_output output;
     CHECK_OK(dr_output_open(&output, check_dir, "one", true, &options, &error), &error);
     CHECK_OK(dr_stripes_write(&all, &output, file_end, &never, &error), &error);
-    CHECK_OK(dr_output_sync(&output, file_end, &never, &error), &error);
+    CHECK_OK(dr_output_sync(&output, file_end, NULL, &never, &error), &error);
     CHECK_OK(dr_output_close_file(&output, &error), &error);
     dr_output_close(&output, false);
     check_file("one", crcs);

@@ -50,7 +50,7 @@ static void save(struct saved *saved, struct rng *rng, const struct dr_options *
     dr_writer_digest(writer, &saved->key);
     CHECK_OK(dr_writer_write(writer, saved->sources, COUNT, placed, &never, &error), &error);
     note(saved, placed);
-    CHECK_OK(dr_writer_finish(writer, &never, &error), &error);
+    CHECK_OK(dr_writer_finish(writer, NULL, &never, &error), &error);
     dr_writer_close(writer);
     unlink(check_path("f"));
 }

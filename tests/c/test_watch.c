@@ -37,7 +37,7 @@ static uint64_t save(const char *name, const struct dr_options *options, uint8_t
     CHECK_OK(dr_writer_open(&writer, check_dir, name, PAYLOAD, options, &error), &error);
     CHECK_OK(dr_writer_write(writer, &source, 1, &placed, &never, &error), &error);
     memcpy(crcs, placed.crcs, 4 * dr_crc_count(0, PAYLOAD));
-    CHECK_OK(dr_writer_finish(writer, &never, &error), &error);
+    CHECK_OK(dr_writer_finish(writer, NULL, &never, &error), &error);
     struct dr_writer_stats stats;
     dr_writer_stats(writer, &stats);
     dr_writer_close(writer);

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from dcpring import _C, RingWriter
 from dcpring.resume.retention import Steps
 from dcpring.store import layout
+from dcpring.store.pending import Pending
 
 SEED = 1
 SCENARIOS = quick(SEED)
@@ -72,9 +73,19 @@ def _is_of_metadata(run: Run, sync: Sync) -> bool:
 
 
 def _is_before_the_commit(run: Run, sync: Sync) -> bool:
-    """Of the directory, after the data and before the metadata."""
-    data = max(one.end for one in run.syncs if _is_of_data(run, one))
-    return not isinstance(sync.node, File) and data < sync.begin < rename_of(run, 2).begin
+    """Of the directory that the files are in."""
+    first, second = rename_of(run, 1), rename_of(run, 2)
+    ((folder, _), *_) = second.slots
+    return sync.node is folder and first.end < sync.begin < second.begin and not _is_after(run, first, sync)
+
+
+def _is_after(run: Run, commit: Any, sync: Sync) -> bool:
+    """The first of the directory after a commit."""
+    return sync is min((one for one in run.syncs if one.node is sync.node and one.begin > commit.end), key=_begin_of)
+
+
+def _begin_of(sync: Sync) -> float:
+    return sync.begin
 
 
 def _is_after_the_commit(run: Run, sync: Sync) -> bool:
@@ -164,17 +175,21 @@ def test_a_save_without_sync_is_found_out(tmp_path: Path) -> None:
     assert problems_of(Saves("save", {"sync_files": False}), tmp_path)
 
 
-@pytest.mark.parametrize("call", ("sync_directory", "replace", "commit"))
+@pytest.mark.parametrize("call", ("write_file", "replace", "rename_file"))
 def test_calls_that_do_not_sync_are_found_out(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(_C, call)
 
     def without_sync(*arguments: Any) -> None:
-        if call != "sync_directory":
-            real(*arguments[:-1], False)
+        real(*arguments[:-1], None if call == "write_file" else False)
 
     scenario = Conversions("convert", "target.pt") if call == "replace" else Saves("save")
     monkeypatch.setattr(_C, call, without_sync)
     assert problems_of(scenario, tmp_path)
+
+
+def test_names_that_are_not_synced_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pending, "sync_names", lambda self: None)
+    assert problems_of(Saves("save"), tmp_path)
 
 
 def test_a_checkpointer_that_removes_too_early_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

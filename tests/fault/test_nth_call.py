@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import itertools
-import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from crash.recording import Call, Recorder, number_of, read_log
 from fault._support import (
     MIB,
     StateDict,
@@ -164,42 +165,46 @@ def test_interruptions_without_end_end(tmp_path: Path, engine: str, call: str, e
     assert str(tmp_path) in str(failure(caught.value))
 
 
-def steps_of_a_save(path: Path, **options: Any) -> list[str]:
-    """The calls of a save that matter for what is on the disk after a power failure, in order, as errors tell them."""
-    overwriting = Overwriting(path, options_for("threads", direct=False) | options)
-    steps = []
-    for _, error in until_exhausted(overwriting.attempt, errno.EIO):
-        said = re.search(r": (write|ftruncate|fdatasync|fsync|rename)( after the rename)?.* failed", str(error))
-        if said is not None and isinstance(error, OSError):
-            name = Path(str(error.filename)).name
-            file = "data" if name.endswith(".distcp") else "metadata" if ".metadata" in name else "directory"
-            file = "parent" if name == path.parent.name else file
-            steps.append(f"{said[1]} {file}{said[2] or ''}")
-    return [step for step, _ in itertools.groupby(steps)]
+def steps_of_a_save(folder: Path, **options: Any) -> dict[str, list[tuple[float, float]]]:
+    """When a second save did what matters for what is on the disk after a power failure: begins and ends."""
+    root, log, steps = folder / "root", folder / "log", defaultdict(list)
+    path = root / "checkpoint"
+    save(small_state(1), path, **options)
+    with Recorder(root, log):
+        save(small_state(2), path, **options)
+    notes = read_log(log)
+    known = {number_of(root.stat()): "parent", number_of(path.stat()): "directory"}
+    for note in notes:
+        if note.call == Call.CREATE:
+            known[note.inode] = "data" if note.name.endswith(".distcp") else "metadata"
+    for note in notes:
+        name = note.call.name.lower()
+        steps[name if note.call in (Call.RENAME, Call.UNLINK) else f"{name} {known[note.inode]}"].append(
+            (note.begin, note.end)
+        )
+    return steps
 
 
 def test_order_of_a_durable_save(tmp_path: Path) -> None:
-    """Nothing is relied upon before it is on the disk: a name, data, their names, metadata, their name."""
-    assert steps_of_a_save(tmp_path) == [
-        "fsync parent",
-        "write data",
-        "ftruncate data",
-        "fdatasync data",
-        "fsync directory",
-        "write metadata",
-        "fsync metadata",
-        "rename directory",
-        "fsync directory after the rename",
-    ]
+    """Nothing is relied upon before it is on the disk: data, names, metadata, their name. What may go together does."""
+    steps = steps_of_a_save(tmp_path, engine="threads", direct=False)
+    ((renamed, done),) = steps["rename"]
+    names, committed = steps["fsync directory"]
+    ((synced, _),) = steps["fdatasync data"]
+    written = [end for what in ("write data", "resize data", "allocate data") for _, end in steps[what]]
+    assert max(written) <= synced and steps["create data"][0][1] <= names[0]
+    assert steps["write metadata"][0][1] <= steps["fsync metadata"][0][0]
+    for what in ("fdatasync data", "fsync parent", "fsync metadata"):
+        ((_, end),) = steps[what]
+        assert end <= renamed
+    assert names[1] <= renamed and done <= committed[0] and committed[1] <= steps["unlink"][0][0]
 
 
 def test_order_of_a_save_without_sync(tmp_path: Path) -> None:
-    assert steps_of_a_save(tmp_path, sync_files=False) == [
-        "write data",
-        "ftruncate data",
-        "write metadata",
-        "rename directory",
-    ]
+    steps = steps_of_a_save(tmp_path, engine="threads", direct=False, sync_files=False)
+    assert not any("sync" in what for what in steps)
+    ((renamed, _),) = steps["rename"]
+    assert all(end <= renamed for what in ("write data", "resize data", "write metadata") for _, end in steps[what])
 
 
 @pytest.mark.slow(but=["uring"])

@@ -16,6 +16,7 @@
 
 #include "base/digest.h"
 #include "io/options.h"
+#include "io/sync.h"
 #include "io/workers.h"
 #include "record/record.h"
 
@@ -57,9 +58,12 @@ void dr_writer_digest(struct dr_writer *writer, const struct dr_digest_key *key)
 int dr_writer_write(struct dr_writer *writer, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error);
 
-/* Writes what is left, cuts the file to its length, and makes it as durable as options.sync says (not its name: see
- * dr_directory_sync). */
-int dr_writer_finish(struct dr_writer *writer, const struct dr_control *control, struct dr_error *error);
+/*
+ * Writes what is left, cuts the file to its length, and makes it as durable as options.sync says, or, where it is given
+ * a set of syncs, lets these do so. (Not its name: see dr_syncs_add_directory.)
+ */
+int dr_writer_finish(struct dr_writer *writer, struct dr_syncs *later, const struct dr_control *control,
+                     struct dr_error *error);
 
 struct dr_writer_stats {
     uint64_t bytes;

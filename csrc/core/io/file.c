@@ -2,9 +2,8 @@
 #include "io/file.h"
 
 #include "base/align.h"
-#include "base/clock.h"
 #include "base/memory.h"
-#include "io/kept.h"
+#include "io/sync.h"
 #include "io/sys.h"
 
 #include <errno.h>
@@ -33,105 +32,7 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
     return direct == DR_DIRECT_ON ? dr_error_system(error, -rc, DR_CALL_O_DIRECT, path) : 0;
 }
 
-/* ---- fdatasync and fsync, apart ---- */
-
-/* Shared by the caller and the syncing thread, which is a kept one; whoever leaves last frees it. */
-struct sync {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int fd, result;
-    enum dr_sync kind;
-    bool done, abandoned;
-};
-
-static void free_sync(struct sync *sync) {
-    pthread_mutex_destroy(&sync->lock);
-    pthread_cond_destroy(&sync->changed);
-    dr_sys.close(sync->fd);
-    free(sync);
-}
-
-static int sync_now(int fd, enum dr_sync kind) {
-    return kind == DR_SYNC_LENGTH ? DR_RETRY(dr_sys.fsync(fd)) : DR_RETRY(dr_sys.fdatasync(fd));
-}
-
-static void run_sync(void *argument) {
-    struct sync *sync = argument;
-    int result = sync_now(sync->fd, sync->kind);
-    pthread_mutex_lock(&sync->lock);
-    sync->result = result;
-    sync->done = true;
-    bool mine = sync->abandoned;
-    pthread_cond_signal(&sync->changed);
-    pthread_mutex_unlock(&sync->lock);
-    if (mine)
-        free_sync(sync);
-}
-
-static struct sync *start_sync(int fd, enum dr_sync kind) {
-    struct sync *sync = dr_calloc(1, sizeof *sync);
-    if (!sync)
-        return NULL;
-    pthread_mutex_init(&sync->lock, NULL);
-    dr_clock_cond_init(&sync->changed);
-    sync->kind = kind;
-    sync->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (sync->fd < 0 || dr_kept_run(run_sync, sync) < 0) {
-        free_sync(sync);
-        return NULL;
-    }
-    return sync;
-}
-
-/*
- * Waits for the sync to end or the caller to cancel. Returns whether it was cancelled; *ended says whether it is over.
- */
-static bool await_sync(struct sync *sync, const struct dr_control *control, bool *ended) {
-    bool cancelled = false;
-    pthread_mutex_lock(&sync->lock);
-    while (!sync->done && !cancelled) {
-        struct timespec until = dr_clock_after(DR_POLL_MS);
-        pthread_cond_timedwait(&sync->changed, &sync->lock, &until);
-        if (sync->done || !control->poll)
-            continue;
-        pthread_mutex_unlock(&sync->lock);
-        cancelled = control->poll(control->context) != 0;
-        pthread_mutex_lock(&sync->lock);
-    }
-    *ended = sync->done;
-    sync->abandoned = !sync->done;
-    pthread_mutex_unlock(&sync->lock);
-    return cancelled;
-}
-
-int dr_file_sync(int fd, const char *path, enum dr_sync kind, const struct dr_control *control,
-                 struct dr_error *error) {
-    enum dr_call call = kind == DR_SYNC_LENGTH ? DR_CALL_FSYNC : DR_CALL_FDATASYNC;
-    struct sync *sync = start_sync(fd, kind);
-    if (!sync) {
-        int rc = sync_now(fd, kind);
-        return rc < 0 ? dr_error_system(error, -rc, call, path) : 0;
-    }
-    bool ended;
-    bool cancelled = await_sync(sync, control, &ended);
-    int rc = ended ? sync->result : 0;
-    if (ended)
-        free_sync(sync);
-    if (cancelled)
-        return dr_error_cancelled(error);
-    return rc < 0 ? dr_error_system(error, -rc, call, path) : 0;
-}
-
 /* ---- directories ---- */
-
-/* `call` is how an error names it. */
-static int sync_directory(int fd, const char *path, enum dr_call call, struct dr_error *error) {
-    int rc = DR_RETRY(dr_sys.fsync(fd));
-    /* Some network file systems have no fsync for directories: their entries are durable by themselves. */
-    if (rc < 0 && rc != -EINVAL && rc != -EROFS)
-        return dr_error_system(error, -rc, call, path);
-    return 0;
-}
 
 /* A directory that cannot be opened for reading, as one with mode 0711, is left to the kernel's own time. */
 static int sync_parent(const char *path, struct dr_error *error) {
@@ -141,7 +42,7 @@ static int sync_parent(const char *path, struct dr_error *error) {
         return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, path);
     int fd = DR_RETRY(dr_sys.open_dir(parent)), rc = 0;
     if (fd >= 0) {
-        rc = sync_directory(fd, parent, DR_CALL_FSYNC, error);
+        rc = dr_directory_sync_open(fd, parent, DR_CALL_FSYNC, error);
         dr_sys.close(fd);
     } else if (fd != -EACCES) {
         rc = dr_error_system(error, -fd, DR_CALL_OPEN, parent);
@@ -168,10 +69,11 @@ static int make_one(const char *path, bool sync, struct dr_error *error) {
     return dr_error_system(error, rc == -EEXIST ? -there : -rc, DR_CALL_MKDIR, path);
 }
 
-int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
+int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error) {
+    bool sync = names != DR_NAMES_LATER;
     int rc = look_at_directory(path);
     if (rc == 0)
-        return sync ? sync_parent(path, error) : 0;
+        return names == DR_NAMES_ALL ? sync_parent(path, error) : 0;
     if (rc != -ENOENT || *path == '\0')
         return dr_error_system(error, -rc, DR_CALL_STAT, path);
     char *partial = dr_strdup(path);
@@ -186,7 +88,7 @@ int dr_directory_make(const char *path, bool sync, struct dr_error *error) {
         *at = '/';
     }
     if (rc == 0)
-        rc = make_one(partial, sync, error);
+        rc = make_one(partial, names == DR_NAMES_ALL, error);
     free(partial);
     return rc;
 }
@@ -202,14 +104,14 @@ static int write_all(int fd, const char *path, const uint8_t *data, size_t size,
     return 0;
 }
 
-static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size, bool sync,
-                      struct dr_error *error) {
+static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size,
+                      struct dr_syncs *syncs, const struct dr_control *control, struct dr_error *error) {
     int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666));
     if (fd < 0)
         return dr_error_system(error, -fd, DR_CALL_OPEN, path);
     int rc = write_all(fd, path, data, size, error);
-    if (rc == 0 && sync && (rc = DR_RETRY(dr_sys.fsync(fd))) < 0)
-        rc = dr_error_system(error, -rc, DR_CALL_FSYNC, path);
+    if (rc == 0 && syncs)
+        rc = dr_syncs_add_file(syncs, fd, path, DR_SYNC_LENGTH, size, control, error);
     int closed = dr_sys.close(fd);
     if (rc == 0 && closed < 0)
         rc = dr_error_system(error, -closed, DR_CALL_CLOSE, path);
@@ -225,21 +127,53 @@ static int rename_durably(int dirfd, const char *dir, const char *tmp, const cha
         DR_RETRY(dr_sys.unlink(dirfd, tmp));
         return dr_error_system(error, -rc, DR_CALL_RENAME, dir);
     }
-    return sync ? sync_directory(dirfd, dir, DR_CALL_FSYNC_OF_COMMIT, error) : 0;
+    return sync ? dr_directory_sync_open(dirfd, dir, DR_CALL_FSYNC_OF_COMMIT, error) : 0;
+}
+
+int dr_directory_write(const char *dir, const char *name, const void *data, size_t size, struct dr_syncs *syncs,
+                       const struct dr_control *control, struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0)
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
+    char *path = dr_path_join(dir, name);
+    int rc = path ? write_file(dirfd, name, path, data, size, syncs, control, error)
+                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    free(path);
+    dr_sys.close(dirfd);
+    return rc;
+}
+
+/* Whatever an error is about, tmp is of no use. */
+static void remove_unfinished(const char *dir, const char *tmp) {
+    struct dr_error ignored;
+    dr_error_clear(&ignored);
+    dr_directory_remove(dir, &tmp, 1, &ignored);
+}
+
+int dr_directory_rename(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error) {
+    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
+    if (dirfd < 0) {
+        remove_unfinished(dir, tmp);
+        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
+    }
+    int rc = rename_durably(dirfd, dir, tmp, name, sync, error);
+    dr_sys.close(dirfd);
+    return rc;
 }
 
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error) {
-    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
-    if (dirfd < 0)
-        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
-    char *path = dr_path_join(dir, tmp);
-    int rc = path ? write_file(dirfd, tmp, path, data, size, sync, error)
-                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    static const struct dr_control never;
+    struct dr_syncs syncs;
+    dr_syncs_init(&syncs);
+    int rc = dr_directory_write(dir, tmp, data, size, sync ? &syncs : NULL, &never, error);
+    int waited = dr_syncs_wait(&syncs, &never, NULL, error);
+    if (rc < 0)
+        return rc;
+    rc = waited;
     if (rc == 0)
-        rc = rename_durably(dirfd, dir, tmp, name, sync, error);
-    free(path);
-    dr_sys.close(dirfd);
+        return dr_directory_rename(dir, tmp, name, sync, error);
+    remove_unfinished(dir, tmp);
     return rc;
 }
 
@@ -273,7 +207,7 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
     if (rc < 0)
         dr_error_system(error, -rc, DR_CALL_RENAME, path ? path : name);
     else if (sync)
-        rc = sync_directory(dirfd, dir, DR_CALL_FSYNC, error);
+        rc = dr_directory_sync_open(dirfd, dir, DR_CALL_FSYNC, error);
     free(path);
     dr_sys.close(dirfd);
     return rc < 0 ? rc : 0;
@@ -297,15 +231,6 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
     free(at);
     *out = (uint64_t)about.f_type & UINT32_MAX;
     return rc < 0 ? dr_error_system(error, -rc, DR_CALL_STATFS, path) : 0;
-}
-
-int dr_directory_sync(const char *dir, struct dr_error *error) {
-    int dirfd = DR_RETRY(dr_sys.open_dir(dir));
-    if (dirfd < 0)
-        return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
-    int rc = sync_directory(dirfd, dir, DR_CALL_FSYNC, error);
-    dr_sys.close(dirfd);
-    return rc;
 }
 
 /* ---- links ---- */

@@ -3,7 +3,7 @@
 #define DCPRING_FILE_H
 
 #include "base/control.h"
-#include "io/options.h"
+#include "io/sync.h"
 
 /* "dir/name", for errors. NULL when memory is gone. */
 char *dr_path_join(const char *dir, const char *name);
@@ -14,21 +14,29 @@ char *dr_path_join(const char *dir, const char *name);
  */
 int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct dr_error *error);
 
-/* fdatasync, or fsync, that a cancel does not wait for: the sync then ends by itself, in a thread of its own. */
-int dr_file_sync(int fd, const char *path, enum dr_sync sync, const struct dr_control *control, struct dr_error *error);
+/*
+ * Which names are durable when a directory was made: none yet; those of new directories above it; or also its own,
+ * whoever has made it.
+ */
+enum dr_names { DR_NAMES_LATER, DR_NAMES_ABOVE, DR_NAMES_ALL };
 
-/* mkdir -p; with sync, the entries of new directories are durable, and that of path whoever has made it. */
-int dr_directory_make(const char *path, bool sync, struct dr_error *error);
+/* mkdir -p */
+int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error);
 
 /* The magic number (see statfs(2)) of the file system that path lies on, or its nearest ancestor that exists. */
 int dr_file_system(const char *path, uint64_t *out, struct dr_error *error);
 
-/* Makes the names in dir durable. */
-int dr_directory_sync(const char *dir, struct dr_error *error);
+/* Creates a file, which must not exist. With a set of syncs it is complete and durable once these are over. */
+int dr_directory_write(const char *dir, const char *name, const void *data, size_t size, struct dr_syncs *syncs,
+                       const struct dr_control *control, struct dr_error *error);
+
+/* Renames tmp, which is complete and durable, over the file called name, or removes it. With sync that is durable, too.
+ */
+int dr_directory_rename(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
 
 /*
- * Creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds the old
- * bytes or the new.
+ * Both: creates tmp, which must not exist, makes it durable, renames it over name, and makes that durable: name holds
+ * the old bytes or the new.
  */
 int dr_directory_commit(const char *dir, const char *tmp, const char *name, const void *data, size_t size, bool sync,
                         struct dr_error *error);

@@ -50,6 +50,11 @@ int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *er
     return 0;
 }
 
+void dr_output_leave_direct(struct dr_output *out) {
+    if (out->direct && out->options.direct == DR_DIRECT_AUTO)
+        out->direct = dr_sys.set_direct(out->fd, 0) < 0;
+}
+
 unsigned dr_output_workers(const struct dr_output *out, uint64_t bytes) {
     uint64_t blocks = bytes / out->options.block_size + 1;
     return blocks < out->options.workers ? (unsigned)blocks : out->options.workers;
@@ -136,16 +141,17 @@ int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data,
 
 /* ---- the end ---- */
 
-int dr_output_sync(struct dr_output *out, uint64_t length, const struct dr_control *control, struct dr_error *error) {
-    struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = length, .step = DR_STEP_SYNC};
+int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,
+                   struct dr_error *error) {
     int rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, out->path);
     if (out->options.sync == DR_SYNC_OFF)
         return 0;
-    rc = dr_file_sync(out->fd, out->path, out->options.sync, control, error);
-    dr_watch_note(out->options.watch, span);
-    return rc;
+    struct dr_syncs now, *syncs = later ? later : &now;
+    dr_syncs_init(&now);
+    rc = dr_syncs_add_file(syncs, out->fd, out->path, out->options.sync, length, control, error);
+    return rc < 0 || later ? rc : dr_syncs_wait(&now, control, out->options.watch, error);
 }
 
 int dr_output_close_file(struct dr_output *out, struct dr_error *error) {

@@ -11,6 +11,7 @@
 
 #include "io/kept.h"
 #include "io/options.h"
+#include "io/sync.h"
 #include "io/workers.h"
 
 #include <sys/types.h>
@@ -38,6 +39,9 @@ int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *er
 /* Sees to it that there are `count` engines. Buffers beyond what `expected` bytes need are never allocated. */
 int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, struct dr_error *error);
 
+/* What is written from now on goes through the page cache, unless the options want direct I/O. */
+void dr_output_leave_direct(struct dr_output *out);
+
 /* How many workers so many bytes are worth. */
 unsigned dr_output_workers(const struct dr_output *out, uint64_t bytes);
 
@@ -55,9 +59,13 @@ int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct 
 /* Writes at once, in the calling thread; not with direct I/O. */
 int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error);
 
-/* Cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see options.sync for what is durable then. */
+/*
+ * Cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see options.sync for what is durable then, or,
+ * where it is given a set of syncs, when these are over.
+ */
 #define DR_ANY_LENGTH UINT64_MAX
-int dr_output_sync(struct dr_output *out, uint64_t length, const struct dr_control *control, struct dr_error *error);
+int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,
+                   struct dr_error *error);
 
 /* Closes the file, of which the kernel may only now say that it could not be written. */
 int dr_output_close_file(struct dr_output *out, struct dr_error *error);

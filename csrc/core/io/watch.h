@@ -20,7 +20,7 @@ enum dr_step {
     DR_STEP_ALLOCATE, /* fallocate */
     DR_STEP_FILL,     /* gathering a block's bytes, and summing them */
     DR_STEP_WRITE,    /* a block, from its submission until it is there */
-    DR_STEP_SYNC,     /* ftruncate and fdatasync */
+    DR_STEP_SYNC,     /* fdatasync or fsync, which may go on beside other steps */
     DR_STEP_READ,     /* a block, likewise; or through the page cache, with its use */
     DR_STEP_USE,      /* checking a block, and scattering it */
     DR_STEP_SET_UP,   /* of a save: a worker's buffers, which are cleared and pinned, and its ring */
@@ -33,7 +33,7 @@ struct dr_span {
     uint32_t step;
     uint32_t file; /* of a load: its number; 0 of a save */
     uint32_t worker;
-    uint32_t slot; /* transfers: which of the worker's buffers, or DR_NO_SLOT */
+    uint32_t slot; /* transfers: which of the worker's buffers, or DR_NO_SLOT; syncs: no two at a time have the same */
 };
 
 #define DR_NO_SLOT UINT32_MAX /* the worker itself reads, through the page cache */
@@ -57,14 +57,20 @@ static inline void dr_watch_count(const struct dr_watch *watch, uint64_t bytes) 
         atomic_fetch_add_explicit(watch->done, bytes, memory_order_relaxed);
 }
 
-/* Notes a span that ends now; `begin` is what dr_watch_now gave. */
-static inline void dr_watch_note(struct dr_watch *watch, struct dr_span span) {
+/* Notes a span that has ended then; for those of whom the watch knows nothing while they work. */
+static inline void dr_watch_note_until(struct dr_watch *watch, uint64_t end, struct dr_span span) {
     if (!watch || !watch->spans)
         return;
-    span.end = dr_watch_now(watch);
+    span.end = end;
     size_t index = atomic_fetch_add_explicit(&watch->count, 1, memory_order_relaxed);
     if (index < watch->room)
         watch->spans[index] = span;
+}
+
+/* Notes a span that ends now; `begin` is what dr_watch_now gave. */
+static inline void dr_watch_note(struct dr_watch *watch, struct dr_span span) {
+    if (watch && watch->spans)
+        dr_watch_note_until(watch, dr_clock_ns(), span);
 }
 
 /* dr_crc32, its time added to *ns. */

@@ -262,8 +262,17 @@ class Saving:
         self._stats.linked_bytes += linked
         self._stats.linked_files += 1
 
-    def write(self, name: str, tensors: list[int], objects: list[int], digest_key: bytes | None = None) -> None:
-        """Writes a file with what is at these positions. With a key digests are made of its tensors: plain ones."""
+    def write(
+        self,
+        name: str,
+        tensors: list[int],
+        objects: list[int],
+        digest_key: bytes | None = None,
+        syncs: _C.Syncs | None = None,
+    ) -> None:
+        """Writes a file with what is at these positions. It is durable once these syncs were waited for. With a key
+        digests are made of its tensors: plain ones.
+        """
         self._name, self._digest_key = name, digest_key
         file = _C.FileWriter(self._path, name, self._size_hint(tensors), self._options)
         try:
@@ -273,7 +282,7 @@ class Saving:
             for window in windows(tensors, self.source.planned_bytes, self._window_bytes):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self._object_bytes)
-            file.finish()
+            file.finish(syncs)
             self._note_stats(file)
         except (OSError, ValueError) as error:
             key = self._key_of(error)

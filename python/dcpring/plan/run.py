@@ -75,6 +75,7 @@ class SaveRun(Run):
         report: what RingSavePlanner has planned.
         group_id: with ``use_collectives=False``, what all ranks call the save.
         world_size: how many they are then.
+        pending: what is written and becomes durable while the metadata is written, where no other rank is waited for.
     """
 
     key_table: KeyTable | None = None
@@ -82,6 +83,7 @@ class SaveRun(Run):
     report: PlanReport = field(default_factory=PlanReport)
     group_id: str = ""
     world_size: int = 0
+    pending: Any = None
 
     def written(self, stats: IOStats) -> None:
         """This rank's files are written."""

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
-from dcpring.base.groups import agree_among
+from dcpring.base.groups import agree_among, world_size
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -57,6 +57,7 @@ from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Keeper, find_earlier, frozen_of
+from dcpring.store.pending import Pending
 from dcpring.store.stager import RingStager, renew_background_process
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
@@ -259,7 +260,7 @@ class RingWriter(FileSystemWriter):
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _C.make_directory(str(self.path), self.sync_files)
+        _C.make_directory(str(self.path), self.sync_files, False)  # its own name is synced with the data
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
             raise RuntimeError(
                 f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
@@ -309,27 +310,33 @@ class RingWriter(FileSystemWriter):
         )
         self._run.meter.begin(saving.planned_bytes)
         rank, tag = self._plan_rank(plan), new_tag()
-        names: list[str] = []
+        pending = Pending(str(self.path), watch, self.sync_files)
         keeper = self._keeper(saving, planner, rank)
-        try:
+        with pending.removed_on_failure():
             if keeper is not None:
                 with self._phases.span("link"):
-                    keeper.link_files(names, lambda: layout.data_file_name(rank, len(names), tag))
+                    keeper.link_files(pending.names, lambda: layout.data_file_name(rank, len(pending.names), tag))
                 if watch is not None:
                     watch.add(stats.linked_bytes)
             for some, objects, key in self._files(saving.source, keeper):
-                names.append(layout.data_file_name(rank, len(names), tag))
-                with self._phases.core(watch, f"file {names[-1]}", names[-1:]):
-                    saving.write(names[-1], some, objects, key)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the next save removes them
-                _C.remove_files(str(self.path), names)
-            raise
-        if names and self.sync_files:
-            with self._phases.span("sync directory"):
-                _C.sync_directory(str(self.path))
-        stats.files = len(names) - stats.linked_files
+                name = layout.data_file_name(rank, len(pending.names), tag)
+                pending.names.append(name)
+                with self._phases.core(watch, f"file {name}", [name]):
+                    saving.write(name, some, objects, key, pending.syncs)
+                pending.synced.append(name)
+            pending.sync_names()
+        if self._commits_next:
+            self._run.pending = pending
+        else:
+            pending.wait(self._phases)
+        stats.files = len(pending.names) - stats.linked_files
         return saving.results(b"" if keeper is None else keeper.ledger())
+
+    @property
+    def _commits_next(self) -> bool:
+        """Whether this rank waits for no other before it commits, so that its data and metadata are synced together."""
+        is_alone = world_size() == 1 or not self.use_collectives
+        return is_alone and type(self).finish is RingWriter.finish
 
     def _files(self, source: Source, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
@@ -438,7 +445,12 @@ class RingWriter(FileSystemWriter):
         layout.check_data_files(self._directory, sizes, self.rank or 0)
         name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
-        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
+        pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None
+        unfinished = unfinished_name(name)
+        with pending.removed_on_failure():
+            pending.write(unfinished, data)
+        pending.wait(self._phases)
+        _C.rename_file(str(self.path), unfinished, name, self.sync_files)
         self._phases.begin(_trace.CLEAN_UP)
         layout.remove_superseded(self._directory, superseded, set(sizes))
         layout.remove_tables(self._directory, self._own_rank_only, table_name)

@@ -243,6 +243,8 @@ def _micros(ns: int, recorded: Recorded) -> int:
 def _tid(track: int, lane: str) -> int:
     """Lanes in the order in which they are shown."""
     words = lane.split()
+    if words[0] == "sync":
+        return track * _TIDS_PER_TRACK + 3 + int(words[1])
     if words[0] != "worker":
         return track * _TIDS_PER_TRACK + (1 if lane == "main" else 2)
     slot = 1 + int(words[3]) if len(words) > 2 else 0
@@ -310,9 +312,11 @@ def _work_lines(recorded: Recorded, rank: int, written: _Written) -> Iterable[st
 
 
 def _lane_of(kind: str, worker: int, slot: int) -> str:
-    """Who did it: DCP's thread, a worker, or the disk, for one of a worker's buffers."""
-    if kind in ("allocate", "set up", "fsync"):
+    """Who did it: DCP's thread, a worker, or the disk, for one of a worker's buffers or one of several syncs."""
+    if kind in ("allocate", "set up"):
         return "main"
+    if kind == "fsync":
+        return f"sync {slot}"
     return f"worker {worker}" if kind not in ("write", "read") or slot == NO_SLOT else f"worker {worker} io {slot}"
 
 

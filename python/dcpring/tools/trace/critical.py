@@ -42,7 +42,7 @@ _BETWEEN = "other"
 PLANNING = (READ_METADATA, LOCAL_PLAN, GLOBAL_PLAN)
 COMMITTING = (COMMIT, CLEAN_UP)
 
-PARTS = ("fsync", "sync directory", "allocate", "set up", "fill", "use", "write", "read")
+PARTS = ("fsync", "sync", "allocate", "set up", "fill", "use", "write", "read")
 """What moving data consists of. Where several go on at the same time it counts as the first of them: a transfer only
 where no worker was at work, and so had to wait for it."""
 

@@ -28,7 +28,7 @@ class Span(NamedTuple):
     """Of a trace.
 
     Attributes:
-        lane: "main", "staging", "worker 0" or "worker 0 io 2".
+        lane: "main", "staging", "sync 0", "worker 0" or "worker 0 io 2".
         kind: see ``watch.trace_file.Span``; "io": what the core's workers do.
         file: of an io span.
         bytes: likewise.

@@ -39,7 +39,7 @@ _OF_PHASE = (
     | dict.fromkeys((WRITE, READ), "write or read phase")
 )
 _OF_WORK = {"fill": "fill or use", "use": "fill or use", "write": "write or read", "read": "write or read"}
-_OF_WORK |= {"fsync": "fsync", "sync directory": "fsync"}
+_OF_WORK |= {"fsync": "fsync", "sync": "fsync"}
 
 _PIXELS = 2000
 """Spans closer than a pixel are drawn as one: neither PNG nor SVG grows with the number of blocks."""

@@ -1,0 +1,58 @@
+"""Files of a save that are written and not yet known to be durable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from dcpring import _C
+from dcpring.watch.phases import Phases
+
+
+class Pending:
+    """What one rank has written, whose syncs are under way at the same time: each alone would cost a flush of the disk.
+
+    Args:
+        path: the directory.
+        watch: notes the syncs.
+        is_synced: whether anything is made durable at all.
+
+    Attributes:
+        names: of all files, linked ones too; they are removed if anything fails.
+        synced: of those whose syncs are among these, in order.
+        syncs: for what is written, None without.
+    """
+
+    def __init__(self, path: str, watch: _C.Watch | None, is_synced: bool) -> None:
+        self.names: list[str] = []
+        self.synced: list[str] = []
+        self.syncs = _C.Syncs(watch) if is_synced else None
+        self._path = path
+        self._watch = watch
+
+    @contextlib.contextmanager
+    def removed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # the next save removes them
+                _C.remove_files(self._path, self.names)
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        self.names.append(name)
+        _C.write_file(self._path, name, data, self.syncs)
+        self.synced.append(name)
+
+    def sync_names(self) -> None:
+        """Of the files, and that of the directory itself, whoever has made it and when."""
+        if self.syncs is not None:
+            if self.names:
+                self.syncs.directory(self._path)
+            self.syncs.above(self._path)
+
+    def wait(self, phases: Phases) -> None:
+        """Until all is durable."""
+        if self.syncs is not None:
+            with self.removed_on_failure(), phases.span("sync"), phases.core(self._watch, "syncs", self.synced):
+                self.syncs.wait()

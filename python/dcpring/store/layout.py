@@ -169,6 +169,8 @@ def remove_tables(directory: Path, rank: int | None, keep: str | None) -> None:
 
 def _remove(directory: Path, names: list[str]) -> None:
     """What cannot be removed stays, and harms nobody; the next save tries again."""
+    if not names:
+        return
     try:
         _C.remove_files(str(directory), names)
     except OSError as error:

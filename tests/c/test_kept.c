@@ -148,6 +148,7 @@ static void nothing_in_flight_is_handed_on(void) {
         struct dr_engine *engine = take(methods[m], 2, 2, SIZE);
         for (int i = 0; i < 2; i++) {
             struct dr_error error;
+            dr_error_clear(&error);
             struct dr_request *request = dr_engine_take(engine);
             *request = (struct dr_request){.op = DR_WRITE,
                                            .state = request->state,
@@ -304,6 +305,11 @@ static int descriptors_of_child(void) {
 }
 
 static void child_leaves_it_alone(void) {
+    const char *preloaded = getenv("LD_PRELOAD");
+    if (preloaded && strstr(preloaded, "vgpreload")) {
+        check_skip("valgrind takes the threads that a child has not got for lost memory");
+        return;
+    }
     for (size_t m = 0; m < method_count(); m++) {
         int fd = open_file(), before = check_open_descriptors();
         start_afresh();
@@ -328,7 +334,7 @@ static void child_leaves_it_alone(void) {
         int status;
         CHECK_EQ(waitpid(child, &status, 0), child);
         CHECK_EQ(status, 0);
-        CHECK(take(methods[m], 2, 2, SIZE) == second || method_count() == 0);
+        CHECK(take(methods[m], 2, 2, SIZE) == second);
         CHECK_EQ(use(second, fd), 0); /* its buffers are still registered */
         CHECK(take(methods[m], 2, 2, SIZE) == first);
         CHECK_EQ(use(first, fd), 0);

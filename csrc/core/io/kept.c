@@ -40,7 +40,11 @@ static struct {
 static void forget_all(void) {
     for (unsigned i = 0; i < kept.count; i++)
         dr_engine_forget(kept.engines[i].engine);
-    kept.waiting = NULL;
+    while (kept.waiting) {
+        struct member *gone = kept.waiting;
+        kept.waiting = gone->waiting;
+        free(gone);
+    }
     kept.threads = kept.alive = kept.count = 0;
     kept.owner = 0;
 }

@@ -41,14 +41,17 @@ static void free_sync(struct dr_syncing *sync) {
     free(sync);
 }
 
-static void run_sync(void *argument) {
-    struct dr_syncing *sync = argument;
+static void do_sync(struct dr_syncing *sync) {
     sync->begin = dr_clock_ns();
-    int result = sync_now(sync->fd, sync->is_directory, sync->kind);
+    sync->result = sync_now(sync->fd, sync->is_directory, sync->kind);
     sync->end = dr_clock_ns();
     dr_sys.close(sync->fd);
+}
+
+static void run_sync(void *argument) {
+    struct dr_syncing *sync = argument;
+    do_sync(sync);
     pthread_mutex_lock(&sync->lock);
-    sync->result = result;
     sync->done = true;
     bool mine = sync->abandoned;
     pthread_cond_signal(&sync->changed);
@@ -101,8 +104,10 @@ static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const ch
     syncs->pending_count++;
     if (!syncs->pending)
         syncs->pending = sync;
-    if (dr_kept_run(run_sync, sync) < 0)
-        run_sync(sync);
+    if (dr_kept_run(run_sync, sync) < 0) {
+        do_sync(sync);
+        sync->done = true;
+    }
     return 0;
 }
 

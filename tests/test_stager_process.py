@@ -14,8 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import run
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcpring import RingReader, RingSavePlanner, RingStager, RingWriter
+from dcpring import (
+    Rearrange,
+    RingLoadPlanner,
+    RingReader,
+    RingSavePlanner,
+    RingStager,
+    RingWriter,
+    rearranged,
+)
+from dcpring.torchside.composed import Composed
 
 TENSORS = 3000
 """Where stock's shared staging has a descriptor for each: "received 0 items of ancdata"."""
@@ -96,6 +107,42 @@ def _saves(path: str) -> None:
 
 def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:
     run(2, _saves, str(tmp_path / "checkpoint"))
+
+
+def _of_all_kinds(value: float) -> dict[str, Any]:
+    """DTensors behind other tensors, so that none begins where the memory does, and what is made of views."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, scalar = torch.full((6, 5), value, dtype=torch.float32), torch.tensor(value)
+    state: dict[str, Any] = {
+        "first": torch.full((3,), value),
+        "scalar": scalar,
+        "empty": torch.empty(0, 2),
+    }
+    state |= {f"rows {n}": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(3)}
+    state |= {"columns": distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_(), "turned": whole.t()}
+    state |= {"same": distribute_tensor(whole, mesh, [Replicate()])}
+    fused = {"fused": distribute_tensor(torch.arange(40.0).view(8, 5) + value, mesh, [Shard(0)])}
+    return {**state, **rearranged(fused, [Rearrange("fused", "{p}", "(p o) i -> i o", {"p": ["a", "b"]})])}
+
+
+def _saves_all_kinds(path: str) -> None:
+    with _ending_process(), RingStager() as stager:
+        for n in (1, 2):
+            options = {"async_stager": stager} if n == 1 else {}
+            response = _save(_of_all_kinds(n), path, **options)
+            (response.upload_completion if options else response).result()
+            dist.barrier()
+            loaded, wanted = _of_all_kinds(-1), _of_all_kinds(n)
+            dcp.load(loaded, storage_reader=RingReader(path), planner=RingLoadPlanner())
+            for name, value in wanted.items():
+                found = [each.full_tensor() if isinstance(each, DTensor) else each for each in (loaded[name], value)]
+                parts = [each.held if isinstance(each, Composed) else [((), each)] for each in found]
+                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*parts, strict=True)), name
+            dist.barrier()
+
+
+def test_tensors_of_all_kinds(tmp_path: Path) -> None:
+    run(2, _saves_all_kinds, str(tmp_path / "checkpoint"))
 
 
 def _deaths(path: str) -> list[str]:

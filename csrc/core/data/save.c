@@ -173,8 +173,7 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
 
 /* ---- opening, finishing, closing ---- */
 
-/* A file of no more than that is written through the page cache: its sync writes it, which saves one wait for the disk.
- */
+/* A file of no more than that goes through the page cache: its sync writes it, which saves a wait for the disk. */
 #define SMALL_FILE ((size_t)256 * 1024)
 
 int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, uint64_t size_hint,

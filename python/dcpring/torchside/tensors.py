@@ -113,9 +113,13 @@ def version(value: Tensor) -> int:
 def with_local(value: DTensor, local: Tensor) -> DTensor:
     """A DTensor like another one, with this part on this rank, wherever that lies.
 
-    ``DTensor.from_local`` would bring it to the mesh's device.
+    ``DTensor.from_local`` would bring it to the mesh's device. Some versions take the offset of the local tensor for
+    the DTensor's, and one that has an offset is pickled as if it had memory of its own, which crashes.
     """
-    return DTensor(local, value._spec, requires_grad=value.requires_grad)
+    at_start = local if local.storage_offset() == 0 else local.as_strided(local.size(), local.stride(), 0)
+    made: DTensor = DTensor(at_start, value._spec, requires_grad=value.requires_grad)
+    made._local_tensor = local
+    return made
 
 
 def with_shards(value: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:

@@ -385,14 +385,14 @@ def test_the_table_goes_with_the_checkpoint_it_belongs_to(tmp_path: Path) -> Non
 
 def test_a_save_that_fails_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, _state(a=(1,)), key_map={"a": "b"})
-    commit = _C.commit
+    rename = _C.rename_file
 
     def fail(directory: str, tmp: str, name: str, *rest: Any) -> None:
         if name == ".metadata":
             raise OSError(28, "no space")
-        commit(directory, tmp, name, *rest)
+        rename(directory, tmp, name, *rest)
 
-    monkeypatch.setattr(_C, "commit", fail)
+    monkeypatch.setattr(_C, "rename_file", fail)
     with pytest.raises(CheckpointException):
         _save(tmp_path, _state(a=(1,)), key_map={"a": "c"})
     monkeypatch.undo()

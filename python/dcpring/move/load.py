@@ -301,10 +301,10 @@ class Loader:
         self._watch = run.watch()
         self._options = options.for_core(False, self._watch)
         # What lies between the rows of one rank is another's, often on this host: it may find it in the page cache.
+        # So there are two ways to read, by whether there are gaps between rows, or one for all.
         is_cached = options.direct == "auto" and world_size() > 1
-        self._shared_options = (
-            replace(options, direct=False).for_core(False, self._watch) if is_cached else self._options
-        )
+        buffered = replace(options, direct=False).for_core(False, self._watch)
+        self._ways: Any = ((0, self._options), (1, buffered)) if is_cached else ((None, self._options),)
         self._checksum = options.checksum
         self._trusted = trusted
         self._safe = Safe(safe_globals)
@@ -618,8 +618,8 @@ class Loader:
         match = matched.items.match
         over_gaps, where = match.interleaved(), (matched.storage, matched.tensors)
         with self._explaining(itertools.compress(range(len(mask)), mask)):
-            for gaps, options in ((0, self._options), (1, self._shared_options)):
-                chosen = bytes(good and gap == gaps for good, gap in zip(mask, over_gaps, strict=True))
+            for gaps, options in self._ways:
+                chosen = bytes(good and gaps in (None, gap) for good, gap in zip(mask, over_gaps, strict=True))
                 if any(chosen):
                     self._read(functools.partial(_C.load_matched, self._inputs.core, match, *where, chosen, options))
         matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))
@@ -680,8 +680,8 @@ class Loader:
     def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
         if not boxes:
             return
-        for over_gaps, options in ((False, self._options), (True, self._shared_options)):
-            chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == over_gaps]
+        for gaps, options in self._ways:
+            chosen = [box for box in boxes if gaps in (None, range_of_box(box.source.sizes, *box[2:4]) is None)]
             if chosen:
                 self._read_chosen(chosen, options, changed)
         if sums is not None and self._checksum:

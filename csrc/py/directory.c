@@ -110,7 +110,9 @@ static PyObject *write_file(PyObject *module, PyObject *args) {
     return parsed ? finish_call(module, rc, &error) : NULL;
 }
 
-static PyObject *rename_file(PyObject *module, PyObject *args) {
+typedef int move_file(const char *directory, const char *tmp, const char *name, bool sync, struct dr_error *error);
+
+static PyObject *move_pair(PyObject *module, PyObject *args, move_file *move) {
     struct pair pair;
     int sync, rc;
     if (!PyArg_ParseTuple(args, "O&O&O&p", PyUnicode_FSConverter, &pair.directory, PyUnicode_FSConverter, &pair.tmp,
@@ -121,28 +123,15 @@ static PyObject *rename_file(PyObject *module, PyObject *args) {
     struct dr_error error;
     dr_error_clear(&error);
     Py_BEGIN_ALLOW_THREADS
-    rc = dr_directory_rename(directory, tmp, name, sync, &error);
+    rc = move(directory, tmp, name, sync, &error);
     Py_END_ALLOW_THREADS
     free_pair(&pair);
     return finish_call(module, rc, &error);
 }
 
-static PyObject *replace(PyObject *module, PyObject *args) {
-    struct pair pair;
-    int sync, rc;
-    if (!PyArg_ParseTuple(args, "O&O&O&p", PyUnicode_FSConverter, &pair.directory, PyUnicode_FSConverter, &pair.tmp,
-                          PyUnicode_FSConverter, &pair.name, &sync))
-        return NULL;
-    const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
-    const char *name = PyBytes_AsString(pair.name);
-    struct dr_error error;
-    dr_error_clear(&error);
-    Py_BEGIN_ALLOW_THREADS
-    rc = dr_directory_replace(directory, tmp, name, sync, &error);
-    Py_END_ALLOW_THREADS
-    free_pair(&pair);
-    return finish_call(module, rc, &error);
-}
+static PyObject *rename_file(PyObject *module, PyObject *args) { return move_pair(module, args, dr_directory_rename); }
+
+static PyObject *replace(PyObject *module, PyObject *args) { return move_pair(module, args, dr_directory_replace); }
 
 /* Two files, each by its directory and its name, as bytes of the file system. */
 struct ends {

@@ -616,10 +616,12 @@ class Loader:
         if not any(mask):
             return
         match = matched.items.match
-        over_gaps, where = match.interleaved(), (matched.storage, matched.tensors)
+        where = matched.storage, matched.tensors
         with self._explaining(itertools.compress(range(len(mask)), mask)):
             for gaps, options in self._ways:
-                chosen = bytes(good and gaps in (None, gap) for good, gap in zip(mask, over_gaps, strict=True))
+                chosen = mask
+                if gaps is not None:
+                    chosen = bytes(good and gap == gaps for good, gap in zip(mask, match.interleaved(), strict=True))
                 if any(chosen):
                     self._read(functools.partial(_C.load_matched, self._inputs.core, match, *where, chosen, options))
         matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))
@@ -681,7 +683,9 @@ class Loader:
         if not boxes:
             return
         for gaps, options in self._ways:
-            chosen = [box for box in boxes if gaps in (None, range_of_box(box.source.sizes, *box[2:4]) is None)]
+            chosen = boxes
+            if gaps is not None:
+                chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == gaps]
             if chosen:
                 self._read_chosen(chosen, options, changed)
         if sums is not None and self._checksum:

@@ -10,11 +10,14 @@ import _twin
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _distributed import run
 from _kinds import DTYPES, assert_same_bits, everything, failure, load, poisoned, random, raw, save, stored
 from _twin import Twin, strict_twin, twin
 from test_slices import _load_boxes
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base.memory import same_memory
@@ -24,6 +27,7 @@ from dcpring.move import load as loading
 from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
 from dcpring.plan import replicas, table
 from dcpring.plan.flatten import flatten
+from dcpring.plan.load_planner import ReadItems
 from dcpring.store import writer
 
 __all__ = ["strict_twin", "twin"]
@@ -483,6 +487,51 @@ def test_loading_every_kind(
     assert read.stats is not None and read.stats.tensor_bytes == sum(tensor.nbytes for tensor in saved.values())
 
 
+def _count_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions of which items are made, from now on."""
+    made: list[int] = []
+    make = ReadItems.make
+    monkeypatch.setattr(ReadItems, "make", lambda self, position: (made.append(position), make(self, position))[1])
+    return made
+
+
+def test_small_tensors_are_loaded_without_items(
+    tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits no window, or is to be cast, has one."""
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 14)
+    saved = {f"{n:03}": torch.randn(n % 40, 5) for n in range(300)} | {"big": torch.randn(4000), "cast": torch.ones(3)}
+    dcp.save(saved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    loaded = _on(strict_twin, {key: torch.full(tensor.shape, -1.0) for key, tensor in saved.items()})
+    loaded["007"] = strict_twin.tensor(torch.zeros(5, 7).t())
+    loaded["cast"] = strict_twin.tensor(torch.zeros(3, dtype=torch.float64))
+    made = _count_items(monkeypatch)
+    read = _load_with("ring", loaded, tmp_path)
+    saved["cast"] = saved["cast"].double()
+    assert_same_bits(_values(strict_twin, loaded), saved)
+    assert len(set(made)) == 2
+    assert strict_twin.most_pinned <= 1 << 14
+    assert read.stats is not None and read.stats.tensor_bytes == sum(tensor.nbytes for tensor in saved.values())
+
+
+def _save_rows(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {f"{n}": distribute_tensor(torch.arange(60.0).view(12, 5) + n, mesh, [Shard(n % 2)]) for n in range(40)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+
+
+def test_small_tensors_that_were_saved_in_parts(
+    tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(2, _save_rows, str(tmp_path))
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 11)
+    loaded = _on(strict_twin, {f"{n}": torch.zeros(12, 5) for n in range(40)})
+    made = _count_items(monkeypatch)
+    _load_with("ring", loaded, tmp_path)
+    assert_same_bits(_values(strict_twin, loaded), {f"{n}": torch.arange(60.0).view(12, 5) + n for n in range(40)})
+    assert not made
+
+
 def test_loading_into_strided_and_lazy_tensors_with_casts(tmp_path: Path, twin: Twin) -> None:
     z = torch.randn(40, 30, dtype=torch.complex64)
     saved = {
@@ -552,7 +601,8 @@ def test_damage_in_the_middle_of_a_load_leaves_nothing_under_way(
     data[info.__dict__["ring"][2] + 100] ^= 1
     path.write_bytes(data)
     loaded = _on(twin, {key: torch.zeros(700) for key in saved})
-    assert "'15'" in failure(lambda: load(loaded, tmp_path))
+    message = failure(lambda: load(loaded, tmp_path))
+    assert "'15'" in message and "already overwritten in the state dict: '00', '01'" in message
     assert not twin.under_way
     assert torch.equal(twin.values(loaded["00"]), saved["00"])
 
@@ -565,7 +615,8 @@ def test_an_error_between_uploads_and_events(
     targets = [twin.tensor(torch.zeros(16), n % 2) for n in range(12)]
     _fail_at(monkeypatch, step, 5, error)
     with pytest.raises(error), Uploader(targets, 12 * 64, 128) as uploader:
-        for target in targets:
+        for number, target in enumerate(targets):
+            uploader.turn(number)
             (host,) = uploader.take([((16,), torch.float32)])
             uploader.send([(target, host.fill_(1))])
     assert not twin.under_way
@@ -576,6 +627,7 @@ def test_uploader_uses_two_buffers_in_turn_and_waits_for_each(twin: Twin) -> Non
     with Uploader(targets, 10 * 64, 128) as uploader:
         assert uploader.window_bytes == 64
         for number, target in enumerate(targets):
+            uploader.turn(number)
             (host,) = uploader.take([((16,), torch.float32)])
             uploader.send([(target, host.fill_(number))])
     assert not twin.under_way

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import resource
 import signal
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from dcpring import (
     RingWriter,
     rearranged,
 )
+from dcpring.move.sending import Staged
+from dcpring.move.staging import StagingBuffer
 from dcpring.torchside.composed import Composed
 
 TENSORS = 3000
@@ -143,6 +147,43 @@ def _saves_all_kinds(path: str) -> None:
 
 def test_tensors_of_all_kinds(tmp_path: Path) -> None:
     run(2, _saves_all_kinds, str(tmp_path / "checkpoint"))
+
+
+def test_many_tensors_are_sent_as_columns() -> None:
+    """What a pipe is given does not grow by what torch needs for each tensor, and whatever else is there comes too."""
+    shared = {f"layer.{n}.weight": torch.full((4, 3), float(n)) for n in range(500)}
+    state = {
+        "model": {**shared, "tied": shared["layer.0.weight"], "grad": torch.ones(2, requires_grad=True)},
+        "list": [torch.arange(5), {"inner": torch.tensor(1.5, dtype=torch.bfloat16)}, "text"],
+        "turned": torch.randn(3, 4).t(),
+        "empty": torch.empty(0, 2),
+        "sparse": torch.eye(3).to_sparse(),
+        "flag": True,
+    }
+    staged = StagingBuffer(is_shared=True).stage(state)
+    sent = bytes(ForkingPickler.dumps(staged))
+    plainly = bytes(ForkingPickler.dumps(dict(staged)))
+    assert len(sent) < 60 * 500 < len(plainly)
+    received = ForkingPickler.loads(sent)
+    assert type(received) is dict
+    assert _described(received) == _described(staged)
+    assert received["model"]["tied"].data_ptr() == received["model"]["layer.0.weight"].data_ptr()
+    assert type(pickle.loads(pickle.dumps(Staged(a=1)))) is dict
+    staged["model"]["layer.3.weight"][0] = 7
+    assert float(received["model"]["layer.3.weight"][0, 0]) == 7, "the same memory"
+
+
+def _described(value: Any) -> Any:
+    """A tree in which tensors are what can be compared."""
+    if isinstance(value, dict):
+        return [(key, _described(part)) for key, part in value.items()]
+    if isinstance(value, list):
+        return [_described(part) for part in value]
+    if isinstance(value, torch.Tensor):
+        values = value.to_dense() if value.is_sparse else value
+        strides = None if value.is_sparse else value.stride()
+        return value.dtype, value.shape, strides, value.requires_grad, values.tolist()
+    return value
 
 
 def _deaths(path: str) -> list[str]:

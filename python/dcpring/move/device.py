@@ -20,7 +20,7 @@ from dcpring.base.memory import is_lazy_view
 from dcpring.base.windows import split_box, windows
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
-from dcpring.torchside.tensors import PLAIN_TYPES, narrowed
+from dcpring.torchside.tensors import PLAIN_TYPES, narrowed, start_copies
 
 logger = logging.getLogger("dcpring")
 
@@ -168,10 +168,9 @@ class Downloader:
         side.wait()
         event = accelerators.active.event(sources[0].device)
         with stream:
-            for source in sources:
-                host = side.take(tuple(source.shape), source.dtype)
-                copy_to_host(source, host)
-                piece.tensors.append(host if piece.whole else host.view(-1))
+            hosts = [side.take(tuple(source.shape), source.dtype) for source in sources]
+            copy_to_host(sources, hosts)
+            piece.tensors += hosts if piece.whole else [host.view(-1) for host in hosts]
         event.record(stream)
         side.events.append(event)
 
@@ -191,14 +190,14 @@ def parts_of(tensor: Tensor, limit: int) -> Iterator[Tensor]:
         yield narrowed(tensor, offsets, lengths)
 
 
-def copy_to_host(source: Tensor, host: Tensor) -> None:
-    """Starts a copy on the source's current stream; the source must live until it is done.
+def copy_to_host(sources: list[Tensor], hosts: list[Tensor]) -> None:
+    """Starts copies on the sources' current streams; the sources must live until they are done.
 
     Conjugate and negative views become what they stand for on the device: torch would copy the bytes behind them, and
     change them on the host without waiting for their arrival. What is made for that, and for tensors that are not
     contiguous, is of the same stream, whose later work alone can get that memory.
     """
-    host.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+    start_copies(hosts, [source.resolve_conj().resolve_neg() for source in sources])
 
 
 # ---- to accelerators ----
@@ -208,13 +207,14 @@ class Uploader:
     """Host memory that tensors are read into, window after window, and copied from to where they belong.
 
         with Uploader(targets, ...) as uploader:
-            for window in ...:  # of at most uploader.window_bytes, each tensor padded()
+            for number, window in enumerate(...):  # of at most uploader.window_bytes, each tensor padded()
+                uploader.turn(number)
                 hosts = uploader.take([(shape, dtype), ...])
                 ...  # read
                 uploader.send(zip(parts of the targets, hosts))
 
     Copies to an accelerator go on its current stream, so what this thread does there next sees what was loaded; when
-    the ``with`` is left they are done.
+    the ``with`` is left they are done, and the memory is let go of.
 
     Args:
         targets: all that will be copied to.
@@ -228,6 +228,7 @@ class Uploader:
     def __init__(self, targets: Iterable[Tensor], needed_bytes: int, most_bytes: int) -> None:
         self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
         self._sides: list[_Side] = []
+        self._number = 0
         self._most_sides = 2 if self._devices else 1
         most = max(most_bytes // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
         self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
@@ -238,25 +239,38 @@ class Uploader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for device in self._devices:
             accelerators.active.current_stream(device).synchronize()
+        self._sides = []
 
-    def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """Host tensors of these shapes and dtypes, valid until the next are asked for."""
+    @property
+    def _side(self) -> _Side:
+        return self._sides[self._number % len(self._sides)]
+
+    def turn(self, number: int) -> None:
+        """Waits until nothing is copied any more from the memory of the window of this number, counted from 0."""
         if len(self._sides) < self._most_sides:
             memory = pinned_memory if self._devices else ordinary_memory
             self._sides.append(_Side(memory(self.window_bytes)))
-        else:
-            self._sides.append(self._sides.pop(0))
-        self._sides[-1].wait()
-        return [self._sides[-1].take(shape, dtype) for shape, dtype in wanted]
+        self._number = number
+        self._side.wait()
+
+    def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Host tensors of these shapes and dtypes in the window whose turn it is."""
+        return [self._side.take(shape, dtype) for shape, dtype in wanted]
 
     def send(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copies from what was taken last, (target, host) by pairs."""
+        """Copies from the window whose turn it is, (target, host) by pairs."""
+        later: list[tuple[Tensor, Tensor]] = []
         for target, host in pairs:
-            target.copy_(host, non_blocking=bool(self._devices) and _can_wait(target, host))
+            if self._devices and _can_wait(target, host):
+                later.append((target, host))
+            else:
+                target.copy_(host)
+        if later:
+            start_copies([target for target, _ in later], [host for _, host in later])
         for device in self._devices:
             event = accelerators.active.event(device)
             event.record(accelerators.active.current_stream(device))
-            self._sides[-1].events.append(event)
+            self._side.events.append(event)
 
 
 def _can_wait(target: Tensor, host: Tensor) -> bool:

@@ -40,6 +40,7 @@ from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
 from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.move.device import Uploader, padded
 from dcpring.move.handon import Exchange
+from dcpring.move.landing import Landing
 from dcpring.move.objects import Loaded
 from dcpring.move.objects import load as load_object
 from dcpring.names.policy import Casts
@@ -144,6 +145,7 @@ class Matched:
         storage: where the checkpoint's rows are stored.
         tensors: where each wanted row goes, for the core; stand-ins for what is not plain memory.
         mask: 1 for each item that can be read straight into its target.
+        landing: what is read into windows, and copied from there; nothing where there is an exchange.
         exchange: hands on between ranks; None: this rank reads all for itself.
     """
 
@@ -159,13 +161,17 @@ class Matched:
         ]
         self.tensors = _C.Tensors(self._targets)
         self.mask = _C.straight(items.match, self.storage, self.tensors)
+        landed = self._targets if exchange is None else [_NOT_PLAIN] * len(self._targets)
+        self.landing = Landing(items.match, self.storage, landed, _WINDOW_BYTES)
 
     def rest(self, path: str) -> dict[int, Wanted]:
         """What takes another way, by the positions of the items. ``path`` is for errors."""
         rows = array.array("I", self.items.match.stored_rows())
         properties = self._table.properties()
         wanted: dict[int, Wanted] = {}
-        for position in (position for position, good in enumerate(self.mask) if not good):
+        for position, ways in enumerate(zip(self.mask, self.landing.mask, strict=True)):
+            if any(ways):
+                continue
             place = self.storage.get(rows[position])
             name, kind, _, offsets, lengths, number, _ = self._table.row(rows[position])
             if place is None:
@@ -175,13 +181,23 @@ class Matched:
         return wanted
 
     def size_bytes(self, mask: bytes) -> int:
-        return sum(itertools.compress(self.items.match.sizes(), mask))
+        return sum(itertools.compress(self._sizes, mask))
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return self.items.match.sizes()
+
+    @functools.cached_property
+    def interleaved(self) -> tuple[bytes, bytes]:
+        """A mask of the items without gaps between their rows, and one of those with."""
+        with_gaps = self.items.match.interleaved()
+        return with_gaps.translate(bytes([1, *[0] * 255])), with_gaps
 
     def wanted_bytes(self) -> int:
         """What this rank reads into memory, some of it for others alone."""
         match, exchange = self.items.match, self.exchange
         surplus = 0 if exchange is None else exchange.surplus_bytes(lambda at: match.get(at)[3:])
-        return surplus + self.size_bytes(self.mask)
+        return surplus + self.size_bytes(self.mask) + self.size_bytes(self.landing.mask)
 
     def note_filled(self, rows: Iterable[int]) -> None:
         _bump_versions([self._targets[row] for row in dict.fromkeys(rows)])
@@ -572,6 +588,7 @@ class Loader:
             self._load_sources(self._sources)
         elif matched.exchange is None:
             self._read_matched(matched, matched.mask)
+            self._land(matched)
             self._load_sources(self._sources)
         else:
             self._load_handed_on(matched, matched.exchange)
@@ -612,19 +629,27 @@ class Loader:
         with self._explaining((piece.overlaps[0] for piece, _ in pieces), changed=filled):
             self._read(lambda: _C.load(self._inputs.core, boxes, targets, self._options))
 
+    def _land(self, matched: Matched) -> None:
+        landed = [position for position, good in enumerate(matched.mask) if good]
+        with matched.landing as landing, torch.no_grad():
+            for positions, mask in landing.windows():
+                self._read_rows(matched, mask, landing.tensors, landed)
+                landed += positions
+
     def _read_matched(self, matched: Matched, mask: bytes) -> None:
-        if not any(mask):
-            return
+        self._read_rows(matched, mask, matched.tensors)
+        matched.note_filled(itertools.compress(array.array("I", matched.items.match.wanted_rows()), mask))
+
+    def _read_rows(
+        self, matched: Matched, mask: bytes, tensors: _C.Tensors, changed: Iterable[int] | None = None
+    ) -> None:
         match = matched.items.match
-        where = matched.storage, matched.tensors
-        with self._explaining(itertools.compress(range(len(mask)), mask)):
+        with self._explaining(itertools.compress(range(len(mask)), mask), changed):
             for gaps, options in self._ways:
-                chosen = mask
-                if gaps is not None:
-                    chosen = bytes(good and gap == gaps for good, gap in zip(mask, match.interleaved(), strict=True))
+                chosen = mask if gaps is None else _both(mask, matched.interleaved[gaps])
                 if any(chosen):
-                    self._read(functools.partial(_C.load_matched, self._inputs.core, match, *where, chosen, options))
-        matched.note_filled(itertools.compress(array.array("I", match.wanted_rows()), mask))
+                    where = match, matched.storage, tensors
+                    self._read(functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options))
         self._stats.tensor_bytes += matched.size_bytes(mask)
 
     def _load_sources(self, positions: Iterable[int]) -> None:
@@ -673,11 +698,11 @@ class Loader:
             )
         logger.info("%s is cast from %s to %s", self._name(position), stored, target.dtype)
 
-    def _read_boxes(self, boxes: list[_Box], sums: RunningCrcs | None) -> None:
-        self._read_plain([box for box in boxes if isinstance(box.source, _Source)], sums)
+    def _read_boxes(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
+        self._read_plain([box for box in boxes if isinstance(box.source, _Source)], sums, changed)
         coded = (part for box in boxes if isinstance(box.source, _Coded) for part in _cut(box, box.source))
         for window in windows(coded, lambda part: part[1].scale_bytes(part[0]), _WINDOW_BYTES):
-            self._read_coded(window)
+            self._read_coded(window, changed)
 
     def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
         if not boxes:
@@ -689,7 +714,7 @@ class Loader:
             if chosen:
                 self._read_chosen(chosen, options, changed)
         if sums is not None and self._checksum:
-            self._check_sums(boxes, sums)
+            self._check_sums(boxes, sums, changed)
 
     def _read_chosen(self, boxes: list[_Box], options: Any, changed: Iterable[int] | None) -> None:
         reads = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in boxes]
@@ -697,7 +722,7 @@ class Loader:
         with self._explaining((box.position for box in boxes), changed):
             self._read(lambda: _C.load(self._inputs.core, reads, memory, options))
 
-    def _read_coded(self, boxes: list[tuple[_Box, _Coded]]) -> None:
+    def _read_coded(self, boxes: list[tuple[_Box, _Coded]], changed: Iterable[int] | None) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
         reads: list[tuple[Any, ...]] = []
         scales: list[_Box] = []
@@ -710,10 +735,10 @@ class Loader:
         values = [scale.memory for scale in scales]
         values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
         memory = [box.memory for box, _ in boxes]
-        with self._explaining(box.position for box, _ in boxes):
+        with self._explaining((box.position for box, _ in boxes), changed):
             self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options, values))
 
-    def _check_sums(self, boxes: list[_Box], sums: RunningCrcs) -> None:
+    def _check_sums(self, boxes: list[_Box], sums: RunningCrcs, changed: Iterable[int] | None) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
         for box in boxes:
             source = _source_of(box)
@@ -721,20 +746,25 @@ class Loader:
             if not _sum_up(sums, name, source, box):
                 why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
                 error = CorruptCheckpointError(why, f"{self._path}/{name}", source.payload_offset)
-                raise self._explained(error, box.position, [box.position for box in boxes])
+                known = [each.position for each in boxes] if changed is None else changed
+                raise self._explained(error, box.position, known)
 
     def _read_through_host(self, boxes: list[_Box]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
         needed = sum(map(_host_bytes, boxes))
         sums = self._sums or RunningCrcs()
+        sent: dict[int, None] = {}
         with Uploader([box.memory for box in boxes], needed, _WINDOW_BYTES) as uploader:
             parts = (
                 part for box in boxes for part in _parts_of(box, uploader.window_bytes // box.source.dtype.itemsize)
             )
-            for window in windows(parts, _host_bytes, uploader.window_bytes):
+            for number, window in enumerate(windows(parts, _host_bytes, uploader.window_bytes)):
+                uploader.turn(number)
                 hosts = uploader.take((part.lengths, part.source.dtype) for part in window)
-                self._read_boxes([part._replace(memory=host) for part, host in zip(window, hosts, strict=True)], sums)
+                parts_in_window = [part._replace(memory=host) for part, host in zip(window, hosts, strict=True)]
+                self._read_boxes(parts_in_window, sums, changed=sent)
                 uploader.send(zip((part.memory for part in window), hosts, strict=True))
+                sent |= dict.fromkeys(part.position for part in window)
 
     # ---- reporting ----
 
@@ -798,6 +828,11 @@ def _check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         offset, name = item.dest_index.offset, item.dest_index.fqn
         if item.type == LoadItemType.TENSOR and offset is not None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
+
+
+def _both(a: bytes, b: bytes) -> bytes:
+    """Of two masks."""
+    return (int.from_bytes(a) & int.from_bytes(b)).to_bytes(len(a))
 
 
 def _source_of(box: _Box) -> _Source:

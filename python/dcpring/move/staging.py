@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, setitem
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dcpring import _C
 from dcpring.base.memory import is_dense, is_lazy_view, same_memory
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
+from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
 from dcpring.torchside import accelerators
@@ -39,6 +41,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _needs_gradient = attrgetter("requires_grad")
 _attributes = attrgetter("__dict__")
 _device = attrgetter("device")
+_is_cpu = attrgetter("is_cpu")
 _dtype = attrgetter("dtype")
 
 _WORKERS = 2
@@ -59,6 +62,7 @@ class StagingBuffer:
 
     def __init__(self, workers: int | None = None, is_shared: bool = False) -> None:
         self._workers = workers or min(_WORKERS, os.cpu_count() or 1)
+        self._is_shared = is_shared
         self._arena = Arena(is_shared)
 
     @property
@@ -88,7 +92,8 @@ class StagingBuffer:
     def open(self, state: Any, devices: Devices) -> Opened:
         """The first step: what is no tensor is copied when this returns."""
         opened = Opened(state, devices)
-        devices.ready(set(map(_device, opened.sources())))
+        sources = opened.sources()
+        devices.ready(set() if all(map(_is_cpu, sources)) else set(map(_device, sources)))
         return opened
 
     def fill(self, opened: Opened) -> Any:
@@ -96,7 +101,7 @@ class StagingBuffer:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._fill(opened)
-                return opened.tree
+                return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
         finally:
             opened.devices.wait()  # after an error too: the memory will be used again
 
@@ -196,14 +201,15 @@ class SideStreams(Devices):
 
 def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
     """A mark for each tensor: 1 where the bytes in host memory are its values."""
-    marks = bytearray(not kind for kind in handles.kinds())
-    maybe = map(Tensor.is_neg, tensors)
-    if any(dtype.is_complex for dtype in set(map(_dtype, tensors))):
-        maybe = map(is_lazy_view, tensors)
-    for n, is_lazy in enumerate(maybe):
-        if is_lazy:
-            marks[n] = 0
-    return bytes(marks)
+    marks = handles.kinds().translate(_PLAIN_KINDS)
+    is_complex = any(dtype.is_complex for dtype in set(map(_dtype, tensors)))
+    if not is_complex and not any(map(Tensor.is_neg, tensors)):
+        return marks
+    return bytes(mark and not is_lazy_view(tensor) for mark, tensor in zip(marks, tensors, strict=True))
+
+
+_PLAIN_KINDS = bytes([1, *[0] * 255])
+"""What ``kinds()`` says of memory on the host is 0."""
 
 
 def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[list[int], dict[int, int]]:
@@ -243,7 +249,7 @@ def copy_one(tensor: Tensor, host: Tensor) -> None:
     order = sorted(range(host.dim()), key=lambda d: -strides[d])  # of memory
     flat, start = host.permute(order).view(-1), 0
     for part in parts_of(tensor.permute(order), limit):
-        copy_to_host(part, flat[start : start + part.numel()].view(part.shape))
+        copy_to_host([part], [flat[start : start + part.numel()].view(part.shape)])
         start += part.numel()
 
 
@@ -283,8 +289,7 @@ class Opened:
     def put(self, copies: list[Tensor]) -> None:
         """Puts copies in the place of the sources."""
         parents, keys, sources = self._plain
-        for parent, key, made in zip(parents, keys, _all_like(copies[: len(sources)], sources), strict=True):
-            parent[key] = made
+        deque(map(setitem, parents, keys, _all_like(copies[: len(sources)], sources)), maxlen=0)
         inner = dict(zip(self._inner, copies[len(sources) :], strict=True))
         for parent, key, value in self._others:
             parent[key] = self._rebuilt(value, inner)

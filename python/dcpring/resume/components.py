@@ -280,7 +280,7 @@ def cast_notes(pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
 def meshes(state: Any) -> list[dict[str, Any]]:
     """The device meshes that a state's tensors are spread over, each once; empty if every rank has all of it."""
     found: list[dict[str, Any]] = []
-    for _, value in trees.leaves(state):
+    for value in trees.leaf_values(state):
         if isinstance(value, DTensor):
             mesh = value.device_mesh
             names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None

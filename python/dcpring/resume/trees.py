@@ -64,6 +64,21 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
+def leaf_values(tree: Any) -> Iterator[Any]:
+    """The values alone, in any order: quickly, for trees of many tensors."""
+    rest = [tree]
+    while rest:
+        value = rest.pop()
+        if type(value) in PLAIN_TYPES:
+            yield value
+        elif isinstance(value, Mapping):
+            rest.extend(value.values())
+        elif isinstance(value, list | tuple):
+            rest.extend(value)
+        else:
+            yield value
+
+
 def _named(key: Any) -> str:
     """The same on all ranks: a set is written in any order."""
     return str(key) if type(key) in _SCALARS else f"{type(key).__name__} {values.digest(key).hex()[:8]}"

@@ -143,3 +143,8 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> 
         if length < tensor.size(dim):
             tensor = tensor.narrow(dim, offset, length)
     return tensor
+
+
+def start_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source to its target on that one's current stream; this may be under way when it returns."""
+    torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -1,0 +1,110 @@
+"""How a compact plan reaches accelerators: rows are read into host memory, window by window, and copied from there.
+
+No object is made for an item. Tensors come this way that fit into a window, and that are filled as a whole from what
+has their dtype; others go by their items. It runs in the thread that loads.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from dcpring import _C
+from dcpring.base.memory import is_dense, is_lazy_view
+from dcpring.base.windows import windows
+from dcpring.move.device import Uploader, on_accelerator, padded
+from dcpring.torchside.tensors import PLAIN_TYPES
+
+
+class Landing:
+    """The items of a match that come through windows.
+
+    Args:
+        targets: what each wanted row is filled into.
+        most_bytes: of host memory, at most. It is taken where there is anything to be copied.
+
+    Attributes:
+        mask: 1 for each item that comes this way.
+        tensors: where the core reads them to, by wanted row, until the ``with`` is left.
+    """
+
+    def __init__(self, match: _C.Match, storage: _C.StorageIndex, targets: Sequence[Tensor], most_bytes: int) -> None:
+        self._targets = targets
+        self._positions = _positions(match, _landable(targets, most_bytes // 2))
+        stored = array.array("I", match.stored_rows())
+        rows = sorted(self._positions, key=lambda row: _place(storage, stored[self._positions[row][0]]))
+        self._uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)), most_bytes)
+        hosts = [_NOTHING] * len(targets)
+        self._windows = list(windows(rows, self._room, self._uploader.window_bytes))
+        for number, window in enumerate(self._windows):
+            self._uploader.turn(number)
+            shapes = ((tuple(targets[row].shape), targets[row].dtype) for row in window)
+            for row, host in zip(window, self._uploader.take(shapes), strict=True):
+                hosts[row] = host
+        self._hosts = hosts
+        self.tensors = _C.Tensors(hosts)
+        straight = _C.straight(match, storage, self.tensors)
+        mask = bytearray(len(match))
+        for positions in self._positions.values():
+            if all(straight[at] for at in positions):  # else something would stay what it was in the window
+                for at in positions:
+                    mask[at] = 1
+        self.mask = bytes(mask)
+
+    def __enter__(self) -> Landing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._uploader.__exit__(kind, error, _)
+        self._hosts, self.tensors = [], _C.Tensors([])
+
+    def windows(self) -> Iterator[tuple[list[int], bytes]]:
+        """The items of each window, whose memory may be read into, and a mask of them; ``send`` is called for each."""
+        for number, window in enumerate(self._windows):
+            positions = [at for row in window for at in self._positions[row] if self.mask[at]]
+            if positions:
+                self._uploader.turn(number)
+                mask = bytearray(len(self.mask))
+                for position in positions:
+                    mask[position] = 1
+                yield positions, bytes(mask)
+                landed = [row for row in window if self.mask[self._positions[row][0]]]
+                self._uploader.send([(self._targets[row], self._hosts[row]) for row in landed])
+
+    def _room(self, row: int) -> int:
+        return padded(self._targets[row].nbytes)
+
+
+_NOTHING = torch.empty(0)
+"""Stands in for what does not come this way."""
+
+
+def _landable(targets: Sequence[Tensor], most_bytes: int) -> set[int]:
+    return {
+        row
+        for row, target in enumerate(targets)
+        if on_accelerator(target)
+        and type(target) in PLAIN_TYPES
+        and target.layout == torch.strided
+        and padded(target.nbytes) <= most_bytes
+        and not is_lazy_view(target)
+        and is_dense(target)
+    }
+
+
+def _positions(match: _C.Match, rows: set[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for position, row in enumerate(array.array("I", match.wanted_rows()) if rows else ()):
+        if row in rows:
+            found.setdefault(row, []).append(position)
+    return found
+
+
+def _place(storage: _C.StorageIndex, row: int) -> tuple[str, int]:
+    """So that windows follow the files."""
+    place = storage.get(row)
+    return ("", 0) if place is None else (place[0], place[2])

@@ -15,6 +15,7 @@ import torch
 from fault._support import equal, load, run_python, save
 
 from dcpring import _C, empty_cache
+from dcpring.options import IOOptions
 
 MOST_KEPT_BYTES = 64 << 20
 
@@ -147,3 +148,20 @@ assert _C.kept()[0] == kept[0]
 @pytest.mark.parametrize("engine", ("uring", "threads"))
 def test_a_forked_child_begins_with_nothing(tmp_path: Path, engine: str) -> None:
     run_python(FORKS, str(tmp_path), engine)
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_writes_go_on_when_the_threads_that_began_them_end(tmp_path: Path, engine: str) -> None:
+    """The kernel gives up what such a thread has begun; it is begun again."""
+    tensors = [torch.randn(3 << 18) for _ in range(40)]
+    file = _C.FileWriter(str(tmp_path), "f", 0, IOOptions(engine=engine).for_core(True, None))
+    file.overlap()
+    rows = []
+    for tensor in tensors:
+        rows += file.write_tensors(_C.Tensors([tensor]))
+        empty_cache()
+    file.finish()
+    file.close()
+    data = (tmp_path / "f").read_bytes()
+    for tensor, (_, _, start, size, _) in zip(tensors, rows, strict=True):
+        assert data[start : start + size] == tensor.numpy().tobytes()

@@ -239,6 +239,16 @@ static PyObject *write_part(PyObject *object, PyObject *args) {
     return placed;
 }
 
+static PyObject *overlap(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct writer *self = (struct writer *)object;
+    if (!enter(self))
+        return NULL;
+    dr_writer_overlap(self->core);
+    self->busy = false;
+    Py_RETURN_NONE;
+}
+
 static PyObject *finish(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
     PyObject *set = Py_None;
@@ -285,6 +295,7 @@ static PyMethodDef methods[] = {
     {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
     {"write_part", write_part, METH_VARARGS,
      "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},
+    {"overlap", overlap, METH_NOARGS, "overlap(): from now on no call but finish waits for the disk"},
     {"finish", finish, METH_VARARGS,
      "finish(syncs=None): the file gets its length and is made durable, or is so once these Syncs were waited for"},
     {"close", close_writer, METH_NOARGS, "close(): frees everything; the file is removed unless it was finished"},

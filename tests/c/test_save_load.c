@@ -722,6 +722,66 @@ static void cancels(void) {
     forget("f");
 }
 
+/* ---- small windows ---- */
+
+static atomic_uint writes, at_once, most_at_once;
+static unsigned failing; /* which write; 0: none */
+
+static ssize_t counted_pwrite(int fd, const void *data, size_t size, off_t offset) {
+    unsigned number = atomic_fetch_add(&writes, 1) + 1, now = atomic_fetch_add(&at_once, 1) + 1;
+    unsigned most = atomic_load(&most_at_once);
+    while (now > most && !atomic_compare_exchange_weak(&most_at_once, &most, now))
+        ;
+    ssize_t n = slow_pwrite(fd, data, size, offset);
+    atomic_fetch_sub(&at_once, 1);
+    return number == failing ? -EIO : n;
+}
+
+static int save_one_by_one(struct sample *samples, size_t count, bool overlaps, struct dr_error *error) {
+    struct dr_options options = make_options("threads", DR_DIRECT_OFF);
+    struct dr_writer *w;
+    options.workers = 1;
+    atomic_store(&writes, 0);
+    atomic_store(&most_at_once, 0);
+    dr_error_clear(error);
+    int rc = dr_writer_open(&w, check_dir, "f", 0, &options, error);
+    if (rc < 0)
+        return rc;
+    if (overlaps)
+        dr_writer_overlap(w);
+    for (size_t i = 0; i < count && rc == 0; i++)
+        rc = dr_writer_write(w, &samples[i].source, 1, &samples[i].placed, &never, error);
+    if (rc == 0)
+        rc = dr_writer_finish(w, NULL, &never, error);
+    dr_writer_close(w);
+    return rc;
+}
+
+/* A block that one call has filled is written while the next calls fill more; its failure is not lost. */
+static void blocks_go_on_behind_a_call(void) {
+    enum { COUNT = 12 };
+    struct rng rng = {44};
+    struct sample samples[COUNT];
+    struct dr_error error;
+    for (int i = 0; i < COUNT; i++)
+        sample_bytes(&samples[i], &rng, MIB + 1000);
+    dr_sys.pwrite = counted_pwrite;
+    CHECK_OK(save_one_by_one(samples, COUNT, false, &error), &error);
+    CHECK_EQ(atomic_load(&most_at_once), 1);
+    forget("f");
+    CHECK_OK(save_one_by_one(samples, COUNT, true, &error), &error);
+    CHECK(atomic_load(&most_at_once) > 1);
+    CHECK(check_exists("f"));
+    unsigned all = atomic_load(&writes);
+    forget("f");
+    for (failing = 1; failing <= all; failing++) {
+        CHECK_FAILS(save_one_by_one(samples, COUNT, true, &error), &error, EIO);
+        CHECK(!check_exists("f"));
+    }
+    dr_sys = dr_sys_real;
+    sample_free(samples, COUNT);
+}
+
 CHECK_MAIN({"round_trips", round_trips}, {"without_checksums", without_checksums}, {"odd_lengths", odd_lengths},
            {"many_small", many_small}, {"several_files", several_files},
            {"reads_only_what_is_needed", reads_only_what_is_needed}, {"flipped_bits", flipped_bits},
@@ -729,4 +789,4 @@ CHECK_MAIN({"round_trips", round_trips}, {"without_checksums", without_checksums
            {"existing_file", existing_file}, {"impossible_sources", impossible_sources},
            {"parts_out_of_order", parts_out_of_order}, {"unfinished_files_go", unfinished_files_go},
            {"no_space_is_known_at_once", no_space_is_known_at_once}, {"direct_refused", direct_refused},
-           {"cancels", cancels})
+           {"cancels", cancels}, {"blocks_go_on_behind_a_call", blocks_go_on_behind_a_call})

@@ -36,9 +36,7 @@ static void set_up_file(void) {
     for (size_t i = 0; i < FILE_BYTES && state < FILE_BYTES; i++)
         content[i] = (uint8_t)((state = i * 0x9e3779b97f4a7c15u) >> 56);
     state = FILE_BYTES;
-    memory_set_up(content, FILE_BYTES);
-    dr_sys.pread = pread_but_short;
-    dr_sys.cached = memory_cached;
+    memory_set_up(content, FILE_BYTES, &(struct memory_ways){pread_but_short, memory_cached});
 }
 
 /* ---- the plan ---- */
@@ -226,7 +224,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         free(wanted[i].expected);
         free(wanted[i].crcs);
     }
-    dr_sys = dr_sys_real;
     return 0;
 }
 

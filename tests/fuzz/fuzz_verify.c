@@ -81,9 +81,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t count = size > 0 ? data[0] % (MOST_CHECKS + 1) : 0;
     if (size < 2 + count * CHECK_BYTES)
         return 0;
-    memory_set_up(data + 2 + count * CHECK_BYTES, size - 2 - count * CHECK_BYTES);
-    dr_sys.pread = pread_but_bad;
-    dr_sys.cached = memory_cached;
+    memory_set_up(data + 2 + count * CHECK_BYTES, size - 2 - count * CHECK_BYTES,
+                  &(struct memory_ways){pread_but_bad, memory_cached});
     bad = data[1] & 128 ? UINT64_MAX : data[1];
     const struct dr_options options = {.engine = "threads",
                                        .direct = data[1] & 1 ? DR_DIRECT_AUTO : DR_DIRECT_OFF,
@@ -104,7 +103,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         check_findings(&findings, checks, count);
         dr_findings_destroy(&findings);
     }
-    dr_sys = dr_sys_real;
     return 0;
 }
 

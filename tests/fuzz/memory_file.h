@@ -67,14 +67,25 @@ static int memory_direct_alignment(int fd) {
     return 512;
 }
 
-static void memory_set_up(const uint8_t *data, size_t size) {
+/* How reading may go wrong, and what counts as cached; NULL: all is well, and nothing is. */
+struct memory_ways {
+    ssize_t (*pread)(int fd, void *data, size_t size, off_t offset);
+    int64_t (*cached)(int fd, off_t offset, size_t size);
+};
+
+/* The table is written once: threads that are kept between inputs may look at it. */
+static void memory_set_up(const uint8_t *data, size_t size, const struct memory_ways *ways) {
     file.data = data;
     file.size = size;
+    if (dr_sys.open_dir == memory_open_dir)
+        return;
     dr_sys.open_dir = memory_open_dir;
     dr_sys.open_below = memory_open_below;
     dr_sys.close = memory_close;
     dr_sys.fstat = memory_fstat;
-    dr_sys.pread = memory_pread;
+    dr_sys.pread = ways ? ways->pread : memory_pread;
+    if (ways)
+        dr_sys.cached = ways->cached;
     dr_sys.set_direct = memory_set_direct;
     dr_sys.set_blocking = memory_set_blocking;
     dr_sys.direct_alignment = memory_direct_alignment;

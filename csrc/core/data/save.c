@@ -15,6 +15,7 @@
 struct dr_writer {
     struct dr_output output;
     bool finished, failed;
+    bool overlaps;     /* calls do not wait for the disk */
     uint64_t expected; /* bytes, from the size hint */
     uint64_t position; /* the stream's length so far */
     uint8_t *carry;    /* the bytes from the last block boundary to position: a spare buffer of the first engine */
@@ -57,15 +58,15 @@ static int write_blocks(struct writing *writing, struct dr_engine *engine, struc
         if (rc < 0)
             return rc;
     }
-    return dr_output_wait(&window->workers, engine, error);
+    return writing->writer->overlaps ? 0 : dr_output_wait(&window->workers, engine, error);
 }
 
-/* A thread's requests are cancelled when it ends, so none is left in flight by then. */
 static int work(void *context, unsigned index, struct dr_error *error) {
     struct writing *writing = context;
     struct dr_engine *engine = writing->writer->output.engines[index];
     int rc = write_blocks(writing, engine, error);
-    dr_engine_drain(engine);
+    if (rc < 0 || dr_workers_stopped(&writing->window.workers))
+        dr_engine_drain(engine);
     return rc;
 }
 
@@ -193,6 +194,8 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
     return 0;
 }
 
+void dr_writer_overlap(struct dr_writer *w) { w->overlaps = true; }
+
 void dr_writer_digest(struct dr_writer *w, const struct dr_digest_key *key) { w->key = key; }
 
 /* The last, partial block; for direct I/O it is padded with zeros, which the file's final length cuts off. */
@@ -216,6 +219,30 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     return rc < 0 ? rc : dr_output_wait(NULL, engine, error);
 }
 
+struct arriving {
+    struct dr_writer *writer;
+    struct dr_workers workers;
+};
+
+static int wait_for_one(void *context, unsigned index, struct dr_error *error) {
+    struct arriving *arriving = context;
+    struct dr_engine *engine = arriving->writer->output.engines[index];
+    int rc = dr_output_wait(&arriving->workers, engine, error);
+    dr_engine_drain(engine);
+    return rc;
+}
+
+/* Until the file has all that was submitted. */
+static int wait_for_all(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {
+    struct arriving arriving = {.writer = w};
+    unsigned waiting = 0;
+    for (unsigned i = 0; i < w->output.engine_count; i++)
+        waiting += w->output.engines[i]->in_flight > 0;
+    if (waiting == 0)
+        return 0;
+    return dr_workers_run(&arriving.workers, w->output.engine_count, wait_for_one, &arriving, control, error);
+}
+
 int dr_writer_finish(struct dr_writer *w, struct dr_syncs *later, const struct dr_control *control,
                      struct dr_error *error) {
     int rc = check_usable(w, error);
@@ -224,7 +251,9 @@ int dr_writer_finish(struct dr_writer *w, struct dr_syncs *later, const struct d
     w->failed = true;
     if (w->open.done)
         return dr_error_invalid(error, DR_NO_ITEM, "the last part of a tensor in %s is missing", w->output.path);
-    rc = write_rest(w, error);
+    rc = wait_for_all(w, control, error);
+    if (rc == 0)
+        rc = write_rest(w, error);
     if (rc == 0)
         rc = dr_output_sync(&w->output, w->position, later, control, error);
     if (rc < 0) {

@@ -51,12 +51,17 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
 void dr_writer_digest(struct dr_writer *writer, const struct dr_digest_key *key);
 
 /*
- * Appends the sources. A tensor in parts comes one part a call, in order and
- * with nothing in between; placed is set with each, and its crcs are complete
- * with the last.
+ * Appends the sources. A tensor in parts comes one part a call, in order
+ * and with nothing in between; placed is set with each, and its crcs are complete with the last.
  */
 int dr_writer_write(struct dr_writer *writer, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error);
+
+/*
+ * For callers of small windows: from now on dr_writer_write does not wait for the blocks that it has filled. A failure
+ * of theirs comes with a later call, and the watch counts them then.
+ */
+void dr_writer_overlap(struct dr_writer *writer);
 
 /*
  * Writes what is left, cuts the file to its length, and makes it as durable as options.sync says, or, where it is given

@@ -3,7 +3,8 @@
  *
  * `dr_sys` holds the real calls. Tests replace the whole table to fail or
  * shorten the Nth call (sys_fault.c); nothing else writes to it, and it is
- * only replaced while no writer or load is alive.
+ * only replaced while no writer or load is alive, and no thread is about to
+ * let go of what is kept (kept.h).
  *
  * Each entry returns a result >= 0, or -errno.
  */

@@ -403,6 +403,7 @@ class Saving:
         self._stats.tensor_bytes += sum(entry[5] for entry in entries)
 
     def _write_from_device(self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor]) -> None:
+        file.overlap()
         with contextlib.closing(self._downloader.pieces(tensors)) as pieces:
             for piece in pieces:
                 self._write_piece(file, piece, [positions[index] for index in piece.indices], tensors)

@@ -113,6 +113,17 @@ class Event:
             self.stream.run(self.place)
 
 
+class Copy:
+    """A copy between a device and the host."""
+
+    def __init__(self, into: Tensor, values: Tensor) -> None:
+        self._into, self._values = into, values
+        self.size = values.nbytes
+
+    def __call__(self) -> None:
+        self._into.copy_(self._values)
+
+
 class _Freed:
     """What becomes of memory that is freed: its next owner works on the same stream."""
 
@@ -421,7 +432,7 @@ def _download(source: Tensor, target: Tensor, non_blocking: bool) -> None:
             target.copy_(staged)
         return
     into, values = _plain_bits(target), _bytes_of(source)
-    stream.submit(lambda: into.copy_(values))
+    stream.submit(Copy(into, values))
     if not (non_blocking and _twin().is_pinned(target)):
         stream.synchronize()
     _settle_bits(source, target, into)
@@ -442,7 +453,7 @@ def _upload(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     if not _twin().is_pinned(source):
         values = values.clone()
     into = _bytes_of(target)
-    stream.submit(lambda: into.copy_(values))
+    stream.submit(Copy(into, values))
     if source.is_conj() != target.is_conj():
         stream.submit(lambda: into.conj_physical_())
     if source.is_neg() != target.is_neg():

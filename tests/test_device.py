@@ -592,7 +592,7 @@ def test_a_small_load_takes_little_pinned_memory(tmp_path: Path, twin: Twin) -> 
 def test_damage_in_the_middle_of_a_load_leaves_nothing_under_way(
     tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 13)
+    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 14)
     saved = {f"{n:02}": torch.randn(700) for n in range(20)}
     save(saved, tmp_path)
     info = stored(tmp_path)["15"]
@@ -614,24 +614,24 @@ def test_an_error_between_uploads_and_events(
 ) -> None:
     targets = [twin.tensor(torch.zeros(16), n % 2) for n in range(12)]
     _fail_at(monkeypatch, step, 5, error)
-    with pytest.raises(error), Uploader(targets, 12 * 64, 128) as uploader:
+    with pytest.raises(error), Uploader(targets, 12 * 64, 256) as uploader:
         for number, target in enumerate(targets):
             uploader.turn(number)
-            (host,) = uploader.take([((16,), torch.float32)])
-            uploader.send([(target, host.fill_(1))])
+            (host,) = uploader.take(number, [((16,), torch.float32)])
+            uploader.send(number, [(target, host.fill_(1))])
     assert not twin.under_way
 
 
-def test_uploader_uses_two_buffers_in_turn_and_waits_for_each(twin: Twin) -> None:
+def test_uploader_uses_four_buffers_in_turn_and_waits_for_each(twin: Twin) -> None:
     targets = [twin.tensor(torch.zeros(16), n % 2) for n in range(10)]
-    with Uploader(targets, 10 * 64, 128) as uploader:
+    with Uploader(targets, 10 * 64, 256) as uploader:
         assert uploader.window_bytes == 64
         for number, target in enumerate(targets):
             uploader.turn(number)
-            (host,) = uploader.take([((16,), torch.float32)])
-            uploader.send([(target, host.fill_(number))])
+            (host,) = uploader.take(number, [((16,), torch.float32)])
+            uploader.send(number, [(target, host.fill_(number))])
     assert not twin.under_way
-    assert twin.most_pinned == 128
+    assert twin.most_pinned == 256
     assert [float(twin.values(target)[3]) for target in targets] == list(range(10))
 
 

@@ -1,17 +1,20 @@
-"""Between accelerators and host memory: two reusable pinned buffers, copies overlapped with file I/O.
+"""Between accelerators and host memory: a few reusable pinned buffers, copies overlapped with file I/O.
 
 ``Downloader`` is for saves: whoever iterates works on a piece in one buffer while the next piece is being copied into
-the other. ``Uploader`` is for loads: one buffer is read into while the other is being copied from. Both run in the
-thread that uses them, and leave no copy under way when they are done, whether or not they succeed.
+the other. ``Uploader`` is for loads: some buffers are read into while others are being copied from. Copies are started
+by the thread that uses them, and none is under way when they are done, whether or not they succeed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -203,15 +206,21 @@ def copy_to_host(sources: list[Tensor], hosts: list[Tensor]) -> None:
 # ---- to accelerators ----
 
 
+WINDOWS = 4
+"""Of an Uploader for accelerators: two that are read into, and two that are copied from."""
+
+T = TypeVar("T")
+
+
 class Uploader:
     """Host memory that tensors are read into, window after window, and copied from to where they belong.
 
         with Uploader(targets, ...) as uploader:
             for number, window in enumerate(...):  # of at most uploader.window_bytes, each tensor padded()
                 uploader.turn(number)
-                hosts = uploader.take([(shape, dtype), ...])
+                hosts = uploader.take(number, [(shape, dtype), ...])
                 ...  # read
-                uploader.send(zip(parts of the targets, hosts))
+                uploader.send(number, zip(parts of the targets, hosts))
 
     Copies to an accelerator go on its current stream, so what this thread does there next sees what was loaded; when
     the ``with`` is left they are done, and the memory is let go of.
@@ -223,13 +232,14 @@ class Uploader:
 
     Attributes:
         window_bytes: what can be taken at once.
+        ahead: windows that may be read into before the first of them is sent; 0: none.
     """
 
     def __init__(self, targets: Iterable[Tensor], needed_bytes: int, most_bytes: int) -> None:
         self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
         self._sides: list[_Side] = []
-        self._number = 0
-        self._most_sides = 2 if self._devices else 1
+        self._most_sides = WINDOWS if self._devices else 1
+        self.ahead = WINDOWS // 2 if self._devices else 0
         most = max(most_bytes // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
         self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
 
@@ -241,24 +251,28 @@ class Uploader:
             accelerators.active.current_stream(device).synchronize()
         self._sides = []
 
-    @property
-    def _side(self) -> _Side:
-        return self._sides[self._number % len(self._sides)]
+    @contextlib.contextmanager
+    def readers(self) -> Iterator[Callable[[list[Callable[[], T]]], list[Callable[[], T]]]]:
+        """Gives what begins to read: in threads, as many as windows may be ahead; without any when it is asked for."""
+        if not self.ahead:
+            yield lambda reads: reads
+            return
+        with ThreadPoolExecutor(self.ahead, "dcpring-window") as pool:
+            yield lambda reads: [pool.submit(read).result for read in reads]
 
     def turn(self, number: int) -> None:
         """Waits until nothing is copied any more from the memory of the window of this number, counted from 0."""
-        if len(self._sides) < self._most_sides:
+        if number >= len(self._sides) < self._most_sides:
             memory = pinned_memory if self._devices else ordinary_memory
             self._sides.append(_Side(memory(self.window_bytes)))
-        self._number = number
-        self._side.wait()
+        self._side(number).wait()
 
-    def take(self, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """Host tensors of these shapes and dtypes in the window whose turn it is."""
-        return [self._side.take(shape, dtype) for shape, dtype in wanted]
+    def take(self, number: int, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Host tensors of these shapes and dtypes in a window whose turn it is."""
+        return [self._side(number).take(shape, dtype) for shape, dtype in wanted]
 
-    def send(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copies from the window whose turn it is, (target, host) by pairs."""
+    def send(self, number: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies from a window, (target, host) by pairs."""
         later: list[tuple[Tensor, Tensor]] = []
         for target, host in pairs:
             if self._devices and _can_wait(target, host):
@@ -270,7 +284,10 @@ class Uploader:
         for device in self._devices:
             event = accelerators.active.event(device)
             event.record(accelerators.active.current_stream(device))
-            self._side.events.append(event)
+            self._side(number).events.append(event)
+
+    def _side(self, number: int) -> _Side:
+        return self._sides[number % self._most_sides]
 
 
 def _can_wait(target: Tensor, host: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dcpring import _C
 from dcpring.base.memory import is_dense, is_lazy_view
 from dcpring.base.windows import windows
-from dcpring.move.device import Uploader, on_accelerator, padded
+from dcpring.move.device import WINDOWS, Uploader, on_accelerator, padded
 from dcpring.torchside.tensors import PLAIN_TYPES
 
 
@@ -30,20 +30,21 @@ class Landing:
     Attributes:
         mask: 1 for each item that comes this way.
         tensors: where the core reads them to, by wanted row, until the ``with`` is left.
+        uploader: has the windows.
     """
 
     def __init__(self, match: _C.Match, storage: _C.StorageIndex, targets: Sequence[Tensor], most_bytes: int) -> None:
         self._targets = targets
-        self._positions = _positions(match, _landable(targets, most_bytes // 2))
+        self._positions = _positions(match, _landable(targets, most_bytes // WINDOWS))
         stored = array.array("I", match.stored_rows())
         rows = sorted(self._positions, key=lambda row: _place(storage, stored[self._positions[row][0]]))
-        self._uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)), most_bytes)
+        self.uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)), most_bytes)
         hosts = [_NOTHING] * len(targets)
-        self._windows = list(windows(rows, self._room, self._uploader.window_bytes))
+        self._windows = list(windows(rows, self._room, self.uploader.window_bytes))
         for number, window in enumerate(self._windows):
-            self._uploader.turn(number)
+            self.uploader.turn(number)
             shapes = ((tuple(targets[row].shape), targets[row].dtype) for row in window)
-            for row, host in zip(window, self._uploader.take(shapes), strict=True):
+            for row, host in zip(window, self.uploader.take(number, shapes), strict=True):
                 hosts[row] = host
         self._hosts = hosts
         self.tensors = _C.Tensors(hosts)
@@ -59,21 +60,23 @@ class Landing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._uploader.__exit__(kind, error, _)
+        self.uploader.__exit__(kind, error, _)
         self._hosts, self.tensors = [], _C.Tensors([])
 
-    def windows(self) -> Iterator[tuple[list[int], bytes]]:
-        """The items of each window, whose memory may be read into, and a mask of them; ``send`` is called for each."""
+    def windows(self) -> Iterator[tuple[int, list[int], list[tuple[Tensor, Tensor]]]]:
+        """The number of each window, whose memory may be read into; its items; and what is copied then."""
         for number, window in enumerate(self._windows):
-            positions = [at for row in window for at in self._positions[row] if self.mask[at]]
-            if positions:
-                self._uploader.turn(number)
-                mask = bytearray(len(self.mask))
-                for position in positions:
-                    mask[position] = 1
-                yield positions, bytes(mask)
-                landed = [row for row in window if self.mask[self._positions[row][0]]]
-                self._uploader.send([(self._targets[row], self._hosts[row]) for row in landed])
+            rows = [row for row in window if self.mask[self._positions[row][0]]]
+            if rows:
+                self.uploader.turn(number)
+                pairs = [(self._targets[row], self._hosts[row]) for row in rows]
+                yield number, [at for row in rows for at in self._positions[row]], pairs
+
+    def mask_of(self, positions: list[int]) -> bytes:
+        mask = bytearray(len(self.mask))
+        for position in positions:
+            mask[position] = 1
+        return bytes(mask)
 
     def _room(self, row: int) -> int:
         return padded(self._targets[row].nbytes)

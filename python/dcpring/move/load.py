@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import functools
 import io
@@ -278,6 +279,28 @@ class _Box(NamedTuple):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     memory: Tensor
+
+
+_ReadStats = tuple[int, int, str, bool]
+"""Bytes, those of the page cache, the engine, and whether it was direct."""
+
+
+class _Window(NamedTuple):
+    """Items, or parts of them, that come through host memory together.
+
+    Attributes:
+        number: of the window, from 0.
+        positions: of the items.
+        reads: calls of the core that fill the memory; in whatever thread.
+        pairs: targets, and the memory that is copied to them.
+        check: what is to be done between the two, in the order of windows.
+    """
+
+    number: int
+    positions: list[int]
+    reads: list[Callable[[], _ReadStats]]
+    pairs: list[tuple[Tensor, Tensor]]
+    check: Callable[[], None] = lambda: None
 
 
 class Loader:
@@ -630,27 +653,59 @@ class Loader:
             self._read(lambda: _C.load(self._inputs.core, boxes, targets, self._options))
 
     def _land(self, matched: Matched) -> None:
-        landed = [position for position, good in enumerate(matched.mask) if good]
+        changed = [position for position, good in enumerate(matched.mask) if good]
+        where = matched.items.match, matched.storage
+
+        def window_of(number: int, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> _Window:
+            tensors, mask = landing.tensors, landing.mask_of(positions)
+            reads: list[Callable[[], _ReadStats]] = [
+                functools.partial(_C.load_matched, self._inputs.core, *where, tensors, chosen, options)
+                for chosen, options in self._ways_of(matched, mask)
+            ]
+            self._stats.tensor_bytes += matched.size_bytes(mask)
+            return _Window(number, positions, reads, pairs)
+
         with matched.landing as landing, torch.no_grad():
-            for positions, mask in landing.windows():
-                self._read_rows(matched, mask, landing.tensors, landed)
-                landed += positions
+            self._stream(landing.uploader, itertools.starmap(window_of, landing.windows()), changed)
+
+    def _stream(self, uploader: Uploader, made: Iterable[_Window], changed: list[int]) -> None:
+        """Reads windows, some of them at the same time, and has each copied from when it is there.
+
+        Args:
+            changed: items that have been overwritten, for an error to say so; those of the windows are added.
+        """
+
+        def arrived(window: _Window, reads: list[Callable[[], _ReadStats]]) -> None:
+            with self._explaining(window.positions, changed):
+                for result in reads:
+                    self._count(result())
+            window.check()
+            uploader.send(window.number, window.pairs)
+            changed.extend(window.positions)
+
+        waiting: collections.deque[tuple[_Window, list[Callable[[], _ReadStats]]]] = collections.deque()
+        with self._phases.core(self._watch, "read tensors", self._inputs.names), uploader.readers() as begin:
+            for window in made:
+                waiting.append((window, begin(window.reads)))
+                if len(waiting) > uploader.ahead:
+                    arrived(*waiting.popleft())
+            while waiting:
+                arrived(*waiting.popleft())
 
     def _read_matched(self, matched: Matched, mask: bytes) -> None:
-        self._read_rows(matched, mask, matched.tensors)
+        where = matched.items.match, matched.storage, matched.tensors
+        with self._explaining(itertools.compress(range(len(mask)), mask)):
+            for chosen, options in self._ways_of(matched, mask):
+                self._read(functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options))
         matched.note_filled(itertools.compress(array.array("I", matched.items.match.wanted_rows()), mask))
-
-    def _read_rows(
-        self, matched: Matched, mask: bytes, tensors: _C.Tensors, changed: Iterable[int] | None = None
-    ) -> None:
-        match = matched.items.match
-        with self._explaining(itertools.compress(range(len(mask)), mask), changed):
-            for gaps, options in self._ways:
-                chosen = mask if gaps is None else _both(mask, matched.interleaved[gaps])
-                if any(chosen):
-                    where = match, matched.storage, tensors
-                    self._read(functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options))
         self._stats.tensor_bytes += matched.size_bytes(mask)
+
+    def _ways_of(self, matched: Matched, mask: bytes) -> Iterator[tuple[bytes, Any]]:
+        """Which of the items are read in which way."""
+        for gaps, options in self._ways:
+            chosen = mask if gaps is None else _both(mask, matched.interleaved[gaps])
+            if any(chosen):
+                yield chosen, options
 
     def _load_sources(self, positions: Iterable[int]) -> None:
         for window in windows(positions, self._source_bytes, _WINDOW_BYTES if self._is_windowed else None):
@@ -705,22 +760,23 @@ class Loader:
             self._read_coded(window, changed)
 
     def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
-        if not boxes:
-            return
+        with self._explaining((box.position for box in boxes), changed):
+            for read in self._reads_of(boxes):
+                self._read(read)
+        self._check_sums(boxes, sums, changed)
+
+    def _reads_of(self, boxes: list[_Box]) -> list[Callable[[], _ReadStats]]:
+        """Calls of the core."""
+        reads: list[Callable[[], _ReadStats]] = []
         for gaps, options in self._ways:
             chosen = boxes
             if gaps is not None:
                 chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == gaps]
             if chosen:
-                self._read_chosen(chosen, options, changed)
-        if sums is not None and self._checksum:
-            self._check_sums(boxes, sums, changed)
-
-    def _read_chosen(self, boxes: list[_Box], options: Any, changed: Iterable[int] | None) -> None:
-        reads = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in boxes]
-        memory = [box.memory for box in boxes]
-        with self._explaining((box.position for box in boxes), changed):
-            self._read(lambda: _C.load(self._inputs.core, reads, memory, options))
+                wanted = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in chosen]
+                memory = [box.memory for box in chosen]
+                reads.append(functools.partial(_C.load, self._inputs.core, wanted, memory, options))
+        return reads
 
     def _read_coded(self, boxes: list[tuple[_Box, _Coded]], changed: Iterable[int] | None) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
@@ -738,8 +794,10 @@ class Loader:
         with self._explaining((box.position for box, _ in boxes), changed):
             self._read(lambda: _C.load(self._inputs.core, reads, memory, self._options, values))
 
-    def _check_sums(self, boxes: list[_Box], sums: RunningCrcs, changed: Iterable[int] | None) -> None:
+    def _check_sums(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
+        if sums is None or not self._checksum:
+            return
         for box in boxes:
             source = _source_of(box)
             name = self._inputs.names[source.file]
@@ -751,30 +809,42 @@ class Loader:
 
     def _read_through_host(self, boxes: list[_Box]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
-        needed = sum(map(_host_bytes, boxes))
         sums = self._sums or RunningCrcs()
-        sent: dict[int, None] = {}
-        with Uploader([box.memory for box in boxes], needed, _WINDOW_BYTES) as uploader:
-            parts = (
-                part for box in boxes for part in _parts_of(box, uploader.window_bytes // box.source.dtype.itemsize)
-            )
-            for number, window in enumerate(windows(parts, _host_bytes, uploader.window_bytes)):
-                uploader.turn(number)
-                hosts = uploader.take((part.lengths, part.source.dtype) for part in window)
-                parts_in_window = [part._replace(memory=host) for part, host in zip(window, hosts, strict=True)]
-                self._read_boxes(parts_in_window, sums, changed=sent)
-                uploader.send(zip((part.memory for part in window), hosts, strict=True))
-                sent |= dict.fromkeys(part.position for part in window)
+        changed: list[int] = []
+        for is_coded in (False, True):
+            chosen = [box for box in boxes if isinstance(box.source, _Coded) == is_coded]
+            if not chosen:
+                continue
+            with Uploader([box.memory for box in chosen], sum(map(_host_bytes, chosen)), _WINDOW_BYTES) as uploader:
+                cut = uploader.window_bytes
+                parts = (part for box in chosen for part in _parts_of(box, cut // box.source.dtype.itemsize))
+                for_window = functools.partial(self._host_window, uploader, is_coded, sums, changed)
+                self._stream(
+                    uploader, itertools.starmap(for_window, enumerate(windows(parts, _host_bytes, cut))), changed
+                )
+
+    def _host_window(
+        self, uploader: Uploader, is_coded: bool, sums: RunningCrcs, changed: list[int], number: int, parts: list[_Box]
+    ) -> _Window:
+        uploader.turn(number)
+        hosts = uploader.take(number, ((part.lengths, part.source.dtype) for part in parts))
+        boxes = [part._replace(memory=host) for part, host in zip(parts, hosts, strict=True)]
+        pairs = [(part.memory, host) for part, host in zip(parts, hosts, strict=True)]
+        positions = [part.position for part in parts]
+        if is_coded:  # what is made of what has been read before
+            return _Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, changed))
+        check = functools.partial(self._check_sums, boxes, sums, changed)
+        return _Window(number, positions, self._reads_of(boxes), pairs, check)
 
     # ---- reporting ----
 
-    def _read(self, read: Callable[[], tuple[int, int, str, bool]]) -> None:
+    def _read(self, read: Callable[[], _ReadStats]) -> None:
         """Reads tensors in the core."""
         with self._phases.core(self._watch, "read tensors", self._inputs.names):
             stats = read()
         self._count(stats)
 
-    def _count(self, stats: tuple[int, int, str, bool]) -> None:
+    def _count(self, stats: _ReadStats) -> None:
         read, cached, engine, direct = stats
         self._stats.bytes += read
         self._stats.cached_bytes += cached

@@ -1,4 +1,6 @@
 /*
+ * Sorting, and finding in what is sorted.
+ *
  * Counting sort: things whose keys are small numbers, brought into groups of the same key; within a group they stay
  * in their order. Three lines of the caller's do it:
  *
@@ -34,6 +36,20 @@ static inline uint64_t *dr_sort_starts(uint64_t *start, size_t groups, const uin
     for (size_t g = 1; g < groups; g++)
         next[g] += next[g - 1];
     return next;
+}
+
+/* Of stretches that follow each other, from starts[i] to starts[i + 1], the one that `at` lies in; below the end of
+ * all. */
+static inline size_t dr_stretch_at(const uint64_t *starts, size_t count, uint64_t at) {
+    size_t lo = 0, hi = count;
+    while (hi - lo > 1) {
+        size_t middle = lo + (hi - lo) / 2;
+        if (starts[middle] <= at)
+            lo = middle;
+        else
+            hi = middle;
+    }
+    return lo;
 }
 
 #endif

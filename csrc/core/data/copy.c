@@ -3,6 +3,7 @@
 
 #include "base/align.h"
 #include "base/memory.h"
+#include "base/sort.h"
 #include "io/workers.h"
 
 #include <assert.h>
@@ -62,21 +63,10 @@ static void copy_part(const struct dr_copy *copy, uint64_t lo, uint64_t hi, bool
         copy_bytes(to, (const uint8_t *)copy->from + lo, (size_t)(hi - lo), streams);
 }
 
-/* The entry in which a byte of the stream lies. */
-static size_t entry_at(const struct copying *copying, uint64_t at) {
-    size_t low = 0, high = copying->count;
-    while (high - low > 1) {
-        size_t middle = low + (high - low) / 2;
-        if (copying->starts[middle] <= at)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
+/* What lies in [lo, hi) of the stream. */
 static void copy_piece(const struct copying *copying, uint64_t lo, uint64_t hi) {
-    for (size_t i = entry_at(copying, lo); i < copying->count && copying->starts[i] < hi; i++) {
+    size_t i = dr_stretch_at(copying->starts, copying->count, lo);
+    for (; i < copying->count && copying->starts[i] < hi; i++) {
         uint64_t start = copying->starts[i], bytes = copying->copies[i].bytes;
         uint64_t first = lo > start ? lo - start : 0;
         uint64_t last = hi - start < bytes ? hi - start : bytes;

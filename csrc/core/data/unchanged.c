@@ -3,6 +3,7 @@
 
 #include "base/crc.h"
 #include "base/memory.h"
+#include "base/sort.h"
 #include "record/region.h"
 
 #include <errno.h>
@@ -70,19 +71,6 @@ struct comparing {
     atomic_uint_fast64_t next; /* block to take */
 };
 
-/* The tensor that a block is of. */
-static size_t find_tensor(const struct comparing *comparing, uint64_t block) {
-    size_t lo = 0, hi = comparing->count;
-    while (hi - lo > 1) {
-        size_t middle = lo + (hi - lo) / 2;
-        if (comparing->first[middle] <= block)
-            lo = middle;
-        else
-            hi = middle;
-    }
-    return lo;
-}
-
 static void compare(const struct comparing *comparing, struct dr_known *known, size_t index, uint8_t *room) {
     uint64_t lo, hi;
     uint8_t digest[DR_DIGEST_BYTES];
@@ -106,7 +94,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
         uint64_t block = atomic_fetch_add(&comparing->next, 1);
         if (block >= comparing->first[comparing->count])
             break;
-        size_t tensor = find_tensor(comparing, block);
+        size_t tensor = dr_stretch_at(comparing->first, comparing->count, block);
         struct dr_known *known = &comparing->known[tensor];
         if (!atomic_load_explicit(&known->differs, memory_order_relaxed))
             compare(comparing, known, (size_t)(block - comparing->first[tensor]), room);

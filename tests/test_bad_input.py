@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _distributed import run
 from fault._support import (
     MIB,
     StateDict,
@@ -29,10 +30,19 @@ from fault._support import (
     storage_of,
     tensor_state,
 )
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcpring import CheckpointError, CorruptCheckpointError, RingReader, RingWriter
+from dcpring import (
+    CheckpointError,
+    CorruptCheckpointError,
+    RingLoadPlanner,
+    RingReader,
+    RingSavePlanner,
+    RingWriter,
+)
 from dcpring.format.metadata import placed_of
 
 STATE = small_state(1)
@@ -289,6 +299,31 @@ def test_an_error_that_comes_late_says_what_has_changed(tmp_path: Path) -> None:
 
 
 # ---- what does not fit ----
+
+
+def _load_in_parts(path: str) -> str:
+    """What each rank has of the one is rows, of the other columns: they are read in two ways."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: distribute_tensor(torch.zeros(64, 64), mesh, [Shard(dim)])
+        for name, dim in (("columns", 1), ("more columns", 1), ("more rows", 0), ("rows", 0))
+    }
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=RingReader(path), planner=RingLoadPlanner(share="off"))
+    return "; ".join(map(str, caught.value.failures.values()))
+
+
+@pytest.mark.parametrize("damaged", ["columns", "more columns", "more rows", "rows"])
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, RingSavePlanner])
+def test_damage_is_named_whichever_way_it_is_read(tmp_path: Path, damaged: str, planner: Any) -> None:
+    """RingSavePlanner's checkpoints are loaded from tables, others item by item."""
+    state = {name: torch.randn(64, 64) for name in ("columns", "more columns", "more rows", "rows")}
+    dcp.save(state, storage_writer=RingWriter(tmp_path), planner=planner())
+    place = placed_of(storage_of(tmp_path, damaged), damaged, str(tmp_path))
+    for half in (0, 128):  # each rank reads one of them
+        flip_bit(tmp_path / place.file, place.payload_offset + half + (64 * 4 * 32 if half else 0))
+    for message in run(2, _load_in_parts, str(tmp_path)):
+        assert f"'{damaged}' (rank" in message
 
 
 def test_shape_mismatch(tmp_path: Path) -> None:

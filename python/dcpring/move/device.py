@@ -252,13 +252,13 @@ class Uploader:
         self._sides = []
 
     @contextlib.contextmanager
-    def readers(self) -> Iterator[Callable[[list[Callable[[], T]]], list[Callable[[], T]]]]:
-        """Gives what begins to read: in threads, as many as windows may be ahead; without any when it is asked for."""
+    def readers(self) -> Iterator[Callable[[Callable[[], T]], Callable[[], T]]]:
+        """Gives what begins to read, and gives what waits for the result; where none may be ahead, that reads."""
         if not self.ahead:
-            yield lambda reads: reads
+            yield lambda read: read
             return
         with ThreadPoolExecutor(self.ahead, "dcpring-window") as pool:
-            yield lambda reads: [pool.submit(read).result for read in reads]
+            yield lambda read: pool.submit(read).result
 
     def turn(self, number: int) -> None:
         """Waits until nothing is copied any more from the memory of the window of this number, counted from 0."""

@@ -285,20 +285,32 @@ _ReadStats = tuple[int, int, str, bool]
 """Bytes, those of the page cache, the engine, and whether it was direct."""
 
 
+class _Call(NamedTuple):
+    """A call of the core that reads tensors, in whatever thread.
+
+    Attributes:
+        positions: of the items, in the order in which the core has them.
+        read: the call.
+    """
+
+    positions: Iterable[int]
+    read: Callable[[], _ReadStats]
+
+
 class _Window(NamedTuple):
     """Items, or parts of them, that come through host memory together.
 
     Attributes:
         number: of the window, from 0.
         positions: of the items.
-        reads: calls of the core that fill the memory; in whatever thread.
+        calls: which fill the memory.
         pairs: targets, and the memory that is copied to them.
         check: what is to be done between the two, in the order of windows.
     """
 
     number: int
     positions: list[int]
-    reads: list[Callable[[], _ReadStats]]
+    calls: list[_Call]
     pairs: list[tuple[Tensor, Tensor]]
     check: Callable[[], None] = lambda: None
 
@@ -654,16 +666,11 @@ class Loader:
 
     def _land(self, matched: Matched) -> None:
         changed = [position for position, good in enumerate(matched.mask) if good]
-        where = matched.items.match, matched.storage
 
         def window_of(number: int, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> _Window:
-            tensors, mask = landing.tensors, landing.mask_of(positions)
-            reads: list[Callable[[], _ReadStats]] = [
-                functools.partial(_C.load_matched, self._inputs.core, *where, tensors, chosen, options)
-                for chosen, options in self._ways_of(matched, mask)
-            ]
+            mask = landing.mask_of(positions)
             self._stats.tensor_bytes += matched.size_bytes(mask)
-            return _Window(number, positions, reads, pairs)
+            return _Window(number, positions, self._calls_of(matched, mask, landing.tensors), pairs)
 
         with matched.landing as landing, torch.no_grad():
             self._stream(landing.uploader, itertools.starmap(window_of, landing.windows()), changed)
@@ -675,9 +682,9 @@ class Loader:
             changed: items that have been overwritten, for an error to say so; those of the windows are added.
         """
 
-        def arrived(window: _Window, reads: list[Callable[[], _ReadStats]]) -> None:
-            with self._explaining(window.positions, changed):
-                for result in reads:
+        def arrived(window: _Window, results: list[Callable[[], _ReadStats]]) -> None:
+            for call, result in zip(window.calls, results, strict=True):
+                with self._explaining(call.positions, changed):
                     self._count(result())
             window.check()
             uploader.send(window.number, window.pairs)
@@ -686,26 +693,34 @@ class Loader:
         waiting: collections.deque[tuple[_Window, list[Callable[[], _ReadStats]]]] = collections.deque()
         with self._phases.core(self._watch, "read tensors", self._inputs.names), uploader.readers() as begin:
             for window in made:
-                waiting.append((window, begin(window.reads)))
+                waiting.append((window, [begin(call.read) for call in window.calls]))
                 if len(waiting) > uploader.ahead:
                     arrived(*waiting.popleft())
             while waiting:
                 arrived(*waiting.popleft())
 
     def _read_matched(self, matched: Matched, mask: bytes) -> None:
-        where = matched.items.match, matched.storage, matched.tensors
-        with self._explaining(itertools.compress(range(len(mask)), mask)):
-            for chosen, options in self._ways_of(matched, mask):
-                self._read(functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options))
+        self._run(self._calls_of(matched, mask, matched.tensors))
         matched.note_filled(itertools.compress(array.array("I", matched.items.match.wanted_rows()), mask))
         self._stats.tensor_bytes += matched.size_bytes(mask)
 
-    def _ways_of(self, matched: Matched, mask: bytes) -> Iterator[tuple[bytes, Any]]:
-        """Which of the items are read in which way."""
+    def _calls_of(self, matched: Matched, mask: bytes, tensors: _C.Tensors) -> list[_Call]:
+        calls: list[_Call] = []
         for gaps, options in self._ways:
             chosen = mask if gaps is None else _both(mask, matched.interleaved[gaps])
             if any(chosen):
-                yield chosen, options
+                where = matched.items.match, matched.storage, tensors
+                read = functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options)
+                calls.append(_Call(itertools.compress(range(len(chosen)), chosen), read))
+        return calls
+
+    def _run(self, calls: Iterable[_Call], changed: Iterable[int] | None = None) -> None:
+        done: list[_Call] = []
+        for call in calls:
+            before = itertools.chain.from_iterable(each.positions for each in done)
+            with self._explaining(call.positions, changed, before):
+                self._read(call.read)
+            done.append(call)
 
     def _load_sources(self, positions: Iterable[int]) -> None:
         for window in windows(positions, self._source_bytes, _WINDOW_BYTES if self._is_windowed else None):
@@ -760,23 +775,20 @@ class Loader:
             self._read_coded(window, changed)
 
     def _read_plain(self, boxes: list[_Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
-        with self._explaining((box.position for box in boxes), changed):
-            for read in self._reads_of(boxes):
-                self._read(read)
+        self._run(self._calls_for(boxes), changed)
         self._check_sums(boxes, sums, changed)
 
-    def _reads_of(self, boxes: list[_Box]) -> list[Callable[[], _ReadStats]]:
-        """Calls of the core."""
-        reads: list[Callable[[], _ReadStats]] = []
+    def _calls_for(self, boxes: list[_Box]) -> list[_Call]:
+        calls: list[_Call] = []
         for gaps, options in self._ways:
             chosen = boxes
             if gaps is not None:
                 chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == gaps]
             if chosen:
                 wanted = [(*_source_of(box)[:-1], box.offsets, box.lengths) for box in chosen]
-                memory = [box.memory for box in chosen]
-                reads.append(functools.partial(_C.load, self._inputs.core, wanted, memory, options))
-        return reads
+                read = functools.partial(_C.load, self._inputs.core, wanted, [box.memory for box in chosen], options)
+                calls.append(_Call([box.position for box in chosen], read))
+        return calls
 
     def _read_coded(self, boxes: list[tuple[_Box, _Coded]], changed: Iterable[int] | None) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
@@ -834,7 +846,7 @@ class Loader:
         if is_coded:  # what is made of what has been read before
             return _Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, changed))
         check = functools.partial(self._check_sums, boxes, sums, changed)
-        return _Window(number, positions, self._reads_of(boxes), pairs, check)
+        return _Window(number, positions, self._calls_for(boxes), pairs, check)
 
     # ---- reporting ----
 
@@ -860,12 +872,15 @@ class Loader:
         return repr(self._item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
 
     @contextlib.contextmanager
-    def _explaining(self, positions: Iterable[int], changed: Iterable[int] | None = None) -> Iterator[None]:
+    def _explaining(
+        self, positions: Iterable[int], changed: Iterable[int] | None = None, before: Iterable[int] = ()
+    ) -> Iterator[None]:
         """Of a call of the core.
 
         Args:
             positions: of what it is given, by whose order it says what has failed.
-            changed: what had been overwritten before; None: the core says it.
+            changed: what has been overwritten; None: the core says it of this call.
+            before: in that case, what had been overwritten before.
         """
         try:
             yield
@@ -873,7 +888,8 @@ class Loader:
             given = list(positions)
             index = getattr(error, "item", None)
             failed = given[index] if index is not None and index < len(given) else None
-            known = (given[index] for index in getattr(error, "changed", [])) if changed is None else changed
+            own = [given[index] for index in getattr(error, "changed", [])]
+            known = [*before, *own] if changed is None else changed
             raise self._explained(error, failed, known) from error
 
     def _explained(self, error: Exception, failed: int | None, changed: Iterable[int]) -> Exception:

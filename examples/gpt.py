@@ -37,9 +37,10 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(rows, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        # The rows of a head lie together: tensor parallelism has whole heads. There x is a part of the text.
+        by_head = self.qkv(self.attention_norm(x)).unflatten(2, (-1, 3, WIDTH // HEADS))
+        q, k, v = by_head.permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.projection(mixed)
         return x + self.down(F.gelu(self.up(self.feed_norm(x))))
 
@@ -59,7 +60,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]).expand_as(tokens))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

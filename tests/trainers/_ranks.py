@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from pathlib import Path
 
 import _prepared
+import _torchrun
 
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 300.0
@@ -19,34 +17,8 @@ def load_before(*modules: str) -> None:
 
 
 def run(program: str, world: int, *arguments: object, **environment: str) -> str:
-    """Runs a program of this folder on ``world`` ranks, as ``torchrun`` does; returns what they wrote to stderr."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "GROUP_RANK": "0",
-            "TORCHELASTIC_RUN_ID": "tests",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        files = _prepared.files()
-        used = files.__enter__()
-        command = [str(HERE / program), *map(str, arguments)]
-        ranks.append((_prepared.Program(command, used.streams, HERE, os.environ | place | environment), used, files))
-    try:
-        failed = [rank for rank, (program_, _, _) in enumerate(ranks) if program_.wait(TIMEOUT_SECONDS) != 0]
-        errors = [used.err for _, used, _ in ranks]
-        assert not failed, "\n".join(f"rank {rank} of {program}: {errors[rank][-4000:]}" for rank in failed)
-        return "".join(errors)
-    finally:
-        for program_, _, files in ranks:
-            program_.kill()
-            files.__exit__(None, None, None)
+    """Runs a program of this folder, which must succeed; returns what its ranks wrote to stderr."""
+    ranks = _torchrun.run(HERE / program, world, *arguments, timeout=TIMEOUT_SECONDS, **environment)
+    failed = [f"rank {number} of {program}: {rank.err[-4000:]}" for number, rank in enumerate(ranks) if rank.status]
+    assert not failed, "\n".join(failed)
+    return "".join(rank.err for rank in ranks)

@@ -1,6 +1,7 @@
-"""accelerate's save_state and load_state with FSDP2, and Lightning's CheckpointIO: their way and dcpring's, in turns.
+"""accelerate with FSDP2, Lightning's CheckpointIO and a loop of one's own: their way and dcpring's, in turns.
 
     torchrun --nproc-per-node 2 benchmarks/trainers.py       # 67 M parameters and AdamW, 805 MB; needs accelerate
+    torchrun --nproc-per-node 2 benchmarks/trainers.py plain # the same by dcp.save and dcp.load of a loop of one's own
     python benchmarks/trainers.py                            # the same on one, by a CheckpointIO; needs Lightning
 
 Every save is synced: stock's writer does so, a file of TorchCheckpointIO is synced here. Loads are cold where the page
@@ -23,7 +24,10 @@ from typing import Any
 import _machine
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from _disk import make_cold
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import dcpring
 
@@ -76,6 +80,37 @@ def by_accelerate() -> tuple[Callable[[str, Path], Any], Callable[[str, Path], A
     return save, load
 
 
+def by_a_loop() -> tuple[Callable[[str, Path], Any], Callable[[str, Path], Any]]:
+    """FSDP2 and the state dicts of torch's recipe."""
+    dist.init_process_group("gloo")
+    net = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    for layer in net:
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(fully_shard(net).parameters())
+    net(torch.ones(1, WIDTH)).square().mean().backward()
+    optimizer.step()
+
+    def state_of() -> dict[str, Any]:
+        model, optim = get_state_dict(net, optimizer)
+        return {"model": model, "optimizer": optim}
+
+    def save(way: str, path: Path) -> None:
+        if way == "stock":
+            dcp.save(state_of(), storage_writer=dcp.FileSystemWriter(path))
+        else:
+            dcp.save(state_of(), storage_writer=dcpring.RingWriter(path), planner=dcpring.RingSavePlanner())
+
+    def load(way: str, path: Path) -> None:
+        state = state_of()
+        if way == "stock":
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        else:
+            dcp.load(state, storage_reader=dcpring.RingReader(path), planner=dcpring.RingLoadPlanner())
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    return save, load
+
+
 def by_lightning() -> tuple[Callable[[str, Path], Any], Callable[[str, Path], Any]]:
     from lightning.fabric.plugins.io import TorchCheckpointIO
 
@@ -98,7 +133,8 @@ def by_lightning() -> tuple[Callable[[str, Path], Any], Callable[[str, Path], An
 
 
 def main() -> None:
-    save, load = by_accelerate() if "RANK" in os.environ else by_lightning()
+    ways = {(): by_accelerate, ("plain",): by_a_loop}
+    save, load = ways[tuple(sys.argv[1:])]() if "RANK" in os.environ else by_lightning()
     names: list[Any] = [tempfile.mkdtemp(dir=Path.cwd()) if IS_FIRST else None]
     if dist.is_initialized():
         dist.broadcast_object_list(names)

@@ -11,8 +11,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 import dcpring
@@ -27,6 +27,10 @@ class Samples(Dataset[torch.Tensor]):
         return torch.linspace(-1, 1, 33)  # one like the other: Lightning begins an epoch's data again at a resume
 
 
+class FSDP1(FSDPStrategy):
+    """Lightning refuses the class itself on CPUs."""
+
+
 class Model(lightning.LightningModule):
     def __init__(self, die_at: int = 0) -> None:
         super().__init__()
@@ -39,6 +43,9 @@ class Model(lightning.LightningModule):
             for layer in self.layers:
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+        elif isinstance(self.trainer.strategy, FSDP1):  # it does not tell FSDP1 that a CPU is meant
+            how = {"device_id": torch.device("cpu"), "use_orig_params": True}
+            self.layers = torch.nn.Sequential(*[FullyShardedDataParallel(layer, **how) for layer in self.layers])
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         if self.die_at and self.trainer.global_step == self.die_at:
@@ -54,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--way", choices=["stock", "install", "io", "async io", "callback"], default="stock")
-    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="fsdp2")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2"], default="fsdp2")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--resume", default=None)
@@ -71,10 +78,15 @@ def main() -> None:
     )
     if options.way == "callback":
         callback = RingCheckpoint(options.folder, every_n_steps=3)
+    strategies: dict[str, Any] = {
+        "ddp": "ddp",
+        "fsdp1": FSDP1(state_dict_type="sharded"),
+        "fsdp2": ModelParallelStrategy(),
+    }
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=ModelParallelStrategy() if options.strategy == "fsdp2" else "ddp",
+        strategy=strategies[options.strategy],
         plugins=plugins,
         callbacks=[callback],
         max_steps=options.steps,

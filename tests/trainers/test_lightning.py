@@ -13,11 +13,15 @@ from _checkpoints import assert_equal, is_ours
 import dcpring
 from dcpring.integrations.lightning import RingCheckpointIO
 
-_ranks.load_before("lightning_program")
+_ranks.load_before("lightning_program", "fabric_program")
 
 
 def train(folder: Path, world: int, *options: object) -> str:
     return _ranks.run("lightning_program.py", world, folder, *options)
+
+
+def run_fabric(folder: Path, world: int, *options: object) -> str:
+    return _ranks.run("fabric_program.py", world, folder, *options)
 
 
 def assert_same_tree(left: Any, right: Any, at: str = "") -> None:
@@ -36,16 +40,48 @@ def assert_same_tree(left: Any, right: Any, at: str = "") -> None:
         assert left == right, at
 
 
-def test_install_serves_sharded_strategies(tmp_path: Path) -> None:
-    train(tmp_path / "ring", 2, "--way", "install")
-    train(tmp_path / "stock", 2)
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_install_serves_sharded_strategies(tmp_path: Path, strategy: str) -> None:
+    stock = ("--strategy", strategy)
+    ring = (*stock, "--way", "install")
+    train(tmp_path / "ring", 2, *ring)
+    train(tmp_path / "stock", 2, *stock)
     for name in ("step=3.ckpt", "step=6.ckpt", "last.ckpt"):
         assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
     assert is_ours(tmp_path / "ring" / "last.ckpt")
     half = tmp_path / "ring" / "step=3.ckpt"
-    train(tmp_path / "on 3", 3, "--way", "install", "--resume", half)
-    train(tmp_path / "stock on 3", 3, "--resume", half)
+    train(tmp_path / "on 3", 3, *ring, "--resume", half)
+    train(tmp_path / "stock on 3", 3, *stock, "--resume", half)
     assert_equal(tmp_path / "on 3" / "last.ckpt", tmp_path / "stock on 3" / "last.ckpt")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_install_serves_fabric(tmp_path: Path, strategy: str) -> None:
+    stock = ("--strategy", strategy)
+    ring = (*stock, "--way", "install")
+    run_fabric(tmp_path / "ring", 2, *ring)
+    run_fabric(tmp_path / "stock", 2, *stock)
+    for name in ("step-3", "step-6"):
+        assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
+    assert is_ours(tmp_path / "ring" / "step-6") and not is_ours(tmp_path / "stock" / "step-6")
+    half = tmp_path / "ring" / "step-3"
+    run_fabric(tmp_path / "resumed", 2, *ring, "--resume", half)
+    assert_equal(tmp_path / "resumed" / "step-6", tmp_path / "stock" / "step-6")
+    run_fabric(tmp_path / "on 3", 3, *ring, "--resume", half)
+    run_fabric(tmp_path / "stock on 3", 3, *stock, "--resume", half)
+    assert_equal(tmp_path / "on 3" / "step-6", tmp_path / "stock on 3" / "step-6")
+
+
+def test_checkpoint_io_serves_fabric(tmp_path: Path) -> None:
+    run_fabric(tmp_path / "ring", 2, "--strategy", "ddp", "--way", "io")
+    run_fabric(tmp_path / "stock", 2, "--strategy", "ddp")
+    ours = dcpring.load(tmp_path / "ring" / "step-6")
+    assert_same_tree(ours, torch.load(tmp_path / "stock" / "step-6", weights_only=False))
+    assert list(ours["optimizer"]["state"]) == list(range(6))
+    run_fabric(tmp_path / "on 3", 3, "--strategy", "ddp", "--way", "io", "--resume", tmp_path / "ring" / "step-3")
+    run_fabric(tmp_path / "stock on 3", 3, "--strategy", "ddp", "--resume", tmp_path / "stock" / "step-3")
+    stocks = torch.load(tmp_path / "stock on 3" / "step-6", weights_only=False)
+    assert_same_tree(dcpring.load(tmp_path / "on 3" / "step-6"), stocks)
 
 
 @pytest.mark.parametrize("way", ["io", "async io"])

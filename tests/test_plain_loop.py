@@ -17,7 +17,7 @@ OTHER_RANKS_TOLERANCE = 1e-4
 
 
 def run(folder: Path, world: int, *options: object) -> list[Rank]:
-    return _torchrun.run(EXAMPLE, world, folder, "--steps", STEPS, *options, timeout=120, GLOO_SOCKET_IFNAME="lo")
+    return _torchrun.run(EXAMPLE, world, folder, "--steps", STEPS, *options, timeout=300, GLOO_SOCKET_IFNAME="lo")
 
 
 def losses(folder: Path, world: int, *options: object) -> dict[int, str]:

@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from fault._support import open_descriptors, run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
+from dcpring.base import groups
 from dcpring.base.joint import Joint
 from dcpring.resume.ranks import Ranks
 from dcpring.torchside.groups import default_store
@@ -309,6 +311,39 @@ def test_a_rank_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(_distributed.RankFailure) as caught:
         _distributed.run(3, one_is_gone, tmp_path, timeout=60, grace=20)
     assert caught.value.tracebacks == {1: "died, exit code -9\n"}, "the others have raised, and ended"
+
+
+def interrupted_before_dcp() -> tuple[str, list[int]]:
+    """Ctrl-C on rank 1 while it waits for the word after which all go on into DCP's collectives."""
+    ranks, rank = Ranks(), dist.get_rank()
+    original = groups._all_gather
+
+    def interrupted(*args: Any) -> list[bytes]:
+        if rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    def work(group: dist.ProcessGroup | None) -> None:
+        dist.all_gather_object([None, None], None, group=group)
+
+    with mock.patch.object(groups, "_all_gather", interrupted):
+        try:
+            with ranks.operation("test") as joint:
+                joint.run_dcp("working", "cannot work", work)
+            text = ""
+        except (CheckpointError, KeyboardInterrupt) as caught:
+            text = f"{type(caught).__name__}: {caught}"
+    with ranks.operation("test") as joint:
+        found = joint.gather("one", rank)
+    ranks.close()
+    return text, found
+
+
+def test_ctrl_c_at_the_word_before_dcp_ends_the_wait_of_the_others() -> None:
+    (told, first), (own, second) = _distributed.run(2, interrupted_before_dcp, timeout=60)
+    assert told == "CheckpointError: cannot work: rank 1: KeyboardInterrupt"
+    assert own == "KeyboardInterrupt: "
+    assert first == second == [0, 1]
 
 
 class Unpicklable(Exception):

@@ -143,13 +143,16 @@ class Joint:
             is_last: the operation is over then; what is raised later is not told, as nobody listens.
         """
         with groups.Held() as held:
-            words = self._exchange(Word(self._call, label, None, value), held)
-            self._is_told = True
-            if any(word.failure for word in words):
-                raise together(_failures(words))
-            if len({(word.call, word.label) for word in words}) > 1:
-                raise CheckpointError(_diverged(words))
-            self._is_told = is_last
+            return self._gather(held, label, value, is_last)
+
+    def _gather(self, held: groups.Held, label: str, value: T, is_last: bool = False) -> list[T]:
+        words = self._exchange(Word(self._call, label, None, value), held)
+        self._is_told = True
+        if any(word.failure for word in words):
+            raise together(_failures(words))
+        if len({(word.call, word.label) for word in words}) > 1:
+            raise CheckpointError(_diverged(words))
+        self._is_told = is_last
         return [word.value for word in words]
 
     def settle(self, label: str, is_last: bool = False) -> None:

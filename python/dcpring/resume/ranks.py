@@ -198,10 +198,13 @@ class Operation(Joint):
             work: the call, in the group that it is given; it raises nothing outside of DCP's collective.
             is_wanted: where it is on no rank, nothing is done.
         """
-        if not any(self.gather(label, is_wanted)):
-            return None
-        self._ranks.check()
+        is_begun = False
         try:
+            with groups.Held() as held:  # whose end raises Ctrl-C when the others may be on their way into DCP
+                is_begun = any(self._gather(held, label, is_wanted))
+            if not is_begun:
+                return None
+            self._ranks.check()
             return work(self._ranks.group)
         except CheckpointException as error:
             self._is_told = True
@@ -210,8 +213,10 @@ class Operation(Joint):
                 raise own[0] from None
             failures = {rank: failure_of(cause, what) for rank, (cause, _) in error.failures.items()}
             raise together(failures) from error
-        except BaseException as error:  # of this rank alone: the others wait for it in DCP
-            self._is_told = True
+        except BaseException as error:
+            if not is_begun:
+                raise
+            self._is_told = True  # as far as can be: the others wait for this rank in DCP
             failure = failure_of(error, what)
             text = str(together({self._ranks.rank: failure._replace(text=_lost_text(error) or failure.text)}))
             _release_frames(error)

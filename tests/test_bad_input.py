@@ -301,6 +301,15 @@ def test_an_error_that_comes_late_says_what_has_changed(tmp_path: Path) -> None:
 # ---- what does not fit ----
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_layout_that_cannot_be_copied(tmp_path: Path) -> None:
+    save({"w": torch.eye(3).to_sparse_csr()}, tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3, 3)}, storage_reader=RingReader(tmp_path), no_dist=True)
+    layouts = "the checkpoint has torch.sparse_csr, the state dict torch.strided"
+    assert f"'w' (rank 0) cannot be copied ({layouts})" in str(failure(caught.value))
+
+
 def _load_in_parts(path: str) -> str:
     """What each rank has of the one is rows, of the other columns: they are read in two ways."""
     mesh = init_device_mesh("cpu", (2,))

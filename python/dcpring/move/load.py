@@ -611,7 +611,13 @@ class Loader:
             if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
                 target = target.detach()
             self._check_target(position, target, tensor.dtype)
-            target.copy_(part)
+            try:
+                target.copy_(part)
+            except RuntimeError as error:
+                layouts = f"the checkpoint has {part.layout}, the state dict {target.layout}"
+                raise CheckpointError(
+                    f"{self._name(position)} cannot be copied ({layouts}): {_first_line(error)}"
+                ) from error
             self._planner.commit_tensor(item, target)
             self._stats.tensor_bytes += part.numel() * part.dtype.itemsize
 

@@ -346,6 +346,46 @@ def test_ctrl_c_at_the_word_before_dcp_ends_the_wait_of_the_others() -> None:
     assert first == second == [0, 1]
 
 
+def interrupted_at_each_word(folder: Path) -> list[tuple[str, float]]:
+    """Ctrl-C on rank 1 at each word of a save in the background, in turn."""
+    original, left = groups._all_gather, 1 << 30
+
+    def interrupted(*args: Any) -> list[bytes]:
+        nonlocal left
+        if threading.current_thread() is threading.main_thread():
+            left -= 1
+            if left == -1 and dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    found = []
+    with Checkpointer(folder, some_state()) as checkpointer, mock.patch.object(groups, "_all_gather", interrupted):
+        checkpointer.save(0, blocking=False).wait()
+        for number in range(100):
+            left = number
+            began = time.monotonic()
+            try:
+                checkpointer.save(1, blocking=False, async_staging=True)
+                text = "saved"
+            except (CheckpointError, KeyboardInterrupt) as caught:
+                text = f"{type(caught).__name__}: {caught}"
+            if left >= 0:
+                break
+            left = 1 << 30
+            checkpointer.save(2, blocking=False).wait()
+            found.append((text, time.monotonic() - began))
+        assert checkpointer.latest() == 2
+    return found
+
+
+def test_ctrl_c_at_any_word_of_a_save_in_the_background(tmp_path: Path) -> None:
+    told, own = _distributed.run(2, interrupted_at_each_word, tmp_path, timeout=200)
+    assert len(told) == len(own) > 2
+    for (one, seconds), (other, _) in zip(told[:-1], own[:-1], strict=True):
+        assert "rank 1: KeyboardInterrupt" in one and other == "KeyboardInterrupt: " and seconds < 20
+    assert told[-1][0] == "saved" and own[-1][0] == "KeyboardInterrupt: ", "the last word says that all are through"
+
+
 class Unpicklable(Exception):
     """DCP cannot send it, and raises on this rank alone."""
 

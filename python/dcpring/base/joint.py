@@ -117,9 +117,13 @@ class Joint:
     Args:
         channel: to the others.
         call: what all of them have called.
+
+    Attributes:
+        is_over: all have told each other that they are through: what is raised from then on is this rank's alone.
     """
 
     def __init__(self, channel: Channel, call: str) -> None:
+        self.is_over = False
         self._channel = channel
         self._call = call
         self._is_first = True
@@ -152,7 +156,7 @@ class Joint:
             raise together(_failures(words))
         if len({(word.call, word.label) for word in words}) > 1:
             raise CheckpointError(_diverged(words))
-        self._is_told = is_last
+        self._is_told = self.is_over = is_last
         return [word.value for word in words]
 
     def settle(self, label: str, is_last: bool = False) -> None:

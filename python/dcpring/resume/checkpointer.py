@@ -227,7 +227,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks, naming those at fault; what was committed before is as it was.
         """
-        with self._ranks.operation("save") as joint:
+        with contextlib.ExitStack() as after, self._ranks.operation("save") as joint:
             self._require_open()
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step={step!r}: must be an int of at least 0")
@@ -236,7 +236,7 @@ class Checkpointer:
                 return SaveHandle(False)
             state = self._collect(joint, step, blocking, export)
             if not blocking:
-                written, copied = self._start(joint, state, step, export, async_staging)
+                written, copied = self._start(joint, after, state, step, export, async_staging)
                 return SaveHandle(True, written, self._wait_for, copied)
             self._write(joint, state, step, export)
         self._remove_old(step)
@@ -396,9 +396,25 @@ class Checkpointer:
             self._copied = None
 
     def _start(
-        self, joint: Operation, state: dict[str, Any], step: int, export: exports.Format | None, async_staging: bool
+        self,
+        joint: Operation,
+        after: contextlib.ExitStack,
+        state: dict[str, Any],
+        step: int,
+        export: exports.Format | None,
+        async_staging: bool,
     ) -> tuple[Future[None], Future[None]]:
-        """Copies the state, or begins to, and has it written: what is done when it is written, and when copied."""
+        """Copies the state, or begins to, and has it written: what is done when it is written, and when copied.
+
+        Where the operation fails on any rank, all of them end what was started ``after`` it, and the group that it is
+        in, those too that have started nothing: others may have left a word there, which is nobody's.
+        """
+
+        def leave(_: object, error: BaseException | None, __: object) -> None:
+            if error is not None and not joint.is_over and self._background is not None:
+                self._background.abandon(error)
+
+        after.push(leave)
         copying = f"cannot save step {step}: copying the state"
         with joint.doing(copying), Staging.timed() as staging:
             if async_staging:
@@ -414,14 +430,8 @@ class Checkpointer:
                 staged, timed = copy.take()
             self._write(own, staged, step, export, timed)
 
-        try:
-            written = self._background.start(work, after=lambda: self._remove_old(step))
-            written.add_done_callback(lambda _: copy.leave())
-            joint.settle("started")
-        except BaseException as error:  # those that have started wait for those that have not
-            copy.leave()
-            self._background.abandon(error)
-            raise
+        written = self._background.start(work, after=lambda: self._remove_old(step))
+        written.add_done_callback(lambda _: copy.leave())
         self._copied = copy.copied
         return written, copy.copied
 

@@ -164,9 +164,9 @@ class Ranks:
     @contextlib.contextmanager
     def ended(self, text: str) -> Iterator[None]:
         """Gives the group up while another thread of this rank may be in it, which has left it when this is left."""
-        self._ended = text
         if self.group is not None:
-            groups.leave_note(self._broken, text)
+            groups.leave_note(self._broken, text)  # before the thread hears of it, and drops the group
+        self._ended = text
         yield
         self.give_up(text)
         self._ended = ""

@@ -51,8 +51,9 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
 void dr_writer_digest(struct dr_writer *writer, const struct dr_digest_key *key);
 
 /*
- * Appends the sources. A tensor in parts comes one part a call, in order
- * and with nothing in between; placed is set with each, and its crcs are complete with the last.
+ * Appends the sources. A tensor in parts comes one part a call, in order and
+ * with nothing in between; placed is set with each, and its crcs are complete
+ * with the last.
  */
 int dr_writer_write(struct dr_writer *writer, const struct dr_source *sources, size_t count, struct dr_placed *placed,
                     const struct dr_control *control, struct dr_error *error);

@@ -147,8 +147,8 @@ static int leave_direct(struct dr_request *request, struct dr_error *error) {
 static int advance(struct dr_request *request, int result, struct dr_error *error) {
     if (result == -EINVAL && request->direct)
         return leave_direct(request, error);
-    if (result == -EINTR || result == -EAGAIN ||
-        result == -ECANCELED) { /* the last: the thread has ended that began it */
+    /* ECANCELED: the thread has ended that began it. */
+    if (result == -EINTR || result == -EAGAIN || result == -ECANCELED) {
         if (++request->retries > MAX_RETRIES)
             return fail(request, -result, error);
         if (result == -EAGAIN)

@@ -7,6 +7,7 @@ has their dtype; others go by their items. It runs in the thread that loads.
 from __future__ import annotations
 
 import array
+import itertools
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
+from dcpring.base.masks import mask_of
 from dcpring.base.memory import is_dense, is_lazy_view
 from dcpring.base.windows import windows
 from dcpring.move.device import WINDOWS, Uploader, on_accelerator, padded
@@ -49,18 +51,15 @@ class Landing:
         self._hosts = hosts
         self.tensors = _C.Tensors(hosts)
         straight = _C.straight(match, storage, self.tensors)
-        mask = bytearray(len(match))
-        for positions in self._positions.values():
-            if all(straight[at] for at in positions):  # else something would stay what it was in the window
-                for at in positions:
-                    mask[at] = 1
-        self.mask = bytes(mask)
+        # Of what comes in part, the rest would stay what it was in the window.
+        wholes = (some for some in self._positions.values() if all(straight[at] for at in some))
+        self.mask = mask_of(len(match), itertools.chain.from_iterable(wholes))
 
     def __enter__(self) -> Landing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.uploader.__exit__(kind, error, _)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.uploader.__exit__(kind, error, at)
         self._hosts, self.tensors = [], _C.Tensors([])
 
     def windows(self) -> Iterator[tuple[int, list[int], list[tuple[Tensor, Tensor]]]]:
@@ -71,12 +70,6 @@ class Landing:
                 self.uploader.turn(number)
                 pairs = [(self._targets[row], self._hosts[row]) for row in rows]
                 yield number, [at for row in rows for at in self._positions[row]], pairs
-
-    def mask_of(self, positions: list[int]) -> bytes:
-        mask = bytearray(len(self.mask))
-        for position in positions:
-            mask[position] = 1
-        return bytes(mask)
 
     def _room(self, row: int) -> int:
         return padded(self._targets[row].nbytes)
@@ -101,7 +94,7 @@ def _landable(targets: Sequence[Tensor], most_bytes: int) -> set[int]:
 
 def _positions(match: _C.Match, rows: set[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for position, row in enumerate(array.array("I", match.wanted_rows()) if rows else ()):
+    for position, row in enumerate(array.array("I", match.wanted_rows())):
         if row in rows:
             found.setdefault(row, []).append(position)
     return found

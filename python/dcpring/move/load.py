@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcpring import _C
 from dcpring.base.groups import world_size
+from dcpring.base.masks import both, either, mask_of, zeros
 from dcpring.base.memory import is_lazy_view
 from dcpring.base.text import some_keys
 from dcpring.base.windows import split_box, windows
@@ -146,7 +147,8 @@ class Matched:
         storage: where the checkpoint's rows are stored.
         tensors: where each wanted row goes, for the core; stand-ins for what is not plain memory.
         mask: 1 for each item that can be read straight into its target.
-        landing: what is read into windows, and copied from there; nothing where there is an exchange.
+        landing: what is read into windows, and copied from there; None where all targets are in host memory, and where
+            there is an exchange.
         exchange: hands on between ranks; None: this rank reads all for itself.
     """
 
@@ -162,17 +164,17 @@ class Matched:
         ]
         self.tensors = _C.Tensors(self._targets)
         self.mask = _C.straight(items.match, self.storage, self.tensors)
-        landed = self._targets if exchange is None else [_NOT_PLAIN] * len(self._targets)
-        self.landing = Landing(items.match, self.storage, landed, _WINDOW_BYTES)
+        self.landing: Landing | None = None
+        if exchange is None and any(self.tensors.kinds()):
+            self.landing = Landing(items.match, self.storage, self._targets, _WINDOW_BYTES)
 
     def rest(self, path: str) -> dict[int, Wanted]:
         """What takes another way, by the positions of the items. ``path`` is for errors."""
         rows = array.array("I", self.items.match.stored_rows())
         properties = self._table.properties()
         wanted: dict[int, Wanted] = {}
-        for position, ways in enumerate(zip(self.mask, self.landing.mask, strict=True)):
-            if any(ways):
-                continue
+        reached = self.mask if self.landing is None else either(self.mask, self.landing.mask)
+        for position in (position for position, good in enumerate(reached) if not good):
             place = self.storage.get(rows[position])
             name, kind, _, offsets, lengths, number, _ = self._table.row(rows[position])
             if place is None:
@@ -192,13 +194,14 @@ class Matched:
     def interleaved(self) -> tuple[bytes, bytes]:
         """A mask of the items without gaps between their rows, and one of those with."""
         with_gaps = self.items.match.interleaved()
-        return with_gaps.translate(bytes([1, *[0] * 255])), with_gaps
+        return zeros(with_gaps), with_gaps
 
     def wanted_bytes(self) -> int:
         """What this rank reads into memory, some of it for others alone."""
         match, exchange = self.items.match, self.exchange
         surplus = 0 if exchange is None else exchange.surplus_bytes(lambda at: match.get(at)[3:])
-        return surplus + self.size_bytes(self.mask) + self.size_bytes(self.landing.mask)
+        landed = 0 if self.landing is None else self.size_bytes(self.landing.mask)
+        return surplus + self.size_bytes(self.mask) + landed
 
     def note_filled(self, rows: Iterable[int]) -> None:
         _bump_versions([self._targets[row] for row in dict.fromkeys(rows)])
@@ -629,15 +632,15 @@ class Loader:
             self._load_sources(self._sources)
         elif matched.exchange is None:
             self._read_matched(matched, matched.mask)
-            self._land(matched)
+            if matched.landing is not None:
+                self._land(matched, matched.landing)
             self._load_sources(self._sources)
         else:
             self._load_handed_on(matched, matched.exchange)
 
     def _load_handed_on(self, matched: Matched, exchange: Exchange) -> None:
         def read(positions: set[int]) -> None:
-            mask = bytes(good and position in positions for position, good in enumerate(matched.mask))
-            self._read_matched(matched, mask)
+            self._read_matched(matched, both(matched.mask, mask_of(len(matched.mask), positions)))
             self._load_sources([position for position in self._sources if position in positions])
 
         def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
@@ -670,15 +673,15 @@ class Loader:
         with self._explaining((piece.overlaps[0] for piece, _ in pieces), changed=filled):
             self._read(lambda: _C.load(self._inputs.core, boxes, targets, self._options))
 
-    def _land(self, matched: Matched) -> None:
+    def _land(self, matched: Matched, landing: Landing) -> None:
         changed = [position for position, good in enumerate(matched.mask) if good]
 
         def window_of(number: int, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> _Window:
-            mask = landing.mask_of(positions)
+            mask = mask_of(len(landing.mask), positions)
             self._stats.tensor_bytes += matched.size_bytes(mask)
             return _Window(number, positions, self._calls_of(matched, mask, landing.tensors), pairs)
 
-        with matched.landing as landing, torch.no_grad():
+        with landing, torch.no_grad():
             self._stream(landing.uploader, itertools.starmap(window_of, landing.windows()), changed)
 
     def _stream(self, uploader: Uploader, made: Iterable[_Window], changed: list[int]) -> None:
@@ -713,7 +716,7 @@ class Loader:
     def _calls_of(self, matched: Matched, mask: bytes, tensors: _C.Tensors) -> list[_Call]:
         calls: list[_Call] = []
         for gaps, options in self._ways:
-            chosen = mask if gaps is None else _both(mask, matched.interleaved[gaps])
+            chosen = mask if gaps is None else both(mask, matched.interleaved[gaps])
             if any(chosen):
                 where = matched.items.match, matched.storage, tensors
                 read = functools.partial(_C.load_matched, self._inputs.core, *where, chosen, options)
@@ -920,11 +923,6 @@ def _check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         offset, name = item.dest_index.offset, item.dest_index.fqn
         if item.type == LoadItemType.TENSOR and offset is not None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
-
-
-def _both(a: bytes, b: bytes) -> bytes:
-    """Of two masks."""
-    return (int.from_bytes(a) & int.from_bytes(b)).to_bytes(len(a))
 
 
 def _source_of(box: _Box) -> _Source:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from dcpring import _C
+from dcpring.base.masks import zeros
 from dcpring.base.memory import is_dense, is_lazy_view, same_memory
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
@@ -201,15 +202,11 @@ class SideStreams(Devices):
 
 def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
     """A mark for each tensor: 1 where the bytes in host memory are its values."""
-    marks = handles.kinds().translate(_PLAIN_KINDS)
+    marks = zeros(handles.kinds())
     is_complex = any(dtype.is_complex for dtype in set(map(_dtype, tensors)))
     if not is_complex and not any(map(Tensor.is_neg, tensors)):
         return marks
     return bytes(mark and not is_lazy_view(tensor) for mark, tensor in zip(marks, tensors, strict=True))
-
-
-_PLAIN_KINDS = bytes([1, *[0] * 255])
-"""What ``kinds()`` says of memory on the host is 0."""
 
 
 def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[list[int], dict[int, int]]:

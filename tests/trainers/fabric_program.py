@@ -9,8 +9,9 @@ from typing import Any
 
 import lightning
 import torch
+from _sharded import ON_CPU, by_fsdp1, by_fsdp2, make_layers
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import dcpring
 from dcpring.integrations.lightning import RingCheckpointIO
@@ -20,18 +21,13 @@ class FSDP1(FSDPStrategy):
     """Lightning refuses the class itself on CPUs."""
 
 
-def wrapped(model: torch.nn.Sequential) -> torch.nn.Module:
-    """FSDP1 takes CPUs where it is told so; the strategy does not say it, and leaves alone what is wrapped."""
-    how = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    return FullyShardedDataParallel(
-        torch.nn.Sequential(*[FullyShardedDataParallel(layer, **how) for layer in model]), **how
-    )
+def wrapped(layers: torch.nn.Sequential) -> torch.nn.Module:
+    """The strategy leaves alone what is wrapped."""
+    return FullyShardedDataParallel(by_fsdp1(layers), **ON_CPU)
 
 
-def shard(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-    for layer in model:
-        fully_shard(layer, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+def shard(layers: torch.nn.Sequential, mesh: Any) -> torch.nn.Module:
+    return by_fsdp2(layers, mesh["data_parallel"])
 
 
 def strategy_of(name: str) -> Any:
@@ -57,7 +53,7 @@ def main() -> None:
     )
     fabric.launch()
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(*[torch.nn.Linear(33, 33) for _ in range(3)])
+    layers = make_layers()
     model = fabric.setup_module(wrapped(layers) if options.strategy == "fsdp1" else layers)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     state = {"model": model, "optimizer": optimizer, "step": 0}

@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning
 import torch
+from _sharded import by_fsdp1, by_fsdp2, make_layers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 import dcpring
@@ -35,17 +35,14 @@ class Model(lightning.LightningModule):
     def __init__(self, die_at: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(*[torch.nn.Linear(33, 33) for _ in range(3)])
+        self.layers = make_layers()
         self.die_at = die_at
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            for layer in self.layers:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-        elif isinstance(self.trainer.strategy, FSDP1):  # it does not tell FSDP1 that a CPU is meant
-            how = {"device_id": torch.device("cpu"), "use_orig_params": True}
-            self.layers = torch.nn.Sequential(*[FullyShardedDataParallel(layer, **how) for layer in self.layers])
+            by_fsdp2(self.layers, self.device_mesh["data_parallel"])
+        elif isinstance(self.trainer.strategy, FSDP1):
+            self.layers = by_fsdp1(self.layers)
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         if self.die_at and self.trainer.global_step == self.die_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +41,33 @@ def assert_same_tree(left: Any, right: Any, at: str = "") -> None:
         assert left == right, at
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_install_serves_sharded_strategies(tmp_path: Path, strategy: str) -> None:
+def check_install(run: Callable[..., str], folder: Path, strategy: str, names: tuple[str, ...]) -> None:
+    """What is saved under these names, and what goes on from the first on 3 ranks, is stock's."""
     stock = ("--strategy", strategy)
     ring = (*stock, "--way", "install")
-    train(tmp_path / "ring", 2, *ring)
-    train(tmp_path / "stock", 2, *stock)
-    for name in ("step=3.ckpt", "step=6.ckpt", "last.ckpt"):
-        assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
-    assert is_ours(tmp_path / "ring" / "last.ckpt")
-    half = tmp_path / "ring" / "step=3.ckpt"
-    train(tmp_path / "on 3", 3, *ring, "--resume", half)
-    train(tmp_path / "stock on 3", 3, *stock, "--resume", half)
-    assert_equal(tmp_path / "on 3" / "last.ckpt", tmp_path / "stock on 3" / "last.ckpt")
+    run(folder / "ring", 2, *ring)
+    run(folder / "stock", 2, *stock)
+    for name in names:
+        assert_equal(folder / "ring" / name, folder / "stock" / name)
+    last = names[-1]
+    assert is_ours(folder / "ring" / last) and not is_ours(folder / "stock" / last)
+    half = folder / "ring" / names[0]
+    run(folder / "on 3", 3, *ring, "--resume", half)
+    run(folder / "stock on 3", 3, *stock, "--resume", half)
+    assert_equal(folder / "on 3" / last, folder / "stock on 3" / last)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_install_serves_sharded_strategies(tmp_path: Path, strategy: str) -> None:
+    check_install(train, tmp_path, strategy, ("step=3.ckpt", "step=6.ckpt", "last.ckpt"))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_install_serves_fabric(tmp_path: Path, strategy: str) -> None:
-    stock = ("--strategy", strategy)
-    ring = (*stock, "--way", "install")
-    run_fabric(tmp_path / "ring", 2, *ring)
-    run_fabric(tmp_path / "stock", 2, *stock)
-    for name in ("step-3", "step-6"):
-        assert_equal(tmp_path / "ring" / name, tmp_path / "stock" / name)
-    assert is_ours(tmp_path / "ring" / "step-6") and not is_ours(tmp_path / "stock" / "step-6")
+    check_install(run_fabric, tmp_path, strategy, ("step-3", "step-6"))
     half = tmp_path / "ring" / "step-3"
-    run_fabric(tmp_path / "resumed", 2, *ring, "--resume", half)
+    run_fabric(tmp_path / "resumed", 2, "--strategy", strategy, "--way", "install", "--resume", half)
     assert_equal(tmp_path / "resumed" / "step-6", tmp_path / "stock" / "step-6")
-    run_fabric(tmp_path / "on 3", 3, *ring, "--resume", half)
-    run_fabric(tmp_path / "stock on 3", 3, *stock, "--resume", half)
-    assert_equal(tmp_path / "on 3" / "step-6", tmp_path / "stock on 3" / "step-6")
 
 
 def test_checkpoint_io_serves_fabric(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base.memory import same_memory
 from dcpring.base.windows import split_box
 from dcpring.move import device as devices
-from dcpring.move import load as loading
 from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
+from dcpring.move.load import tensors
 from dcpring.plan import replicas, table
 from dcpring.plan.flatten import flatten
 from dcpring.plan.load_planner import ReadItems
@@ -420,7 +420,7 @@ def test_parts_must_come_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ring", "stock"])
 def test_loading_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, window: int) -> None:
     """Casts go through host copies, large ones in several pieces."""
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(devices, "HOST_BYTES", window)
     saved = {
         "wide": torch.randn(3, 40_000),
         "tall": torch.randn(20_000, 7),
@@ -443,8 +443,8 @@ def test_slices_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     saved = random(torch.int32, 300, 50, 40)
     save({"w": saved}, tmp_path)
     boxes = [("w", (11, 3, 5), (250, 40, 30)), ("w", (0, 49, 0), (300, 1, 40)), ("w", (299, 0, 39), (1, 50, 1))]
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 5000)
-    monkeypatch.setattr(loading, "_is_plain_memory", lambda tensor: False)
+    monkeypatch.setattr(devices, "HOST_BYTES", 5000)
+    monkeypatch.setattr(tensors, "is_plain_memory", lambda tensor: False)
     planner, _ = _load_boxes(tmp_path, boxes)
     for (_, offsets, lengths), tensor in zip(boxes, planner.tensors, strict=True):
         assert torch.equal(tensor, saved[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
@@ -478,7 +478,7 @@ def _load_with(planner: str, state: dict[str, Any], path: Path, **options: Any) 
 def test_loading_every_kind(
     tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch, kind: str, planner: str, window: int
 ) -> None:
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(devices, "HOST_BYTES", window)
     saved = {key: tensor for key, tensor in everything().items() if tensor.nbytes < 50 * window}
     save(saved, tmp_path, kind)
     loaded = _on(strict_twin, {key: poisoned(tensor) for key, tensor in saved.items()})
@@ -499,7 +499,7 @@ def test_small_tensors_are_loaded_without_items(
     tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fits no window, or is to be cast, has one."""
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 14)
+    monkeypatch.setattr(devices, "HOST_BYTES", 1 << 14)
     saved = {f"{n:03}": torch.randn(n % 40, 5) for n in range(300)} | {"big": torch.randn(4000), "cast": torch.ones(3)}
     dcp.save(saved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
     loaded = _on(strict_twin, {key: torch.full(tensor.shape, -1.0) for key, tensor in saved.items()})
@@ -524,7 +524,7 @@ def test_small_tensors_that_were_saved_in_parts(
     tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(2, _save_rows, str(tmp_path))
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 11)
+    monkeypatch.setattr(devices, "HOST_BYTES", 1 << 11)
     loaded = _on(strict_twin, {f"{n}": torch.zeros(12, 5) for n in range(40)})
     made = _count_items(monkeypatch)
     _load_with("ring", loaded, tmp_path)
@@ -592,7 +592,7 @@ def test_a_small_load_takes_little_pinned_memory(tmp_path: Path, twin: Twin) -> 
 def test_damage_in_the_middle_of_a_load_leaves_nothing_under_way(
     tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 14)
+    monkeypatch.setattr(devices, "HOST_BYTES", 1 << 14)
     saved = {f"{n:02}": torch.randn(700) for n in range(20)}
     save(saved, tmp_path)
     info = stored(tmp_path)["15"]
@@ -613,8 +613,9 @@ def test_an_error_between_uploads_and_events(
     twin: Twin, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
 ) -> None:
     targets = [twin.tensor(torch.zeros(16), n % 2) for n in range(12)]
+    monkeypatch.setattr(devices, "HOST_BYTES", 256)
     _fail_at(monkeypatch, step, 5, error)
-    with pytest.raises(error), Uploader(targets, 12 * 64, 256) as uploader:
+    with pytest.raises(error), Uploader(targets, 12 * 64) as uploader:
         for number, target in enumerate(targets):
             uploader.turn(number)
             (host,) = uploader.take(number, [((16,), torch.float32)])
@@ -622,9 +623,10 @@ def test_an_error_between_uploads_and_events(
     assert not twin.under_way
 
 
-def test_uploader_uses_four_buffers_in_turn_and_waits_for_each(twin: Twin) -> None:
+def test_uploader_uses_four_buffers_in_turn_and_waits_for_each(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = [twin.tensor(torch.zeros(16), n % 2) for n in range(10)]
-    with Uploader(targets, 10 * 64, 256) as uploader:
+    monkeypatch.setattr(devices, "HOST_BYTES", 256)
+    with Uploader(targets, 10 * 64) as uploader:
         assert uploader.window_bytes == 64
         for number, target in enumerate(targets):
             uploader.turn(number)
@@ -642,7 +644,7 @@ def test_where_memory_cannot_be_pinned_it_is_ordinary(
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(twin, "pinned", refuse)
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 1 << 13)
+    monkeypatch.setattr(devices, "HOST_BYTES", 1 << 13)
     saved = {str(n): torch.randn(700) for n in range(20)}
     save(_on(twin, saved), tmp_path, per_thread_copy_ahead=4096)
     assert "pinned" in caplog.text and "out of memory" in caplog.text and "more" not in caplog.text

@@ -41,7 +41,7 @@ from dcpring import (
 )
 from dcpring.base import groups
 from dcpring.base.joint import Joint
-from dcpring.move import handon
+from dcpring.move.load import handon
 from dcpring.resume import ranks
 from dcpring.torchside.dcp import drops_metadata_errors
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base import groups as base_groups
-from dcpring.move import handon
+from dcpring.move.load import handon
 from dcpring.plan import sharing
 from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
 from dcpring.plan.sharing import ROUND_BYTES, Needs, plan_sharing, units_table

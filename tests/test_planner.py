@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dcpring.move.handon
-import dcpring.move.load
+import dcpring.move.load.handon
+import dcpring.move.load.records
 import dcpring.plan.load_planner
 from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.metadata import join_metadata, split_metadata
@@ -434,7 +434,7 @@ def early_failure(path: str, share: Any, where: str) -> str:
     torch.manual_seed(0)
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(check_replicas="off"))
     if dist.get_rank() == 1 and where == "objects":
-        dcpring.move.load.Loader._read_objects = lambda *_: (_ for _ in ()).throw(OSError(5, "boom"))  # type: ignore[method-assign]
+        dcpring.move.load.records.Records.read_objects = lambda *_: (_ for _ in ()).throw(OSError(5, "boom"))  # type: ignore[method-assign]
     if where == "memory":
         os.memfd_create = lambda *_: (_ for _ in ()).throw(OSError(24, "boom"))
     if dist.get_rank() == 1 and where == "map":

@@ -36,7 +36,7 @@ from dcpring import (
     RingReader,
 )
 from dcpring.format.safetensors import CRCS, SHARDING, make_header
-from dcpring.move.load import Inputs
+from dcpring.move.load.inputs import Inputs
 from dcpring.options import IOOptions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -220,7 +220,7 @@ def random_boxes(shape: torch.Size, dtype: torch.dtype, made: random.Random) -> 
 @pytest.mark.parametrize("window_bytes", (5000, 32 << 20))
 def test_any_box(model: Path, into: torch.dtype, window_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where host copies are cut into small windows."""
-    monkeypatch.setattr("dcpring.move.load._WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr("dcpring.move.device.HOST_BYTES", window_bytes)
     for dtype in (torch.float32, torch.bfloat16):
         whole = expected(model, dtype, into)
         made = random.Random(window_bytes)

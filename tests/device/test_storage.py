@@ -24,7 +24,7 @@ from device._support import (
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring.move import load as loading
+from dcpring.move import device
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.plan import replicas
 from dcpring.torchside import accelerators
@@ -110,7 +110,7 @@ def test_memory_of_a_save_is_bounded(tmp_path: Path, view: str) -> None:
 def test_every_kind_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any, kind: str, window: int
 ) -> None:
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(device, "HOST_BYTES", window)
     saved = {key: tensor for key, tensor in everything().items() if tensor.nbytes < 50 * window}
     save(saved, tmp_path, kind)
     loaded = spread({key: poisoned(tensor) for key, tensor in saved.items()})
@@ -134,7 +134,7 @@ def test_a_load_into_views_and_other_dtypes(tmp_path: Path) -> None:
 
 def test_a_load_comes_between_what_was_and_what_will_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several windows, behind work that changes the targets, and seen by what follows on the same stream."""
-    monkeypatch.setattr(loading, "_WINDOW_BYTES", 2 * MiB)
+    monkeypatch.setattr(device, "HOST_BYTES", 2 * MiB)
     saved = {str(n): torch.full((MiB,), float(n)) for n in range(8)}
     save(saved, tmp_path)
     loaded = spread({key: torch.zeros(MiB) for key in saved})

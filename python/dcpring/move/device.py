@@ -206,6 +206,9 @@ def copy_to_host(sources: list[Tensor], hosts: list[Tensor]) -> None:
 # ---- to accelerators ----
 
 
+HOST_BYTES = 32 << 20
+"""Host memory that an Uploader takes at most, and that a load handles at once of whatever else passes through it."""
+
 WINDOWS = 4
 """Of an Uploader for accelerators: two that are read into, and two that are copied from."""
 
@@ -228,19 +231,18 @@ class Uploader:
     Args:
         targets: all that will be copied to.
         needed_bytes: of all of them, each padded.
-        most_bytes: of host memory, at most.
 
     Attributes:
         window_bytes: what can be taken at once.
         ahead: windows that may be read into before the first of them is sent; 0: none.
     """
 
-    def __init__(self, targets: Iterable[Tensor], needed_bytes: int, most_bytes: int) -> None:
+    def __init__(self, targets: Iterable[Tensor], needed_bytes: int) -> None:
         self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
         self._sides: list[_Side] = []
         self._most_sides = WINDOWS if self._devices else 1
         self.ahead = WINDOWS // 2 if self._devices else 0
-        most = max(most_bytes // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+        most = max(HOST_BYTES // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
         self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
 
     def __enter__(self) -> Uploader:

@@ -33,7 +33,9 @@ from dcpring.format.properties import decode_properties
 from dcpring.format.safetensors import Model, rank_of_shard, read_model
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load import Inputs, Loader, Wanted
+from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.loader import Loader
+from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.table import BYTES_ROW

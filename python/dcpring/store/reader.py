@@ -34,8 +34,10 @@ from dcpring.format.metadata import (
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised, find_quantised
 from dcpring.format.safetensors import Model, read_model
 from dcpring.format.unpickler import Trust
-from dcpring.move.handon import exchange_of
-from dcpring.move.load import Loader, Matched, wanted_by_items
+from dcpring.move.load.handon import exchange_of
+from dcpring.move.load.loader import Loader
+from dcpring.move.load.matched import Matched
+from dcpring.move.load.wanted import wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
 from dcpring.options import IOArguments, IOOptions, IOStats

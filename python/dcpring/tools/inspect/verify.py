@@ -32,7 +32,7 @@ from dcpring.format.metadata import (
     unpickle_safely,
 )
 from dcpring.format.safetensors import Model
-from dcpring.move.load import Inputs
+from dcpring.move.load.inputs import Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table

@@ -18,7 +18,8 @@ from dcpring import _C
 from dcpring.base.masks import mask_of
 from dcpring.base.memory import is_dense, is_lazy_view
 from dcpring.base.windows import windows
-from dcpring.move.device import WINDOWS, Uploader, on_accelerator, padded
+from dcpring.move import device
+from dcpring.move.device import Uploader, on_accelerator, padded
 from dcpring.torchside.tensors import PLAIN_TYPES
 
 
@@ -27,7 +28,6 @@ class Landing:
 
     Args:
         targets: what each wanted row is filled into.
-        most_bytes: of host memory, at most. It is taken where there is anything to be copied.
 
     Attributes:
         mask: 1 for each item that comes this way.
@@ -35,12 +35,12 @@ class Landing:
         uploader: has the windows.
     """
 
-    def __init__(self, match: _C.Match, storage: _C.StorageIndex, targets: Sequence[Tensor], most_bytes: int) -> None:
+    def __init__(self, match: _C.Match, storage: _C.StorageIndex, targets: Sequence[Tensor]) -> None:
         self._targets = targets
-        self._positions = _positions(match, _landable(targets, most_bytes // WINDOWS))
+        self._positions = _positions(match, _landable(targets))
         stored = array.array("I", match.stored_rows())
         rows = sorted(self._positions, key=lambda row: _place(storage, stored[self._positions[row][0]]))
-        self.uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)), most_bytes)
+        self.uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)))
         hosts = [_NOTHING] * len(targets)
         self._windows = list(windows(rows, self._room, self.uploader.window_bytes))
         for number, window in enumerate(self._windows):
@@ -79,7 +79,8 @@ _NOTHING = torch.empty(0)
 """Stands in for what does not come this way."""
 
 
-def _landable(targets: Sequence[Tensor], most_bytes: int) -> set[int]:
+def _landable(targets: Sequence[Tensor]) -> set[int]:
+    most_bytes = device.HOST_BYTES // device.WINDOWS
     return {
         row
         for row, target in enumerate(targets)

@@ -1,0 +1,131 @@
+"""Parts of tensors: where their elements lie in a file, and in memory. Nothing is read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcpring.base.windows import split_box
+from dcpring.format.quantised import DTYPES, Quantised
+from dcpring.move import device
+from dcpring.move.crc import RunningCrcs, box_start, buffer_at
+from dcpring.torchside.tensors import narrowed
+
+
+class Source(NamedTuple):
+    """A plain tensor in a file, as the core reads it."""
+
+    file: int
+    payload_offset: int
+    payload_bytes: int
+    crcs: bytes | None
+    whole_crc: int | None
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stored(self) -> tuple[Source, ...]:
+        """What is read of files for it."""
+        return (self,)
+
+
+class Coded(NamedTuple):
+    """A tensor that is made of two in files.
+
+    Attributes:
+        form: how.
+        stored: its codes and its scales.
+        sizes, dtype: its own.
+    """
+
+    form: Quantised
+    stored: tuple[Source, Source]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made_for(self, target: Tensor) -> Coded:
+        """The same, rounded once where the target has another dtype: torch makes ``dtype``, and casts that."""
+        is_lossless = self.dtype == torch.float32 and target.dtype in DTYPES
+        return self._replace(dtype=target.dtype) if is_lossless else self
+
+
+class Box(NamedTuple):
+    """A part of a tensor, and the memory that it goes into.
+
+    Attributes:
+        position: of what is wanted.
+        source: the tensor.
+        offsets, lengths: in the tensor.
+    """
+
+    position: int
+    source: Source | Coded
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    memory: Tensor
+
+
+def read_bytes(source: Source | Coded, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """What is read of files for a box of it."""
+    if isinstance(source, Source):
+        return math.prod(lengths) * source.dtype.itemsize
+    boxes = source.form.boxes(offsets, lengths)
+    sizes = (stored.dtype.itemsize for stored in source.stored)
+    return sum(math.prod(part) * size for (_, part), size in zip(boxes, sizes, strict=True))
+
+
+def ends_of(position: int, source: Source | Coded) -> list[tuple[int, int, int]]:
+    """The position, the file, and where in the file that ends which the source is read from."""
+    return [(position, one.file, one.payload_offset + one.payload_bytes) for one in source.stored]
+
+
+def source_of(box: Box) -> Source:
+    assert isinstance(box.source, Source)
+    return box.source
+
+
+def coded_of(box: Box) -> Coded:
+    assert isinstance(box.source, Coded)
+    return box.source
+
+
+def host_bytes(box: Box) -> int:
+    """What a host copy of it takes in an Uploader's window."""
+    return device.padded(math.prod(box.lengths) * box.source.dtype.itemsize)
+
+
+def scale_bytes(box: Box) -> int:
+    source = coded_of(box)
+    (_, lengths) = source.form.boxes(box.offsets, box.lengths)[1]
+    return math.prod(lengths) * source.stored[1].dtype.itemsize
+
+
+def parts_of(box: Box, most_elements: int) -> Iterator[Box]:
+    for offsets, lengths in split_box(box.lengths, most_elements):
+        start = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
+        yield box._replace(offsets=start, lengths=lengths, memory=narrowed(box.memory, offsets, lengths))
+
+
+def with_bounded_scales(box: Box) -> Iterator[Box]:
+    """Parts of a coded box of which the scales fit a window."""
+    elements, size = math.prod(box.lengths), scale_bytes(box)
+    if elements:
+        yield from parts_of(box, elements * device.HOST_BYTES // max(size, device.HOST_BYTES))
+
+
+def sum_up(sums: RunningCrcs, file: str, box: Box) -> bool:
+    """Takes what was read of a box; False: its record is damaged."""
+    source = source_of(box)
+    if source.whole_crc is None or box.lengths == source.sizes:
+        return True
+    start = box_start(source.sizes, box.offsets, box.lengths)
+    if start is None:
+        return True
+    data = box.memory.contiguous()
+    part = buffer_at(data.data_ptr(), data.nbytes)
+    record = file, source.payload_offset
+    return sums.add(record, start * data.itemsize, part, source.payload_bytes, source.whole_crc)

@@ -1,0 +1,236 @@
+"""One rank's read_data: what each item needs, in which order it is read, and what goes where.
+
+1. Every item is looked up, and checked against its destination, before anything is read.
+2. Objects, and records that only ``torch.load`` understands, are read whole; objects are checked to be plain data.
+3. Plain tensors are read in parts, straight into the planner's tensors; through a host copy where the destination is
+   on another device, has another dtype, or is no plain memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcpring import _C
+from dcpring.base.masks import both, mask_of
+from dcpring.errors import CorruptCheckpointError
+from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
+from dcpring.format.quantised import Quantised
+from dcpring.format.unpickler import Trust
+from dcpring.move.crc import RunningCrcs
+from dcpring.move.load.boxes import Coded, Source, read_bytes
+from dcpring.move.load.explain import Explainer
+from dcpring.move.load.handon import Exchange
+from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.matched import Matched
+from dcpring.move.load.reads import Range, Reads
+from dcpring.move.load.records import Records
+from dcpring.move.load.targets import check_chunks
+from dcpring.move.load.tensors import PlainTensors
+from dcpring.move.load.wanted import Wanted
+from dcpring.names.policy import Casts
+from dcpring.options import IOOptions, IOStats
+from dcpring.plan.load_planner import makes_tensors
+from dcpring.plan.pieces import Piece
+from dcpring.plan.run import LoadRun
+
+
+class Loader:
+    """See the module's docstring. One is made for every read_data.
+
+    Everything that is loaded goes by its position among the items: in ``Wanted``, among the sources, and in errors.
+
+    With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
+    share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``. ``quantised`` tensors
+    go by their place.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        *,
+        path: str,
+        transforms: Any,
+        options: IOOptions,
+        trusted: Trust,
+        safe_globals: Sequence[Any],
+        stats: IOStats,
+        rank: int | None,
+        casts: Casts = "safe",
+        run: LoadRun | None = None,
+        sums: RunningCrcs | None = None,
+        inputs: Inputs | None = None,
+        links: Mapping[str, str] | None = None,
+        quantised: Mapping[tuple[str, int], Quantised] | None = None,
+    ) -> None:
+        run = run or LoadRun()
+        self._planner = planner
+        self._makes_tensors = makes_tensors(planner)
+        self._meter, self._phases = run.meter, run.phases
+        self._stats = stats
+        self._shared_inputs = inputs
+        self._links = links
+        self._quantised = quantised or {}
+        self._matched: Matched | None = None
+        self._wanted: dict[int, Wanted] = {}
+        self._sources: dict[int, Source | Coded] = {}
+        self._explain = Explainer(path, rank, self._item)
+        self._reads = Reads(options, run, stats, self._explain)
+        checks: dict[str, Any] = {"casts": casts, "is_checked": options.checksum}
+        self._tensors = PlainTensors(planner, self._reads, self._wanted, self._sources, sums=sums, **checks)
+        self._records = Records(
+            planner,
+            self._reads,
+            self._wanted,
+            transforms=transforms,
+            trusted=trusted,
+            safe_globals=safe_globals,
+            **checks,
+        )
+
+    def load(self, wanted: Mapping[int, Wanted]) -> None:
+        """Loads all that is wanted, once all that can be checked before has been."""
+        if not self._makes_tensors:
+            check_chunks((each.item for each in wanted.values()), self._planner)
+        self._load(wanted)
+
+    def load_matched(self, matched: Matched) -> None:
+        """Loads a compact plan."""
+        self._matched = matched
+        self._stats.files = len(matched.items.match.file_bytes(matched.storage))
+        self._load(matched.rest(self._explain.path))
+
+    def _load(self, wanted: Mapping[int, Wanted]) -> None:
+        self._wanted.update(wanted)
+        files = {file for each in wanted.values() for file in self._files_of(each.place)}
+        with self._opened(sorted(files) if self._matched is None else list(self._matched.storage.file_sizes())):
+            objects, wholes = self._classify()
+            self._records.check_ends(wholes)
+            if not self._makes_tensors:
+                self._records.check_tensors(wholes)
+            if self._makes_tensors or self._matched is not None:
+                self._tensors.check_ends(self._sources)  # of which the core will only see one window after the other
+            self._meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
+            values = self._records.read_objects(objects)
+            self._load_plain()
+            self._records.load_tensors(wholes)
+            for position, value in zip(objects, values, strict=True):
+                self._records.load_object(position, value)
+        self._stats.files = max(self._stats.files, len(files))
+
+    def _item(self, position: int) -> ReadItem:
+        if position in self._wanted or self._matched is None:
+            return self._wanted[position].item
+        return self._matched.items.make(position)
+
+    def _wanted_bytes(self, wholes: list[int]) -> int:
+        rest = sum(self._wanted[position].place.length for position in wholes)
+        for position, source in self._sources.items():
+            item = self._wanted[position].item
+            rest += read_bytes(source, item.storage_offsets, item.lengths)
+        return rest if self._matched is None else rest + self._matched.wanted_bytes()
+
+    def _files_of(self, place: Placed) -> list[str]:
+        made = self._quantised.get((place.file, place.offset))
+        return [place.file] if made is None else [place.file, made.scales.file]
+
+    # ---- what each item is ----
+
+    @contextlib.contextmanager
+    def _opened(self, files: list[str]) -> Iterator[None]:
+        """All files that are read. Each is looked at once, when something of it is wanted, and stays open."""
+        if self._shared_inputs is not None:
+            self._reads.inputs = self._shared_inputs
+            yield
+            return
+        with self._explain.core(()):
+            inputs = Inputs(self._explain.path, files, self._links)
+        with contextlib.closing(inputs):
+            self._reads.inputs = inputs
+            yield
+
+    def _classify(self) -> tuple[list[int], list[int]]:
+        """Finds the sources of plain tensors; gives the positions of objects, and of records that are read whole."""
+        objects: list[int] = []
+        wholes: list[int] = []
+        unknown: list[int] = []
+        numbers = self._reads.inputs.numbers
+        for position, (item, place, stored) in self._wanted.items():
+            if place.offset + place.length >= 1 << 63:
+                raise CorruptCheckpointError(
+                    f"{self._explain.name(position)} ends where no file can", self._explain.path
+                )
+            made = self._quantised.get((place.file, place.offset))
+            if item.type == LoadItemType.BYTE_IO:
+                objects.append(position)
+            elif made is not None and place.kind == OPAQUE:
+                self._sources[position] = self._coded(made)
+            elif place.descriptors or place.kind == BYTES:
+                wholes.append(position)
+            elif place.kind == TENSOR and stored is not None:
+                where = numbers[place.file], place.payload_offset, place.payload_bytes
+                self._sources[position] = Source(*where, place.crcs, None, *stored)
+            else:
+                unknown.append(position)
+        return objects, wholes + self._locate(unknown)
+
+    def _coded(self, made: Quantised) -> Coded:
+        sources = []
+        for (file, _, stored), sizes in zip((made.codes, made.scales), made.stored_sizes, strict=True):
+            where = self._reads.inputs.numbers[file], stored.begin, stored.end - stored.begin
+            sources.append(Source(*where, stored.crcs, None, sizes, stored.dtype))
+        return Coded(made, (sources[0], sources[1]), made.shape, made.dtype)
+
+    def _locate(self, unknown: list[int]) -> list[int]:
+        """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""
+        if not unknown:
+            return []
+        unknown = sorted(unknown, key=lambda position: self._range_of(position)[:2])
+        with self._explain.core(unknown):
+            found = _C.locate(self._reads.inputs.core, [self._range_of(position) for position in unknown])
+        for position, located in zip(unknown, found, strict=True):
+            if located is None:
+                continue
+            offset, size, crc, dtype_name, sizes = located
+            file, record, _ = self._range_of(position)
+            stored = self._wanted[position].stored
+            if stored is not None and tuple(stored[0]) != sizes:
+                shapes = f"the record has shape {list(sizes)}, the metadata says {list(stored[0])}"
+                path = self._reads.inputs.names[file]
+                raise CorruptCheckpointError(f"{self._explain.name(position)}: {shapes}", path, record)
+            # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
+            self._sources[position] = Source(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
+        return [position for position, located in zip(unknown, found, strict=True) if located is None]
+
+    def _range_of(self, position: int) -> Range:
+        return self._reads.range_of(self._wanted[position].place)
+
+    # ---- plain tensors ----
+
+    def _load_plain(self) -> None:
+        matched = self._matched
+        if matched is None:
+            self._tensors.load(self._sources)
+        elif matched.exchange is None:
+            matched.read(self._reads, matched.mask)
+            if matched.landing is not None:
+                matched.read_windows(self._reads, matched.landing)
+            self._tensors.load(self._sources)
+        else:
+            self._load_handed_on(matched, matched.exchange)
+
+    def _load_handed_on(self, matched: Matched, exchange: Exchange) -> None:
+        def read(positions: set[int]) -> None:
+            matched.read(self._reads, both(matched.mask, mask_of(len(matched.mask), positions)))
+            self._tensors.load([position for position in self._sources if position in positions])
+
+        def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
+            matched.read_pieces(self._reads, pieces, filled)
+
+        everything = {position for position, good in enumerate(matched.mask) if good} | self._sources.keys()
+        exchange.run(everything, read, read_pieces, matched.take, self._stats, self._phases, self._meter.advance)

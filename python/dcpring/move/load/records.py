@@ -1,0 +1,177 @@
+"""Objects, and records that only ``torch.load`` understands: read whole; objects are checked to be plain data."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dcpring.base.windows import windows
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
+from dcpring.move import device
+from dcpring.move.load.reads import Reads
+from dcpring.move.load.targets import check_target
+from dcpring.move.load.wanted import Wanted
+from dcpring.move.objects import Loaded
+from dcpring.move.objects import load as load_object
+from dcpring.names.policy import Casts
+from dcpring.plan.load_planner import RingLoadPlanner
+from dcpring.torchside.tensors import narrowed
+
+
+class Records:
+    """Reads records, and gives the planner what they hold.
+
+    Args:
+        transforms: DCP's, by which a record's descriptors are undone.
+        is_checked: whether CRCs are looked at.
+        wanted: by position.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        reads: Reads,
+        wanted: Mapping[int, Wanted],
+        *,
+        transforms: Any,
+        trusted: Trust,
+        safe_globals: Sequence[Any],
+        casts: Casts,
+        is_checked: bool,
+    ) -> None:
+        self._planner, self._reads, self._explain, self._wanted = planner, reads, reads.explain, wanted
+        self._transforms = transforms
+        self._trusted, self._safe = trusted, Safe(safe_globals)
+        self._casts = casts
+        self._is_checked = is_checked
+
+    # ---- objects ----
+
+    def read_objects(self, positions: list[int]) -> list[Loaded | io.BytesIO]:
+        """Objects, which the planner gets only after all of them have been checked; as they are, if trusted."""
+        streams = self._read(positions) if positions else []
+        if self._trusted is True:
+            return list(streams)
+        return [self._unpickle(position, stream) for position, stream in zip(positions, streams, strict=True)]
+
+    def load_object(self, position: int, value: Loaded | io.BytesIO) -> None:
+        planner, item = self._planner, self._wanted[position].item
+        if isinstance(value, io.BytesIO):
+            planner.load_bytes(item, value)
+        elif value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
+            planner.load_bytes(item, value.stream())
+        else:
+            planner.load_object(item, value.value)
+
+    def _unpickle(self, position: int, stream: io.BytesIO) -> Loaded | io.BytesIO:
+        """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
+        try:
+            return load_object(stream, self._safe)
+        except RefusedError as error:
+            if self._trusted == "warn":
+                warn_of(error)
+                stream.seek(0)
+                return stream
+            cure = f"the class in safe_globals=[{error.name}]" if error.name else "the class in safe_globals=[...]"
+            raise UntrustedCheckpointError(
+                f"{self._explain.name(position)} holds more than plain data and tensors, and loading it could run "
+                f"code: {error}. If you trust the checkpoint, pass RingReader(..., trusted=True), or {cure}."
+            ) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # damaged bytes end in errors of any kind
+            raise CorruptCheckpointError(
+                f"{self._explain.name(position)} cannot be read: {_first_line(error)}", self._explain.path
+            ) from error
+
+    # ---- tensors ----
+
+    def check_tensors(self, positions: Iterable[int]) -> None:
+        """Whether they fit what they are filled into, before anything is read."""
+        for position in positions:
+            item, _, stored = self._wanted[position]
+            if stored is not None:
+                check_target(position, self._planner.resolve_tensor(item), stored[1], self._casts, self._explain)
+
+    def load_tensors(self, positions: Iterable[int]) -> None:
+        for batch in windows(positions, lambda at: self._wanted[at].place.length, device.HOST_BYTES):
+            for position, data in zip(batch, self._read(batch), strict=True):
+                self._load_tensor(position, data)
+
+    def _load_tensor(self, position: int, data: io.BytesIO) -> None:
+        item, _, stored = self._wanted[position]
+        name, path = self._explain.name, self._explain.path
+        tensor = self._tensor_of(position, data)
+        if not isinstance(tensor, Tensor):
+            raise CorruptCheckpointError(f"{name(position)} is stored as {type(tensor).__name__}", path)
+        if stored is not None and tensor.size() != stored[0]:
+            shapes = f"the record's shape is {list(tensor.size())}, the metadata says {list(stored[0])}"
+            raise CorruptCheckpointError(f"{name(position)}: {shapes}", path)
+        part = narrowed(tensor, item.storage_offsets, item.lengths)
+        target = self._planner.resolve_tensor(item)
+        if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
+            target = target.detach()
+        check_target(position, target, tensor.dtype, self._casts, self._explain)
+        try:
+            target.copy_(part)
+        except RuntimeError as error:
+            layouts = f"the checkpoint has {part.layout}, the state dict {target.layout}"
+            raise CheckpointError(f"{name(position)} cannot be copied ({layouts}): {_first_line(error)}") from error
+        self._planner.commit_tensor(item, target)
+        self._reads.stats.tensor_bytes += part.numel() * part.dtype.itemsize
+
+    def _tensor_of(self, position: int, stream: io.BytesIO) -> Any:
+        loaded = stream if self._trusted is True else self._unpickle(position, stream)
+        if isinstance(loaded, io.BytesIO):
+            return torch.load(loaded, map_location="cpu", weights_only=False)
+        return loaded.value
+
+    # ---- reading ----
+
+    def check_ends(self, positions: Iterable[int]) -> None:
+        places = ((position, self._wanted[position].place) for position in positions)
+        numbers = self._reads.inputs.numbers
+        self._reads.check_ends([(at, numbers[place.file], place.offset + place.length) for at, place in places])
+
+    def _read(self, positions: list[int]) -> list[io.BytesIO]:
+        self.check_ends(positions)
+        places = [self._wanted[position].place for position in positions]
+        data = self._reads.records(positions, [(*self._reads.range_of(place), place.crcs) for place in places])
+        values = [self._untransformed(at, raw) for at, raw in zip(positions, data, strict=True)]
+        for position, place, value in zip(positions, places, values, strict=True):
+            if self._is_checked and not place.crcs:
+                self._check_archive(position, value)
+        return values
+
+    def _untransformed(self, position: int, data: bytes) -> io.BytesIO:
+        item, place, _ = self._wanted[position]
+        if not place.descriptors:
+            return io.BytesIO(data)
+        stream = self._transforms.transform_load_stream(item, place.descriptors, io.BytesIO(data))
+        return io.BytesIO(stream.read(-1))
+
+    def _check_archive(self, position: int, data: io.BytesIO) -> None:
+        """Checks the CRCs that torch.save has put into its archive, and torch.load does not look at."""
+        if data.getbuffer()[:2] != b"PK":
+            return
+        try:
+            with zipfile.ZipFile(data) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+            damaged = str(error)
+        if damaged is not None:
+            place = self._wanted[position].place
+            path = f"{self._explain.path}/{place.file}"
+            raise CorruptCheckpointError(f"{self._explain.name(position)} is damaged ({damaged})", path, place.offset)
+        data.seek(0)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

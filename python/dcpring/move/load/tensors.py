@@ -1,0 +1,189 @@
+"""Plain tensors, read in parts: straight into the planner's tensors, or through host copies.
+
+The latter where the destination is on another device, has another dtype, or is no plain memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from dcpring import _C
+from dcpring.base.windows import windows
+from dcpring.errors import CorruptCheckpointError
+from dcpring.move import device
+from dcpring.move.crc import RunningCrcs
+from dcpring.move.device import Uploader
+from dcpring.move.load.boxes import (
+    Box,
+    Coded,
+    Source,
+    coded_of,
+    ends_of,
+    host_bytes,
+    parts_of,
+    scale_bytes,
+    source_of,
+    sum_up,
+    with_bounded_scales,
+)
+from dcpring.move.load.reads import Call, Reads, Window
+from dcpring.move.load.targets import NOT_PLAIN, bump_versions, check_target, is_plain_memory
+from dcpring.move.load.wanted import Wanted
+from dcpring.names.policy import Casts
+from dcpring.plan.load_planner import makes_tensors
+from dcpring.plan.pieces import range_of_box
+
+
+class PlainTensors:
+    """Reads plain tensors, and gives them to the planner.
+
+    Args:
+        wanted: by position.
+        sources: of those that are plain tensors, by position.
+        sums: of records of which other loads read other parts; None: of this load alone.
+        is_checked: whether CRCs are looked at.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        reads: Reads,
+        wanted: Mapping[int, Wanted],
+        sources: Mapping[int, Source | Coded],
+        *,
+        casts: Casts,
+        sums: RunningCrcs | None,
+        is_checked: bool,
+    ) -> None:
+        self._planner, self._reads, self._explain = planner, reads, reads.explain
+        self._wanted, self._sources = wanted, sources
+        self._casts = casts
+        self._sums = sums
+        self._is_checked = is_checked
+        self._most_bytes = device.HOST_BYTES if makes_tensors(planner) else None
+
+    def check_ends(self, positions: Iterable[int]) -> None:
+        self._reads.check_ends([end for position in positions for end in ends_of(position, self._sources[position])])
+
+    def load(self, positions: Iterable[int]) -> None:
+        for window in windows(positions, self._target_bytes, self._most_bytes):
+            self._load_window(window)
+
+    def _target_bytes(self, position: int) -> int:
+        return math.prod(self._wanted[position].item.lengths) * self._sources[position].dtype.itemsize
+
+    def _load_window(self, positions: list[int]) -> None:
+        items = [self._wanted[position].item for position in positions]
+        targets = [self._planner.resolve_tensor(item).detach() for item in items]
+        kinds = _C.Tensors([target if type(target) is Tensor else NOT_PLAIN for target in targets]).kinds()
+        in_place: list[Box] = []
+        through_host: list[Box] = []
+        for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
+            source = self._sources[position]
+            check_target(position, target, source.dtype, self._casts, self._explain)
+            plain = kind == 0 and type(target) is Tensor and is_plain_memory(target)
+            if isinstance(source, Coded):
+                source, plain = source.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
+            box = Box(position, source, item.storage_offsets, item.lengths, target)
+            (in_place if plain and target.dtype == source.dtype else through_host).append(box)
+        self.check_ends(box.position for box in through_host)
+        self._read_boxes(in_place, self._sums)
+        bump_versions([box.memory for box in in_place])
+        self._read_through_host(through_host)
+        for item, target in zip(items, targets, strict=True):
+            self._planner.commit_tensor(item, target)
+            self._reads.stats.tensor_bytes += target.nbytes
+
+    # ---- straight into memory ----
+
+    def _read_boxes(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
+        self._read_plain([box for box in boxes if isinstance(box.source, Source)], sums, changed)
+        coded = (part for box in boxes if isinstance(box.source, Coded) for part in with_bounded_scales(box))
+        for window in windows(coded, scale_bytes, device.HOST_BYTES):
+            self._read_coded(window, changed)
+
+    def _read_plain(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
+        self._reads.run(self._calls(boxes), changed)
+        self._check_sums(boxes, sums, changed)
+
+    def _calls(self, boxes: list[Box]) -> list[Call]:
+        calls: list[Call] = []
+        for gaps, options in self._reads.ways:
+            chosen = boxes
+            if gaps is not None:
+                chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == gaps]
+            if chosen:
+                wanted = [(*source_of(box)[:-1], box.offsets, box.lengths) for box in chosen]
+                memory = [box.memory for box in chosen]
+                read = functools.partial(_C.load, self._reads.inputs.core, wanted, memory, options)
+                calls.append(Call([box.position for box in chosen], read))
+        return calls
+
+    def _read_coded(self, boxes: list[Box], changed: Iterable[int] | None) -> None:
+        """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
+        reads: list[tuple[Any, ...]] = []
+        factors: list[Box] = []
+        for number, box in enumerate(boxes):
+            form, (codes, scales) = coded_of(box)[:2]
+            of_codes, of_scales = form.boxes(box.offsets, box.lengths)
+            reads.append((*codes[:-1], *of_codes, (*form.how(box.offsets), number)))
+            factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))
+        self._read_plain(factors, None, changed=())
+        values = [factor.memory for factor in factors]
+        values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
+        memory = [box.memory for box in boxes]
+        core, options = self._reads.inputs.core, self._reads.options
+        with self._explain.core((box.position for box in boxes), changed):
+            self._reads.tensors(lambda: _C.load(core, reads, memory, options, values))
+
+    def _check_sums(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None) -> None:
+        """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
+        if sums is None or not self._is_checked:
+            return
+        for box in boxes:
+            source = source_of(box)
+            name = self._reads.inputs.names[source.file]
+            if not sum_up(sums, name, box):
+                why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
+                error = CorruptCheckpointError(why, f"{self._explain.path}/{name}", source.payload_offset)
+                known = [each.position for each in boxes] if changed is None else changed
+                raise self._explain.error(error, box.position, known)
+
+    # ---- through the host ----
+
+    def _read_through_host(self, boxes: list[Box]) -> None:
+        """Reads windows of host copies; a large tensor comes in several boxes."""
+        sums = self._sums or RunningCrcs()
+        changed: list[int] = []
+        for is_coded in (False, True):
+            chosen = [box for box in boxes if isinstance(box.source, Coded) == is_coded]
+            if not chosen:
+                continue
+            with Uploader([box.memory for box in chosen], sum(map(host_bytes, chosen))) as uploader:
+                cut = uploader.window_bytes
+                parts = (part for box in chosen for part in parts_of(box, cut // box.source.dtype.itemsize))
+                made = functools.partial(self._host_window, uploader, is_coded, sums, changed)
+                self._reads.stream(
+                    uploader, itertools.starmap(made, enumerate(windows(parts, host_bytes, cut))), changed
+                )
+
+    def _host_window(
+        self, uploader: Uploader, is_coded: bool, sums: RunningCrcs, changed: list[int], number: int, parts: list[Box]
+    ) -> Window:
+        uploader.turn(number)
+        hosts = uploader.take(number, ((part.lengths, part.source.dtype) for part in parts))
+        boxes = [part._replace(memory=host) for part, host in zip(parts, hosts, strict=True)]
+        pairs = [(part.memory, host) for part, host in zip(parts, hosts, strict=True)]
+        positions = [part.position for part in parts]
+        if is_coded:  # what is made of what has been read before
+            return Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, changed))
+        check = functools.partial(self._check_sums, boxes, sums, changed)
+        return Window(number, positions, self._calls(boxes), pairs, check)

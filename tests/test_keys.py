@@ -622,7 +622,7 @@ def test_casts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _save(tmp_path, {"a": torch.tensor([1.5, 2.5])})
     with caplog.at_level(logging.INFO, "dcpring"):
         _load(tmp_path, {"a": torch.zeros(2, dtype=torch.bfloat16)})
-    assert "'a' (rank 0) is cast from torch.float32 to torch.bfloat16" in caplog.text
+    assert "cast from torch.float32 to torch.bfloat16: 'a'" in caplog.text
     assert 'casts="any"' in str(_failure(tmp_path, {"a": torch.zeros(2, dtype=torch.int64)}))
     whole = {"a": torch.zeros(2, dtype=torch.int64)}
     _load(tmp_path, whole, casts="any")

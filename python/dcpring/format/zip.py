@@ -5,8 +5,11 @@ As docs/format.md describes a record, with any number of payloads: their CRC-32s
 
 from __future__ import annotations
 
+import os
 import struct
+import zipfile
 from dataclasses import dataclass
+from typing import IO
 
 from dcpring import _C
 
@@ -21,6 +24,7 @@ _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")
 _SMALL_ALIGNMENT = 64
+_ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError)
 
 
 @dataclass
@@ -100,3 +104,18 @@ def _central(entry: _Entry) -> bytes:
     lengths = (size, size, len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header, _LIMIT))
     head = _CENTRAL.pack(0x02014B50, version, version, entry.flags, 0, 0, 0, entry.crc, *lengths)
     return head + entry.name + extra
+
+
+def wrong_archive(file: IO[bytes]) -> str:
+    """What is wrong with an archive, "" for nothing. Entries that are compressed are unpacked piece by piece."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = sum(entry.compress_size for entry in archive.infolist())
+            if packed > file.seek(0, os.SEEK_END):  # or a small file could be a lot of work
+                return "its zip archive cannot be unpacked: its entries overlap"
+            damaged = archive.testzip()
+    except _ZIP_ERRORS as error:
+        return f"its zip archive cannot be unpacked: {error}"
+    except Exception as error:  # zlib's, lzma's and bz2's have nothing in common
+        return f"its zip archive cannot be unpacked: {type(error).__name__}: {error}"
+    return f"its checksum does not match ({damaged})" if damaged is not None else ""

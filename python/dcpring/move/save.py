@@ -195,14 +195,12 @@ class Looked(NamedTuple):
 
     Attributes:
         positions: of their items.
-        tensors: as they are written.
-        unresolved: as they were planned: some of them conjugate or negative views.
+        tensors: as they were planned.
         handles, kinds: as of ``handles_and_kinds``.
     """
 
     positions: list[int]
     tensors: list[Tensor]
-    unresolved: list[Tensor]
     handles: _C.Tensors
     kinds: bytes
 
@@ -323,7 +321,7 @@ class Saving:
             return
         looked = self.look(positions)
         self._looked = None
-        in_memory = {index: looked.unresolved[index] for index, kind in enumerate(looked.kinds) if kind != _OTHER}
+        in_memory = {index: looked.tensors[index] for index, kind in enumerate(looked.kinds) if kind != _OTHER}
         if same := same_memory(in_memory):
             self._write_once(file, positions, looked.tensors, same)
         else:
@@ -334,8 +332,7 @@ class Saving:
         if self._looked is None or self._looked.positions != positions:
             self._looked = None
             tensors = self._checked(positions, self.source.resolve(positions))
-            unresolved = tensors[:]
-            self._looked = Looked(positions, tensors, unresolved, *handles_and_kinds(tensors))
+            self._looked = Looked(positions, tensors, *handles_and_kinds(tensors))
         return self._looked
 
     def _write_once(
@@ -363,6 +360,11 @@ class Saving:
         for device in dict.fromkeys(tensors[i].device for i in on_device):
             chosen = [i for i in on_device if tensors[i].device == device]
             self._write_from_device(file, [positions[i] for i in chosen], [tensors[i].detach() for i in chosen])
+        lazy = [index for index, kind in enumerate(kinds) if kind == _LAZY]
+        for window in windows(lazy, lambda index: tensors[index].nbytes, WINDOW_BYTES):
+            made = [tensors[index].resolve_conj().resolve_neg() for index in window]
+            self._write_plain(file, [positions[index] for index in window], made)
+            made.clear()  # before the next are made
         other = [positions[index] for index, kind in enumerate(kinds) if kind == _OTHER]
         self._write_pickled(file, other, self._tensor_bytes)
 
@@ -448,6 +450,7 @@ class Saving:
             self.storage.put([(self._name, BYTES, *row) for row in rows], self._written)
             if pickled == self._tensor_bytes:
                 self._stats.tensor_bytes += sum(row[3] for row in rows)
+            window.clear()  # before the next is made
 
     def _judged(self, position: int, data: io.BytesIO) -> io.BytesIO:
         """What is written: looked at, and transformed."""
@@ -463,25 +466,24 @@ class Saving:
         return out
 
 
-PLAIN, _DEVICE, _OTHER = 0, 1, 2
+PLAIN, _DEVICE, _OTHER, _LAZY = 0, 1, 2, 3
 
 
 def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
-    """The tensors for the core, and how each can be taken: as it lies in memory, through a copy from its device, or
-    only by torch.save. Conjugate and negative views in CPU memory are resolved, in the list.
+    """The tensors for the core, and how each can be taken: as it lies in memory, through a copy from its device, only
+    by torch.save, or once it has been made what it stands for: a conjugate or negative view in CPU memory.
     """
-    other = [index for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES]
+    strange = {index: _OTHER for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES}
     for index, tensor in enumerate(tensors):
-        if is_lazy_view(tensor) and tensor.device.type == "cpu":
-            tensors[index] = tensor.resolve_conj().resolve_neg()
-    if not other:
+        if is_lazy_view(tensor) and tensor.device.type == "cpu" and index not in strange:
+            strange[index] = _LAZY
+    if not strange:
         handles = _C.Tensors(tensors)
         return handles, handles.kinds()
-    known = [tensor if type(tensor) in PLAIN_TYPES else _NOTHING for tensor in tensors]
-    handles = _C.Tensors(known)
+    handles = _C.Tensors([_NOTHING if index in strange else tensor for index, tensor in enumerate(tensors)])
     kinds = bytearray(handles.kinds())
-    for index in other:
-        kinds[index] = _OTHER
+    for index, kind in strange.items():
+        kinds[index] = kind
     return handles, bytes(kinds)
 
 

@@ -229,8 +229,8 @@ class StripeSaving:
         lo, hi = stripes[0][0], stripes[-1][1]
         held = turn.held[bisect.bisect_right(turn.ends, lo) : bisect.bisect_left(turn.begins, hi)]
         tensors = self._resolve(held)
+        handles, kinds = handles_and_kinds(tensors)
         resolved = list(tensors)
-        handles, kinds = handles_and_kinds(resolved)
         boxes, copied = [], False
         for index, (one, kind) in enumerate(zip(held, kinds, strict=True)):
             offsets = one.box.offsets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from torch.distributed.checkpoint.planner import ReadItem
@@ -22,46 +23,63 @@ class Explainer:
     Attributes:
         path: of the checkpoint.
         item: DCP's, by its position.
+        filled: what has been overwritten, in order.
     """
 
     def __init__(self, path: str, rank: int | None, item: Callable[[int], ReadItem]) -> None:
         self.path, self.item = path, item
+        self.filled: list[Iterable[int]] = []
         self._rank = rank
 
     def name(self, position: int) -> str:
         return repr(self.item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
 
     @contextlib.contextmanager
-    def core(
-        self, positions: Iterable[int], changed: Iterable[int] | None = None, before: Iterable[int] = ()
-    ) -> Iterator[None]:
-        """Around a call of the core.
+    def core(self, positions: Iterable[int], fills: bool = False) -> Iterator[None]:
+        """Around a call of the core: its errors get the key and the rank.
 
         Args:
             positions: of what it is given, by whose order it says what has failed.
-            changed: what has been overwritten; None: the core says it of this call.
-            before: in that case, what had been overwritten before.
+            fills: the call overwrites the items, and has done so when it succeeds.
         """
         try:
             yield
         except _CORE_ERRORS as error:
             given = list(positions)
             index = getattr(error, "item", None)
+            if fills:
+                self.filled.append([given[index] for index in getattr(error, "changed", [])])
             failed = given[index] if index is not None and index < len(given) else None
-            own = [given[index] for index in getattr(error, "changed", [])]
-            known = [*before, *own] if changed is None else changed
-            raise self.error(error, failed, known) from error
+            raise self._explained(error, failed) from error
+        if fills:
+            self.filled.append(positions)
 
-    def error(self, error: Exception, failed: int | None, changed: Iterable[int]) -> Exception:
-        """The same error, with the key, the rank, and which tensors had changed already."""
+    def _explained(self, error: Exception, failed: int | None) -> Exception:
         whose = self.path if self._rank is None else f"rank {self._rank}"
         where = whose if failed is None else self.name(failed)
-        keys = [] if self._rank is None else [self.item(position).dest_index.fqn for position in changed]
-        note = f"; already overwritten in the state dict: {some_keys(keys, 5)}" if keys else ""
         if isinstance(error, CorruptCheckpointError):
-            return CorruptCheckpointError(f"{where}: {error.args[0]}{note}", error.path, error.offset)
+            return CorruptCheckpointError(f"{where}: {error.args[0]}", error.path, error.offset)
         if isinstance(error, OSError):
-            return OSError(error.errno, f"{where}: {error.strerror}{note}", error.filename)
+            return OSError(error.errno, f"{where}: {error.strerror}", error.filename)
         if isinstance(error, MemoryError):
-            return CheckpointError(f"{where}: there is not enough memory for it{note}")
-        return CorruptCheckpointError(f"{where}: {error}{note}", self.path)
+            return CheckpointError(f"{where}: there is not enough memory for it")
+        return CorruptCheckpointError(f"{where}: {error}", self.path)
+
+    @contextlib.contextmanager
+    def changes(self) -> Iterator[None]:
+        """Around all that overwrites items: its errors say which had been by then."""
+        try:
+            yield
+        except Exception as error:
+            if keys := self._filled_keys():
+                note = f"; already overwritten in the state dict: {some_keys(keys, 5)}"
+                if isinstance(error, OSError) and error.strerror is not None:
+                    error.strerror += note
+                else:
+                    error.args = (f"{error.args[0] if error.args else type(error).__name__}{note}", *error.args[1:])
+            raise
+
+    def _filled_keys(self) -> list[str]:
+        if self._rank is None:
+            return []
+        return list(dict.fromkeys(self.item(at).dest_index.fqn for at in itertools.chain.from_iterable(self.filled)))

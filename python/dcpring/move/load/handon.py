@@ -42,8 +42,8 @@ MEET_SECONDS = 10.0
 Read = Callable[[set[int]], None]
 """Reads the overlaps at these positions into their tensors."""
 
-ReadPieces = Callable[[list[tuple[Piece, Tensor]], set[int]], None]
-"""Reads pieces into memory; told which overlaps have been filled before, for its errors."""
+ReadPieces = Callable[[list[tuple[Piece, Tensor]]], None]
+"""Reads pieces into memory."""
 
 Take = Callable[[list[tuple[int, Piece, Tensor]]], list[int]]
 """Fills overlaps with what they have of pieces, which are in memory; the bytes of each."""
@@ -154,7 +154,7 @@ class Exchange:
     def _read_own(self, units: list[Unit]) -> None:
         own = [(self._pieces[unit.row], self._data[unit.row]) for unit in units if unit.reader == self._rank]
         if own:
-            self._read_pieces(own, self._filled)
+            self._read_pieces(own)
 
     def _fill(self, units: list[Unit]) -> None:
         """Takes what this rank needs of a round's units."""

@@ -30,7 +30,7 @@ from dcpring.move.load.inputs import Inputs
 from dcpring.move.load.matched import Matched
 from dcpring.move.load.reads import Range, Reads
 from dcpring.move.load.records import Records
-from dcpring.move.load.targets import check_chunks
+from dcpring.move.load.targets import Targets, check_chunks
 from dcpring.move.load.tensors import PlainTensors
 from dcpring.move.load.wanted import Wanted
 from dcpring.names.policy import Casts
@@ -81,7 +81,8 @@ class Loader:
         self._sources: dict[int, Source | Coded] = {}
         self._explain = Explainer(path, rank, self._item)
         self._reads = Reads(options, run, stats, self._explain)
-        checks: dict[str, Any] = {"casts": casts, "is_checked": options.checksum}
+        self._targets = Targets(casts, self._explain)
+        checks: dict[str, Any] = {"targets": self._targets, "is_checked": options.checksum}
         self._tensors = PlainTensors(planner, self._reads, self._wanted, self._sources, sums=sums, **checks)
         self._records = Records(
             planner,
@@ -113,14 +114,17 @@ class Loader:
             self._records.check_ends(wholes)
             if not self._makes_tensors:
                 self._records.check_tensors(wholes)
+            self._tensors.check()
             if self._makes_tensors or self._matched is not None:
                 self._tensors.check_ends(self._sources)  # of which the core will only see one window after the other
             self._meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
-            values = self._records.read_objects(objects)
-            self._load_plain()
-            self._records.load_tensors(wholes)
-            for position, value in zip(objects, values, strict=True):
-                self._records.load_object(position, value)
+            hand_over = self._records.read_objects(objects)
+            with self._explain.changes():
+                self._records.load_tensors(wholes)
+                self._load_plain()
+            for each in hand_over:
+                each()
+        self._targets.tell()
         self._stats.files = max(self._stats.files, len(files))
 
     def _item(self, position: int) -> ReadItem:
@@ -229,8 +233,12 @@ class Loader:
             matched.read(self._reads, both(matched.mask, mask_of(len(matched.mask), positions)))
             self._tensors.load([position for position in self._sources if position in positions])
 
-        def read_pieces(pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
-            matched.read_pieces(self._reads, pieces, filled)
+        def read_pieces(pieces: list[tuple[Piece, Tensor]]) -> None:
+            matched.read_pieces(self._reads, pieces)
+
+        def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
+            self._explain.filled.append([position for position, _, _ in taken])
+            return matched.take(taken)
 
         everything = {position for position, good in enumerate(matched.mask) if good} | self._sources.keys()
-        exchange.run(everything, read, read_pieces, matched.take, self._stats, self._phases, self._meter.advance)
+        exchange.run(everything, read, read_pieces, take, self._stats, self._phases, self._meter.advance)

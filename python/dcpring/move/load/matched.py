@@ -105,7 +105,6 @@ class Matched:
 
     def read_windows(self, reads: Reads, landing: Landing) -> None:
         """Reads what comes through windows, after what goes straight into its targets."""
-        changed = [position for position, good in enumerate(self.mask) if good]
 
         def window_of(number: int, positions: list[int], pairs: list[tuple[Tensor, Tensor]]) -> Window:
             mask = mask_of(len(landing.mask), positions)
@@ -113,7 +112,7 @@ class Matched:
             return Window(number, positions, self._calls(reads, mask, landing.tensors), pairs)
 
         with landing, torch.no_grad():
-            reads.stream(landing.uploader, itertools.starmap(window_of, landing.windows()), changed)
+            reads.stream(landing.uploader, itertools.starmap(window_of, landing.windows()))
 
     def _calls(self, reads: Reads, mask: bytes, tensors: _C.Tensors) -> list[Call]:
         calls: list[Call] = []
@@ -125,12 +124,8 @@ class Matched:
                 calls.append(Call(itertools.compress(range(len(chosen)), chosen), read))
         return calls
 
-    def read_pieces(self, reads: Reads, pieces: list[tuple[Piece, Tensor]], filled: set[int]) -> None:
-        """Reads pieces of records as bytes.
-
-        Args:
-            filled: items that have been overwritten already, for an error to say so.
-        """
+    def read_pieces(self, reads: Reads, pieces: list[tuple[Piece, Tensor]]) -> None:
+        """Reads pieces of records as bytes."""
         explain = reads.explain
         boxes: list[tuple[Any, ...]] = []
         for piece, _ in pieces:
@@ -147,8 +142,8 @@ class Matched:
             where = reads.inputs.numbers[place.file], place.payload_offset, place.payload_bytes
             boxes.append((*where, place.crcs, None, *piece.as_bytes()))
         targets = [memory.view(box[-1]) for box, (_, memory) in zip(boxes, pieces, strict=True)]
-        with explain.core((piece.overlaps[0] for piece, _ in pieces), changed=filled):
-            reads.tensors(lambda: _C.load(reads.inputs.core, boxes, targets, reads.options))
+        read = functools.partial(_C.load, reads.inputs.core, boxes, targets, reads.options)
+        reads.run([Call((piece.overlaps[0] for piece, _ in pieces), read)], fills=False)
 
     def take(self, taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
         """Fills items with what they have of pieces that are in memory; the bytes of each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -98,38 +97,28 @@ class Reads:
         self._count(stats)
         return data
 
-    def tensors(self, read: Callable[[], ReadStats]) -> None:
-        with self._phases.core(self._watch, "read tensors", self.inputs.names):
-            stats = read()
-        self._count(stats)
-
-    def run(self, calls: Iterable[Call], changed: Iterable[int] | None = None) -> None:
+    def run(self, calls: Iterable[Call], fills: bool = True) -> None:
         """Makes calls, one after the other.
 
         Args:
-            changed: items that have been overwritten, for an error to say so; None: those of the calls themselves.
+            fills: whether they overwrite their items; else they read into other memory.
         """
-        done: list[Call] = []
         for call in calls:
-            before = itertools.chain.from_iterable(each.positions for each in done)
-            with self.explain.core(call.positions, changed, before):
-                self.tensors(call.read)
-            done.append(call)
+            with self.explain.core(call.positions, fills):
+                with self._phases.core(self._watch, "read tensors", self.inputs.names):
+                    stats = call.read()
+                self._count(stats)
 
-    def stream(self, uploader: Uploader, made: Iterable[Window], changed: list[int]) -> None:
-        """Reads windows, some of them at the same time, and has each copied from when it is there.
-
-        Args:
-            changed: items that have been overwritten, for an error to say so; those of the windows are added.
-        """
+    def stream(self, uploader: Uploader, made: Iterable[Window]) -> None:
+        """Reads windows, some of them at the same time, and has each copied from when it is there."""
 
         def arrived(window: Window, results: list[Callable[[], ReadStats]]) -> None:
             for call, result in zip(window.calls, results, strict=True):
-                with self.explain.core(call.positions, changed):
+                with self.explain.core(call.positions):
                     self._count(result())
             window.check()
+            self.explain.filled.append(window.positions)
             uploader.send(window.number, window.pairs)
-            changed.extend(window.positions)
 
         waiting: collections.deque[tuple[Window, list[Callable[[], ReadStats]]]] = collections.deque()
         with self._phases.core(self._watch, "read tensors", self.inputs.names), uploader.readers() as begin:

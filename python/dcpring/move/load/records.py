@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
+from dcpring.format.zip import wrong_archive
 from dcpring.move import device
 from dcpring.move.load.reads import Reads
-from dcpring.move.load.targets import check_target
+from dcpring.move.load.targets import Targets
 from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import Loaded
 from dcpring.move.objects import load as load_object
-from dcpring.names.policy import Casts
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.torchside.tensors import narrowed
 
@@ -43,32 +43,33 @@ class Records:
         transforms: Any,
         trusted: Trust,
         safe_globals: Sequence[Any],
-        casts: Casts,
+        targets: Targets,
         is_checked: bool,
     ) -> None:
         self._planner, self._reads, self._explain, self._wanted = planner, reads, reads.explain, wanted
         self._transforms = transforms
         self._trusted, self._safe = trusted, Safe(safe_globals)
-        self._casts = casts
+        self._targets = targets
         self._is_checked = is_checked
 
     # ---- objects ----
 
-    def read_objects(self, positions: list[int]) -> list[Loaded | io.BytesIO]:
-        """Objects, which the planner gets only after all of them have been checked; as they are, if trusted."""
-        streams = self._read(positions) if positions else []
-        if self._trusted is True:
-            return list(streams)
-        return [self._unpickle(position, stream) for position, stream in zip(positions, streams, strict=True)]
+    def read_objects(self, positions: list[int]) -> list[Callable[[], None]]:
+        """Reads and checks objects; what is given hands them to the planner, once all of them have been checked."""
+        return [
+            self._handing_over(position, stream)
+            for batch in self._batches(positions)
+            for position, stream in zip(batch, self._read(batch), strict=True)
+        ]
 
-    def load_object(self, position: int, value: Loaded | io.BytesIO) -> None:
+    def _handing_over(self, position: int, stream: io.BytesIO) -> Callable[[], None]:
         planner, item = self._planner, self._wanted[position].item
+        value = stream if self._trusted is True else self._unpickle(position, stream)
         if isinstance(value, io.BytesIO):
-            planner.load_bytes(item, value)
-        elif value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
-            planner.load_bytes(item, value.stream())
-        else:
-            planner.load_object(item, value.value)
+            return functools.partial(planner.load_bytes, item, value)
+        if value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
+            return lambda: planner.load_bytes(item, value.stream())
+        return functools.partial(planner.load_object, item, value.value)
 
     def _unpickle(self, position: int, stream: io.BytesIO) -> Loaded | io.BytesIO:
         """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
@@ -98,17 +99,17 @@ class Records:
         for position in positions:
             item, _, stored = self._wanted[position]
             if stored is not None:
-                check_target(position, self._planner.resolve_tensor(item), stored[1], self._casts, self._explain)
+                self._targets.check(position, self._planner.resolve_tensor(item), stored[1])
 
     def load_tensors(self, positions: Iterable[int]) -> None:
-        for batch in windows(positions, lambda at: self._wanted[at].place.length, device.HOST_BYTES):
-            for position, data in zip(batch, self._read(batch), strict=True):
-                self._load_tensor(position, data)
+        for batch in self._batches(positions):
+            values = [self._tensor_of(at, data) for at, data in zip(batch, self._read(batch), strict=True)]
+            for position, value in zip(batch, values, strict=True):  # only now: none of them runs code
+                self._load_tensor(position, value)
 
-    def _load_tensor(self, position: int, data: io.BytesIO) -> None:
+    def _load_tensor(self, position: int, tensor: Any) -> None:
         item, _, stored = self._wanted[position]
         name, path = self._explain.name, self._explain.path
-        tensor = self._tensor_of(position, data)
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpointError(f"{name(position)} is stored as {type(tensor).__name__}", path)
         if stored is not None and tensor.size() != stored[0]:
@@ -118,12 +119,13 @@ class Records:
         target = self._planner.resolve_tensor(item)
         if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
             target = target.detach()
-        check_target(position, target, tensor.dtype, self._casts, self._explain)
+        self._targets.check(position, target, tensor.dtype)
         try:
             target.copy_(part)
         except RuntimeError as error:
             layouts = f"the checkpoint has {part.layout}, the state dict {target.layout}"
             raise CheckpointError(f"{name(position)} cannot be copied ({layouts}): {_first_line(error)}") from error
+        self._explain.filled.append([position])
         self._planner.commit_tensor(item, target)
         self._reads.stats.tensor_bytes += part.numel() * part.dtype.itemsize
 
@@ -134,6 +136,9 @@ class Records:
         return loaded.value
 
     # ---- reading ----
+
+    def _batches(self, positions: Iterable[int]) -> Iterator[list[int]]:
+        return windows(positions, lambda at: self._wanted[at].place.length, device.HOST_BYTES)
 
     def check_ends(self, positions: Iterable[int]) -> None:
         places = ((position, self._wanted[position].place) for position in positions)
@@ -159,17 +164,10 @@ class Records:
 
     def _check_archive(self, position: int, data: io.BytesIO) -> None:
         """Checks the CRCs that torch.save has put into its archive, and torch.load does not look at."""
-        if data.getbuffer()[:2] != b"PK":
-            return
-        try:
-            with zipfile.ZipFile(data) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-            damaged = str(error)
-        if damaged is not None:
+        if data.getbuffer()[:2] == b"PK" and (wrong := wrong_archive(data)):
             place = self._wanted[position].place
             path = f"{self._explain.path}/{place.file}"
-            raise CorruptCheckpointError(f"{self._explain.name(position)} is damaged ({damaged})", path, place.offset)
+            raise CorruptCheckpointError(f"{self._explain.name(position)} is damaged: {wrong}", path, place.offset)
         data.seek(0)
 
 

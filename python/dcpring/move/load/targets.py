@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcpring.errors import CheckpointError, PlanError
+from dcpring.base.text import some_keys
+from dcpring.errors import CheckpointError, KeyMismatchError, PlanError
 from dcpring.move.load.explain import Explainer
 from dcpring.names.policy import Casts
 from dcpring.plan.placements import check_chunk
@@ -50,23 +52,63 @@ def check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
             check_chunk(name, values.get(name), offset, item.dest_offsets, item.lengths, "RingLoadPlanner")
 
 
-def check_target(position: int, target: Tensor, stored: torch.dtype, casts: Casts, explain: Explainer) -> None:
-    """Whether what is stored with this dtype may be filled into the planner's tensor."""
-    item = explain.item(position)
-    if target.size() != item.lengths:
-        raise PlanError(
-            f"{explain.name(position)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
-            f"{list(target.size())}; load into tensors of the shape that was saved (req {item.storage_index} "
-            f"mismatch sizes {target.size()} vs {item.lengths})"
-        )
-    if target.dtype == stored:
-        return
-    what = f"{explain.name(position)}: the checkpoint has {stored}, the state dict {target.dtype}"
-    if casts == "never":
-        raise CheckpointError(f'{what}, and casts="never"')
-    if casts != "any" and not torch.can_cast(stored, target.dtype):
-        raise CheckpointError(
-            f"{what}, and that cast would lose data; load into a {stored} tensor and convert it, or pass "
-            'RingReader(..., casts="any")'
-        )
-    logger.info("%s is cast from %s to %s", explain.name(position), stored, target.dtype)
+class Targets:
+    """Checks the planner's tensors before something is filled into them, and tells of the casts.
+
+    Args:
+        casts: which are allowed.
+        explain: has the words.
+    """
+
+    def __init__(self, casts: Casts, explain: Explainer) -> None:
+        self._casts, self._explain = casts, explain
+        self._cast: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
+
+    def check(self, position: int, target: Tensor, stored: torch.dtype) -> None:
+        """Whether what is stored with this dtype may be filled into the tensor."""
+        item, name = self._explain.item(position), self._explain.name
+        if target.size() != item.lengths:
+            raise PlanError(
+                f"{name(position)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
+                f"{list(target.size())}; load into tensors of the shape that was saved (req {item.storage_index} "
+                f"mismatch sizes {target.size()} vs {item.lengths})"
+            )
+        if target.dtype != stored:
+            self._check_cast(position, target.dtype, stored)
+        if target.layout == torch.strided and _is_expanded(target):
+            raise KeyMismatchError(
+                f"{name(position)}: more than one element of the written-to tensor refers to a single memory location "
+                f"(strides {list(target.stride())}, as expand() makes them); load into its clone()"
+            )
+
+    def check_plain(self, position: int, target: Tensor) -> None:
+        """Whether a plain tensor can be copied into it."""
+        if target.layout != torch.strided:
+            raise KeyMismatchError(
+                f"{self._explain.name(position)}: the checkpoint has {torch.strided}, the state dict {target.layout}, "
+                f"into which it cannot be copied; load into a {torch.strided} tensor and convert it"
+            )
+
+    def _check_cast(self, position: int, wanted: torch.dtype, stored: torch.dtype) -> None:
+        lossy = self._casts != "any" and not torch.can_cast(stored, wanted)
+        if self._casts == "never" or lossy:
+            what = f"{self._explain.name(position)}: the checkpoint has {stored}, the state dict {wanted}"
+            if self._casts == "never":
+                raise CheckpointError(f'{what}, and casts="never"')
+            raise CheckpointError(
+                f"{what}, and that cast would lose data; load into a {stored} tensor and convert it, or pass "
+                'RingReader(..., casts="any")'
+            )
+        self._cast[stored, wanted].append(position)
+
+    def tell(self) -> None:
+        """Logs which casts there were."""
+        for (stored, wanted), positions in self._cast.items():
+            keys = some_keys(dict.fromkeys(self._explain.item(at).dest_index.fqn for at in positions), 5)
+            logger.info("cast from %s to %s: %s", stored, wanted, keys)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True)
+    )

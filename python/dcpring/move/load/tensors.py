@@ -35,9 +35,8 @@ from dcpring.move.load.boxes import (
     with_bounded_scales,
 )
 from dcpring.move.load.reads import Call, Reads, Window
-from dcpring.move.load.targets import NOT_PLAIN, bump_versions, check_target, is_plain_memory
+from dcpring.move.load.targets import NOT_PLAIN, Targets, bump_versions, is_plain_memory
 from dcpring.move.load.wanted import Wanted
-from dcpring.names.policy import Casts
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import range_of_box
 
@@ -59,16 +58,28 @@ class PlainTensors:
         wanted: Mapping[int, Wanted],
         sources: Mapping[int, Source | Coded],
         *,
-        casts: Casts,
+        targets: Targets,
         sums: RunningCrcs | None,
         is_checked: bool,
     ) -> None:
         self._planner, self._reads, self._explain = planner, reads, reads.explain
         self._wanted, self._sources = wanted, sources
-        self._casts = casts
+        self._targets = targets
+        self._resolved: dict[int, Tensor] = {}
         self._sums = sums
         self._is_checked = is_checked
         self._most_bytes = device.HOST_BYTES if makes_tensors(planner) else None
+
+    def check(self) -> None:
+        """Whether all fit what they are filled into. A planner that makes tensors is asked window by window."""
+        if self._most_bytes is None:
+            self._resolved = {position: self._resolve(position) for position in self._sources}
+
+    def _resolve(self, position: int) -> Tensor:
+        target = self._planner.resolve_tensor(self._wanted[position].item).detach()
+        self._targets.check(position, target, self._sources[position].dtype)
+        self._targets.check_plain(position, target)
+        return target
 
     def check_ends(self, positions: Iterable[int]) -> None:
         self._reads.check_ends([end for position in positions for end in ends_of(position, self._sources[position])])
@@ -82,20 +93,19 @@ class PlainTensors:
 
     def _load_window(self, positions: list[int]) -> None:
         items = [self._wanted[position].item for position in positions]
-        targets = [self._planner.resolve_tensor(item).detach() for item in items]
+        targets = [self._resolved.pop(at) if at in self._resolved else self._resolve(at) for at in positions]
         kinds = _C.Tensors([target if type(target) is Tensor else NOT_PLAIN for target in targets]).kinds()
         in_place: list[Box] = []
         through_host: list[Box] = []
         for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
             source = self._sources[position]
-            check_target(position, target, source.dtype, self._casts, self._explain)
             plain = kind == 0 and type(target) is Tensor and is_plain_memory(target)
             if isinstance(source, Coded):
                 source, plain = source.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
             box = Box(position, source, item.storage_offsets, item.lengths, target)
             (in_place if plain and target.dtype == source.dtype else through_host).append(box)
         self.check_ends(box.position for box in through_host)
-        self._read_boxes(in_place, self._sums)
+        self._read_boxes(in_place, self._sums, fills=True)
         bump_versions([box.memory for box in in_place])
         self._read_through_host(through_host)
         for item, target in zip(items, targets, strict=True):
@@ -104,15 +114,16 @@ class PlainTensors:
 
     # ---- straight into memory ----
 
-    def _read_boxes(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
-        self._read_plain([box for box in boxes if isinstance(box.source, Source)], sums, changed)
+    def _read_boxes(self, boxes: list[Box], sums: RunningCrcs | None, fills: bool) -> None:
+        """Reads into the boxes' memory; ``fills``: it is that of items."""
+        self._read_plain([box for box in boxes if isinstance(box.source, Source)], sums, fills)
         coded = (part for box in boxes if isinstance(box.source, Coded) for part in with_bounded_scales(box))
         for window in windows(coded, scale_bytes, device.HOST_BYTES):
-            self._read_coded(window, changed)
+            self._read_coded(window, fills)
 
-    def _read_plain(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None = None) -> None:
-        self._reads.run(self._calls(boxes), changed)
-        self._check_sums(boxes, sums, changed)
+    def _read_plain(self, boxes: list[Box], sums: RunningCrcs | None, fills: bool) -> None:
+        self._reads.run(self._calls(boxes), fills)
+        self._check_sums(boxes, sums)
 
     def _calls(self, boxes: list[Box]) -> list[Call]:
         calls: list[Call] = []
@@ -127,7 +138,7 @@ class PlainTensors:
                 calls.append(Call([box.position for box in chosen], read))
         return calls
 
-    def _read_coded(self, boxes: list[Box], changed: Iterable[int] | None) -> None:
+    def _read_coded(self, boxes: list[Box], fills: bool) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
         reads: list[tuple[Any, ...]] = []
         factors: list[Box] = []
@@ -136,15 +147,14 @@ class PlainTensors:
             of_codes, of_scales = form.boxes(box.offsets, box.lengths)
             reads.append((*codes[:-1], *of_codes, (*form.how(box.offsets), number)))
             factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))
-        self._read_plain(factors, None, changed=())
+        self._read_plain(factors, None, fills=False)
         values = [factor.memory for factor in factors]
         values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
         memory = [box.memory for box in boxes]
-        core, options = self._reads.inputs.core, self._reads.options
-        with self._explain.core((box.position for box in boxes), changed):
-            self._reads.tensors(lambda: _C.load(core, reads, memory, options, values))
+        read = functools.partial(_C.load, self._reads.inputs.core, reads, memory, self._reads.options, values)
+        self._reads.run([Call([box.position for box in boxes], read)], fills)
 
-    def _check_sums(self, boxes: list[Box], sums: RunningCrcs | None, changed: Iterable[int] | None) -> None:
+    def _check_sums(self, boxes: list[Box], sums: RunningCrcs | None) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""
         if sums is None or not self._is_checked:
             return
@@ -153,16 +163,14 @@ class PlainTensors:
             name = self._reads.inputs.names[source.file]
             if not sum_up(sums, name, box):
                 why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
-                error = CorruptCheckpointError(why, f"{self._explain.path}/{name}", source.payload_offset)
-                known = [each.position for each in boxes] if changed is None else changed
-                raise self._explain.error(error, box.position, known)
+                path = f"{self._explain.path}/{name}"
+                raise CorruptCheckpointError(f"{self._explain.name(box.position)}: {why}", path, source.payload_offset)
 
     # ---- through the host ----
 
     def _read_through_host(self, boxes: list[Box]) -> None:
         """Reads windows of host copies; a large tensor comes in several boxes."""
         sums = self._sums or RunningCrcs()
-        changed: list[int] = []
         for is_coded in (False, True):
             chosen = [box for box in boxes if isinstance(box.source, Coded) == is_coded]
             if not chosen:
@@ -170,13 +178,12 @@ class PlainTensors:
             with Uploader([box.memory for box in chosen], sum(map(host_bytes, chosen))) as uploader:
                 cut = uploader.window_bytes
                 parts = (part for box in chosen for part in parts_of(box, cut // box.source.dtype.itemsize))
-                made = functools.partial(self._host_window, uploader, is_coded, sums, changed)
-                self._reads.stream(
-                    uploader, itertools.starmap(made, enumerate(windows(parts, host_bytes, cut))), changed
-                )
+                made = functools.partial(self._host_window, uploader, is_coded, sums)
+                numbered = enumerate(windows(parts, host_bytes, cut))
+                self._reads.stream(uploader, itertools.starmap(made, numbered))
 
     def _host_window(
-        self, uploader: Uploader, is_coded: bool, sums: RunningCrcs, changed: list[int], number: int, parts: list[Box]
+        self, uploader: Uploader, is_coded: bool, sums: RunningCrcs, number: int, parts: list[Box]
     ) -> Window:
         uploader.turn(number)
         hosts = uploader.take(number, ((part.lengths, part.source.dtype) for part in parts))
@@ -184,6 +191,6 @@ class PlainTensors:
         pairs = [(part.memory, host) for part, host in zip(parts, hosts, strict=True)]
         positions = [part.position for part in parts]
         if is_coded:  # what is made of what has been read before
-            return Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, changed))
-        check = functools.partial(self._check_sums, boxes, sums, changed)
+            return Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, False))
+        check = functools.partial(self._check_sums, boxes, sums)
         return Window(number, positions, self._calls(boxes), pairs, check)

@@ -11,7 +11,6 @@ import errno
 import io
 import os
 import time
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from dcpring.format.metadata import (
     unpickle_safely,
 )
 from dcpring.format.safetensors import Model
+from dcpring.format.zip import wrong_archive
 from dcpring.move.load.inputs import Inputs
 from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
@@ -375,15 +375,11 @@ class _Slice(io.RawIOBase):
 
 
 def _wrong_archive(path: Path, offset: int, length: int) -> str:
-    """What is wrong with a zip archive whose entries are compressed; it is unpacked piece by piece."""
     try:
-        with _Slice(path, offset, length) as part, zipfile.ZipFile(io.BufferedReader(part)) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError) as error:
-        return f"its zip archive cannot be unpacked: {error}"
-    except Exception as error:  # zlib's, lzma's and bz2's have nothing in common
-        return f"its zip archive cannot be unpacked: {type(error).__name__}: {error}"
-    return f"its checksum does not match ({damaged})" if damaged is not None else ""
+        with _Slice(path, offset, length) as part, io.BufferedReader(part) as file:
+            return wrong_archive(file)
+    except OSError as error:
+        return f"its zip archive cannot be read: {error}"
 
 
 # ---- the metadata ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -694,3 +695,12 @@ def test_full_state_dict_on_rank_0() -> None:
 def test_lora_is_a_wrapper_by_registration() -> None:
     assert list(dcpring.get_model_state_dict(Lora(nn.Linear(WIDTH, WIDTH)))) == ["lora_a", "weight", "bias"]
     assert "base_layer.weight" in stock.get_model_state_dict(Lora(nn.Linear(WIDTH, WIDTH)))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_garbage_is_collected_while_tensors_are_gathered(full: bool) -> None:
+    """Which may take long; names and local tensors do not."""
+    model, seen = nn.Linear(3, 4), list[bool]()
+    model.register_state_dict_pre_hook(lambda *_: seen.append(gc.isenabled()))
+    dcpring.get_model_state_dict(model, options=StateDictOptions(full_state_dict=full))
+    assert seen == [full] and gc.isenabled()

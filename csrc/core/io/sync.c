@@ -7,7 +7,6 @@
 
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
@@ -118,9 +117,9 @@ int dr_syncs_add_file(struct dr_syncs *syncs, int fd, const char *path, enum dr_
             return dr_error_cancelled(error);
         syncs->pending = syncs->pending->next;
     }
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    int copy = DR_RETRY(dr_sys.dup(fd));
     if (copy < 0)
-        return dr_error_system(error, errno, DR_CALL_OPEN, path);
+        return dr_error_system(error, -copy, DR_CALL_FCNTL, path);
     return begin(syncs, &(struct dr_syncing){.fd = copy, .kind = kind, .size = size, .file = syncs->files++}, path,
                  error);
 }

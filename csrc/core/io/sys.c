@@ -110,6 +110,8 @@ static int real_set_direct(int fd, int on) {
     return result(fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT));
 }
 
+static int real_dup(int fd) { return result(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
+
 static int real_set_blocking(int fd) { return result(fcntl(fd, F_SETFL, 0)); }
 
 static int real_fallocate(int fd, off_t size) { return result(fallocate(fd, 0, 0, size)); }

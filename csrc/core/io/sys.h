@@ -41,6 +41,7 @@ enum dr_advice { DR_ADVICE_HUGE_PAGES, DR_ADVICE_GIVE_BACK };
     /* Opens name below dirfd; never leaves dirfd, by "..", by absolute path or by symlink. */ \
     CALL(ERRNO, int, open_below, (int dirfd, const char *name, int flags, mode_t mode), (dirfd, name, flags, mode)) \
     CALL(OWN, int, close, (int fd), (fd)) \
+    CALL(ERRNO, int, dup, (int fd), (fd)) \
     CALL(ERRNO, int, fstat, (int fd, struct stat *out), (fd, out)) \
     CALL(TRANSFER, ssize_t, pread, (int fd, void *data, size_t size, off_t offset), (fd, data, size, offset)) \
     CALL(TRANSFER, ssize_t, pwrite, (int fd, const void *data, size_t size, off_t offset), (fd, data, size, offset)) \

@@ -93,6 +93,22 @@ class _Request:
 
 
 @contextlib.contextmanager
+def _request(model: nn.Module, options: StateDictOptions | None) -> Iterator[_Request]:
+    """A call, around all that is done for it: names are many objects, for which garbage is not collected in between.
+
+    Where tensors are gathered or sent, or copied to the host, that is waited for, and the collector is left alone.
+    """
+    with collection_paused():
+        request = _Request(model, options)
+        info = request.info
+        waits = info.full_state_dict or info.broadcast_from_rank0 or info.cpu_offload or info.fsdp_modules
+        if not waits:
+            yield request
+    if waits:
+        yield request
+
+
+@contextlib.contextmanager
 def _fsdp_state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
     """What stock does for FSDP1, whose ``state_dict()`` depends on a mode of the model."""
     offload = options.cpu_offload
@@ -115,7 +131,9 @@ def _fsdp_state_dict_type(model: nn.Module, options: StateDictOptions) -> Iterat
 def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     found = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     if not found:
-        raise RuntimeError("Optimizers are not passed in but optim_only is set to True.")
+        raise RuntimeError(
+            "Optimizers are not passed in but optim_only is set to True. Pass those whose state is meant, one at least"
+        )
     return found
 
 
@@ -248,7 +266,7 @@ def _check_not_empty(request: _Request, state: Mapping[str, Any]) -> None:
     if not state and not may_be_empty:
         raise RuntimeError(
             "The option indicates that model state_dict is required to save or load, but model state_dict is empty. To "
-            "load nothing, pass StateDictOptions(strict=False)"
+            "save or load nothing, pass StateDictOptions(strict=False)"
         )
 
 
@@ -700,16 +718,14 @@ def named_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]
 ) -> dict[str, Any]:
     """A state dict in which parameters are numbered, with their names."""
-    with collection_paused():
-        request = _Request(model, None)
+    with _request(model, None) as request:
         return (_named_by_fsdp if request.info.fsdp_modules else _named)(request, optimizer, numbered)
 
 
 @torch.no_grad()
 def load_named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Gives an optimizer a complete state, by names, with its groups in its own order, as its own state dict has it."""
-    with collection_paused():
-        request = _Request(model, None)
+    with _request(model, None) as request:
         if request.info.fsdp_modules and state[_STATE]:
             _take_over(request, optimizer, state)
             return
@@ -739,8 +755,7 @@ def get_model_state_dict(
     Raises:
         ValueError: two tensors would have one name; the message names both.
     """
-    with collection_paused():
-        request = _Request(model, options)
+    with _request(model, options) as request:
         state = _get_model(request, submodules)
         if not submodules:
             _check_not_empty(request, state)
@@ -765,8 +780,7 @@ def set_model_state_dict(
         KeyMismatchError: with ``strict``, when keys are missing or unexpected; the message lists them all.
         RuntimeError: shapes do not fit.
     """
-    with collection_paused():
-        request = _Request(model, options)
+    with _request(model, options) as request:
         _check_not_empty(request, model_state_dict)
         return _set_model(request, model_state_dict)
 
@@ -793,8 +807,8 @@ def get_optimizer_state_dict(
         RuntimeError: an optimizer has a parameter that is not the model's, or its class has a state dict of its own
             form, or it has no state yet and copies of it cannot take a step.
     """
-    with collection_paused():
-        return _get_optimizers(_Request(model, options), _as_tuple(optimizers))
+    with _request(model, options) as request:
+        return _get_optimizers(request, _as_tuple(optimizers))
 
 
 def set_optimizer_state_dict(
@@ -820,8 +834,8 @@ def set_optimizer_state_dict(
         RuntimeError: an optimizer has a parameter that is not the model's, or one group was saved as several that
             differ; with ``strict=False`` the options of the last are taken, where they are nested.
     """
-    with collection_paused():
-        _set_optimizers(_Request(model, options), _as_tuple(optimizers), optim_state_dict)
+    with _request(model, options) as request:
+        _set_optimizers(request, _as_tuple(optimizers), optim_state_dict)
 
 
 def get_state_dict(
@@ -832,8 +846,7 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``get_model_state_dict`` and ``get_optimizer_state_dict`` in one call."""
-    with collection_paused():
-        request = _Request(model, options)
+    with _request(model, options) as request:
         state = _get_model(request, submodules)
         if not submodules:
             _check_not_empty(request, state)
@@ -849,8 +862,7 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
     """``set_optimizer_state_dict`` and ``set_model_state_dict`` in one call; an empty model dict is left out."""
-    with collection_paused():
-        request = _Request(model, options)
+    with _request(model, options) as request:
         if optimizers:
             _set_optimizers(request, _as_tuple(optimizers), optim_state_dict)
         return _set_model(request, model_state_dict)

@@ -538,7 +538,8 @@ class Checkpointer:
         foreign = sorted(wanted - self.components.keys())
         if foreign:
             raise CheckpointError(
-                f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components"
+                f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components; make the "
+                "Checkpointer with what is to be loaded, or do not ask for it"
             )
         unclaimed = stored.keys.keys() - self.components.keys() - left_out if asked is None else set()
         chosen = {name: component for name, component in self.components.items() if name in wanted - left_out}

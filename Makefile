@@ -149,7 +149,7 @@ asan: setup build/.test-system
 	@$(MAKE) -s -C tests/c asan
 	@$(call build_copy,asan,-UNDEBUG -fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined -g -O1)
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/build/asan DCPRING_SANITIZED=1 \
+	  ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/build/asan DCPRING_SANITIZED=1 \
 	  DCPRING_ASSERTING=1 $(PYTEST) tests
 
 # Those C tests that have threads, under ThreadSanitizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import time
@@ -258,7 +259,7 @@ def test_hostile_but_possible(tmp_path: Path) -> None:
     for args in ((), ("--depth", "100"), ("--files",), ("--json",)):
         began = time.monotonic()
         result = _cli.run("ls", tmp_path / "c", *args)
-        assert result.status == 0 and time.monotonic() - began < 20, args
+        assert result.status == 0 and time.monotonic() - began < (60 if "DCPRING_SANITIZED" in os.environ else 20), args
         assert not set(result.out) & {"\x1b", "\u202e"}
         assert len(result.out) < 3_000_000
     document = json.loads(result.out)

@@ -864,8 +864,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     plain = peak_bytes(tmp_path / "a.pt", tmp_path / "ckpt") - idle
     (tmp_path / "a.pt").unlink()
     cast = peak_bytes(tmp_path / "ckpt", tmp_path / "b.safetensors", "bfloat16") - idle
-    assert 64 * MIB < plain < 200 * MIB
-    assert plain < cast < 260 * MIB
+    sanitizer = 64 * MIB if "DCPRING_SANITIZED" in os.environ else 0
+    assert 64 * MIB < plain < 200 * MIB + sanitizer
+    assert plain < cast < 260 * MIB + sanitizer
 
 
 @pytest.mark.slow

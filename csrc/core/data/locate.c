@@ -1,4 +1,4 @@
-/* Looking into records that the metadata says little about: dr_record_locate for many, file by file. See load.h. */
+/* Looking into records that the metadata says little about: dr_record_locate for many, file by file. See locate.h. */
 #include "data/locate.h"
 
 static int locate_all(struct dr_window *window, const struct dr_input_file *f, struct dr_lookup *lookups, size_t count,

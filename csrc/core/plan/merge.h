@@ -186,7 +186,7 @@ struct dr_share {
 
 /*
  * Gives each share an owner among its holders that are allowed (NULL: all are), so that the largest load is small:
- * largest shares first, each to the least loaded, then moves and swaps while they help. Every share must have an
+ * largest shares first, each to the least loaded, then moves while they help. Every share must have an
  * allowed holder. load (one for each rank) is added to. The same input gives the same result.
  */
 int dr_assign(struct dr_share *shares, size_t count, const uint8_t *allowed, uint64_t *load, uint32_t world,

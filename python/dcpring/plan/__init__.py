@@ -1,4 +1,4 @@
-"""Who writes and who reads what. No byte of a tensor is touched here, but for fingerprints of small ones.
+"""Who writes and who reads what. No byte of a tensor is touched here, but for fingerprints of small ones, and pieces.
 
 DCP calls ``save_planner`` and ``load_planner``. Both ``flatten`` a state dict and describe what a rank has as a
 ``table`` of C, from which DCP's ``items`` are made only when somebody looks; ``messages`` is what ranks and the

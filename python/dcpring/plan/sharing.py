@@ -1,4 +1,4 @@
-"""Who reads what several ranks need: planned as the share of a save is, for ``move.handon`` to carry out.
+"""Who reads what several ranks need: planned as the share of a save is, for ``move.load.handon``.
 
 1. With its load plan every rank sends what it will read, as a table of units: each stands for a piece (``pieces``).
 2. The coordinator merges the tables as it merges save plans, and gives each unit that several ranks need a reader.

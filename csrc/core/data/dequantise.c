@@ -1,6 +1,7 @@
 /* Rows of codes, decoded a stretch at a time and scaled block by block. See dequantise.h. */
 #include "data/dequantise.h"
 
+#include "base/align.h"
 #include "base/elements.h"
 
 #include <assert.h>
@@ -98,9 +99,8 @@ static uint64_t span(const struct dr_read *read, int axis, const uint64_t *strid
 static void visit(const struct making *m, int axis, const uint64_t *strides, uint64_t at, int64_t row, char *out) {
     const struct dr_read *read = m->read;
     if (axis == read->chunk.ndim - 1) {
-        uint64_t end = at + (uint64_t)read->lengths[axis];
-        uint64_t lo = at > m->lo ? at : m->lo, hi = end < m->hi ? end : m->hi;
-        if (lo < hi)
+        uint64_t lo = m->lo, hi = m->hi;
+        if (dr_clip(at, at + (uint64_t)read->lengths[axis], &lo, &hi))
             decode_row(m, row, (int64_t)(lo - at), (int64_t)(hi - lo), m->data + (lo - m->lo), out);
         return;
     }

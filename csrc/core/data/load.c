@@ -1,6 +1,7 @@
 /* Reading slices. See load.h; load_plan.c decides what to read, this does it. */
 #include "data/load.h"
 
+#include "base/align.h"
 #include "base/crc.h"
 #include "data/dequantise.h"
 #include "data/load_plan.h"
@@ -78,9 +79,8 @@ static int use_block(void *context, const struct dr_block *block, const uint8_t 
         const struct dr_load_extent *extent = &plan->extents[i];
         if (extent->file != block->file || extent->lo >= block->hi)
             break;
-        uint64_t lo = extent->lo > block->lo ? extent->lo : block->lo;
-        uint64_t hi = extent->hi < block->hi ? extent->hi : block->hi;
-        if (lo >= hi)
+        uint64_t lo = block->lo, hi = block->hi;
+        if (!dr_clip(extent->lo, extent->hi, &lo, &hi))
             continue;
         int rc = check_crcs(load, block, data, lo, hi, extent->read, &checked, crc_ns, error);
         if (rc < 0)

@@ -127,16 +127,9 @@ int dr_save_window_init(struct save_window *window, const struct dr_source *sour
 
 /* ---- filling blocks ---- */
 
-/* The part of [begin, begin + size) that lies in [lo, hi). */
-static bool clip(uint64_t begin, uint64_t size, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
-    *from = begin > lo ? begin : lo;
-    *to = begin + size < hi ? begin + size : hi;
-    return *from < *to;
-}
-
 static void fill_head(const struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
-    uint64_t from, to;
-    if (!clip(p->begin, p->data - p->begin, lo, hi, &from, &to))
+    uint64_t from = lo, to = hi;
+    if (!dr_clip(p->begin, p->data, &from, &to))
         return;
     uint8_t head[DR_RECORD_HEAD_MAX];
     dr_record_head(&p->source->shape, p->record, head);
@@ -164,9 +157,9 @@ static void digest_blocks(const struct dr_digest_key *key, const struct piece *p
 
 static void fill_data(struct save_window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block,
                       uint64_t *crc_ns) {
-    uint64_t from, to;
+    uint64_t from = lo, to = hi;
     const struct dr_source *s = p->source;
-    if (!clip(p->data, s->size, lo, hi, &from, &to))
+    if (!dr_clip(p->data, p->data + s->size, &from, &to))
         return;
     struct dr_region region;
     if (s->strides)
@@ -202,8 +195,8 @@ static bool is_summed(const void *context) {
 
 static bool fill_tail(struct save_window *window, struct piece *p, uint64_t lo, uint64_t hi, uint8_t *block) {
     assert(p->record <= p->payload && p->payload <= p->data && p->data + p->source->size <= p->end);
-    uint64_t tail = p->data + p->source->size, from, to;
-    if (!clip(tail, p->end - tail, lo, hi, &from, &to))
+    uint64_t tail = p->data + p->source->size, from = lo, to = hi;
+    if (!dr_clip(tail, p->end, &from, &to))
         return true;
     if (!is_summed(p) && !dr_workers_wait(&window->workers, is_summed, p))
         return false;

@@ -42,9 +42,8 @@ static size_t first_payload(const struct dr_stripes *s, uint64_t at) {
 
 /* The part of a payload that lies in [lo, hi); false where there is none. */
 static bool clip(const struct dr_payload *p, uint64_t lo, uint64_t hi, uint64_t *from, uint64_t *to) {
-    *from = p->offset > lo ? p->offset : lo;
-    *to = p->offset + p->size < hi ? p->offset + p->size : hi;
-    return *from < *to;
+    *from = lo, *to = hi;
+    return dr_clip(p->offset, p->offset + p->size, from, to);
 }
 
 /* Copies what the patches have of the bytes [lo, hi) to `out`. */

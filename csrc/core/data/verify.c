@@ -311,8 +311,8 @@ static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad
         return false;
     for (size_t i = 0; i < bad->count; i++) {
         const struct bad_range *range = &bad->at[i];
-        uint64_t from = range->lo > lo ? range->lo : lo, to = range->hi < hi ? range->hi : hi;
-        if (from < to)
+        uint64_t from = lo, to = hi;
+        if (dr_clip(range->lo, range->hi, &from, &to))
             note_problem(run, check, from, to - from, range->err ? "cannot be read" : "the file ends before it",
                          range->err);
     }
@@ -340,8 +340,8 @@ static void use_group(struct verify_run *run, const struct dr_block *block, cons
 static void use_part(struct verify_run *run, const struct dr_block *piece, const uint8_t *data,
                      const struct bad_ranges *bad, uint64_t *crc_ns) {
     struct dr_verify_part *part = &run->verify.parts[piece->first];
-    uint64_t end = part->offset + part->size;
-    uint64_t lo = piece->lo > part->offset ? piece->lo : part->offset, hi = piece->hi < end ? piece->hi : end;
+    uint64_t lo = piece->lo, hi = piece->hi;
+    dr_clip(part->offset, part->offset + part->size, &lo, &hi);
     for (uint64_t at = lo, next; at < hi; at = next) {
         next = dr_align_down(at, DR_CRC_BLOCK) + DR_CRC_BLOCK;
         next = next < hi ? next : hi;

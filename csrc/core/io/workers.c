@@ -74,19 +74,19 @@ static void destroy(struct dr_workers *workers) {
 }
 
 /* What one call gives to its workers, on its caller's stack. */
-struct crew {
+struct team {
     struct dr_workers *workers;
     struct worker each[DR_MAX_WORKERS];
 };
 
 /* Work is shared out as it is taken, so fewer workers than asked for still do all of it: an error where there is none.
  */
-static int start(struct crew *crew, unsigned count, int (*work)(void *, unsigned, struct dr_error *), void *context) {
-    struct dr_workers *workers = crew->workers;
+static int start(struct team *team, unsigned count, int (*work)(void *, unsigned, struct dr_error *), void *context) {
+    struct dr_workers *workers = team->workers;
     unsigned started = 0;
     int rc = 0;
     for (; rc == 0 && started < count; started += rc == 0) {
-        struct worker *worker = &crew->each[started];
+        struct worker *worker = &team->each[started];
         *worker = (struct worker){workers, started, work, context};
         pthread_mutex_lock(&workers->lock);
         rc = dr_kept_run(run_worker, worker);
@@ -113,9 +113,9 @@ static void stop_and_wait(void *argument) {
 int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
                    void *context, const struct dr_control *control, struct dr_error *error) {
     assert(count > 0 && count <= DR_MAX_WORKERS);
-    struct crew crew = {.workers = workers};
+    struct team team = {.workers = workers};
     init(workers);
-    int rc = start(&crew, count, work, context);
+    int rc = start(&team, count, work, context);
     if (rc < 0)
         dr_error_system(error, -rc, DR_CALL_PTHREAD_CREATE, NULL);
     pthread_cleanup_push(stop_and_wait, workers);

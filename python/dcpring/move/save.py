@@ -317,7 +317,7 @@ class Saving:
 
     def _write_tensors(self, file: _C.FileWriter, positions: list[int]) -> None:
         if self._transforms.extensions:
-            self._write_pickled(file, positions, self._tensor_bytes)
+            self._write_pickled_tensors(file, positions)
             return
         looked = self.look(positions)
         self._looked = None
@@ -366,7 +366,7 @@ class Saving:
             self._write_plain(file, [positions[index] for index in window], made)
             made.clear()  # before the next are made
         other = [positions[index] for index, kind in enumerate(kinds) if kind == _OTHER]
-        self._write_pickled(file, other, self._tensor_bytes)
+        self._write_pickled_tensors(file, other)
 
     def _checked(self, positions: Sequence[int], tensors: list[Any]) -> list[Tensor]:
         for position, tensor in zip(positions, tensors, strict=True):
@@ -439,18 +439,22 @@ class Saving:
         torch.save(tensor, out)
         return out
 
+    def _write_pickled_tensors(self, file: _C.FileWriter, positions: list[int]) -> None:
+        self._stats.tensor_bytes += self._write_pickled(file, positions, self._tensor_bytes)
+
     def _write_pickled(
         self, file: _C.FileWriter, positions: Iterable[int], pickled: Callable[[int], io.BytesIO]
-    ) -> None:
-        """Writes items as whole byte strings, a bounded number of bytes at a time."""
+    ) -> int:
+        """Writes items as whole byte strings, a bounded number of bytes at a time; how many they are."""
+        written = 0
         made = ((position, self._judged(position, pickled(position))) for position in positions)
         for window in windows(made, lambda pair: pair[1].getbuffer().nbytes, WINDOW_BYTES):
             self._written = [position for position, _ in window]
             rows = file.write_bytes([data.getbuffer() for _, data in window])
             self.storage.put([(self._name, BYTES, *row) for row in rows], self._written)
-            if pickled == self._tensor_bytes:
-                self._stats.tensor_bytes += sum(row[3] for row in rows)
+            written += sum(row[3] for row in rows)
             window.clear()  # before the next is made
+        return written
 
     def _judged(self, position: int, data: io.BytesIO) -> io.BytesIO:
         """What is written: looked at, and transformed."""

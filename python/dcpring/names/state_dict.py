@@ -137,7 +137,7 @@ def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return found
 
 
-def _some_keys(keys: Iterable[str]) -> str:
+def _listed(keys: Iterable[str]) -> str:
     return "\n".join(f"  {key}" for key in keys)
 
 
@@ -553,7 +553,7 @@ def _split(request: _Request, optimizer: torch.optim.Optimizer, loaded: _Loaded)
     if missing and strict:
         raise KeyMismatchError(
             f"the optimizer's state dict lacks {len(missing)} keys that {type(optimizer).__name__} needs:\n"
-            f"{_some_keys(missing)}\n{_words_of_stock(missing)}to load the rest, pass StateDictOptions(strict=False)"
+            f"{_listed(missing)}\n{_words_of_stock(missing)}to load the rest, pass StateDictOptions(strict=False)"
         )
     if incomplete:
         own = first_step(optimizer, incomplete).states if is_fresh(optimizer) else optimizer.state

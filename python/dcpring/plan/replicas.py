@@ -44,8 +44,8 @@ def fingerprints(values: list[Any]) -> bytes:
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
     tensors = [index for index, value in enumerate(local) if isinstance(value, Tensor)]
     crcs = dict(zip(tensors, _tensor_crcs([local[index] for index in tensors]), strict=True))
-    prints = [crcs[index] if index in crcs else _object_crc(value) for index, value in enumerate(local)]
-    return array.array("I", prints).tobytes()
+    fingerprints = [crcs[index] if index in crcs else _object_crc(value) for index, value in enumerate(local)]
+    return array.array("I", fingerprints).tobytes()
 
 
 def _object_crc(value: Any) -> int:

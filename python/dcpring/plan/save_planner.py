@@ -180,17 +180,17 @@ class RingSavePlanner(DefaultSavePlanner):
     def _seal(self, plan: RingPlan) -> LocalMessage:
         """Describes the items as they are now: a subclass may have changed those that create_local_plan made."""
         if plan.described is not None and not plan.is_changed:
-            table, items, prints, ties = plan.described.table, None, self._save.fingerprints, self._save.ties
+            table, items, fingerprints, ties = plan.described.table, None, self._save.fingerprints, self._save.ties
         else:
             items = list(plan.items)
             table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
-            prints, ties = b"", ()
+            fingerprints, ties = b"", ()
         layout = table.encode()
         digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
         known = self._plan_caching and self._cache.may_skip(digest)
         return LocalMessage(
-            rank_in(), host_id(), None if known else layout, digest, prints, self.flatten_state_dict, ties
+            rank_in(), host_id(), None if known else layout, digest, fingerprints, self.flatten_state_dict, ties
         )
 
     @_trace.step(_trace.GLOBAL_PLAN)
@@ -386,7 +386,7 @@ class RingSavePlanner(DefaultSavePlanner):
         count, examples = merge.differing(_MOST_NAMED)
         if not count:
             return
-        named = "; ".join(_describe_difference(name, prints) for name, prints in examples)
+        named = "; ".join(_describe_difference(name, fingerprints) for name, fingerprints in examples)
         more = f"; and {count - len(examples)} more" if count > len(examples) else ""
         text = (
             f"ranks hold different bytes of what should be replicated, and only one rank's are saved: {named}{more}. "
@@ -701,9 +701,9 @@ def _check_addressee(reply: Reply) -> None:
         )
 
 
-def _describe_difference(name: str, prints: list[tuple[int, int]]) -> str:
-    first_rank, first = prints[0]
-    different = [str(rank) for rank, value in prints if value != first]
+def _describe_difference(name: str, fingerprints: list[tuple[int, int]]) -> str:
+    first_rank, first = fingerprints[0]
+    different = [str(rank) for rank, value in fingerprints if value != first]
     shown = ", ".join(different[:8]) + (", ..." if len(different) > 8 else "")
     return f"{name!r} (rank {first_rank} differs from {shown})"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class Source(NamedTuple):
     def stored(self) -> tuple[Source, ...]:
         """What is read of files for it."""
         return (self,)
+
+    def for_core(self) -> tuple[Any, ...]:
+        """What the core knows of it, before offsets and lengths."""
+        return self.file, self.payload_offset, self.payload_bytes, self.crcs, self.whole_crc, self.sizes
 
 
 class Coded(NamedTuple):

@@ -130,9 +130,11 @@ class PlainTensors:
         for gaps, options in self._reads.ways:
             chosen = boxes
             if gaps is not None:
-                chosen = [box for box in boxes if (range_of_box(box.source.sizes, *box[2:4]) is None) == gaps]
+                chosen = [
+                    box for box in boxes if (range_of_box(box.source.sizes, box.offsets, box.lengths) is None) == gaps
+                ]
             if chosen:
-                wanted = [(*source_of(box)[:-1], box.offsets, box.lengths) for box in chosen]
+                wanted = [(*source_of(box).for_core(), box.offsets, box.lengths) for box in chosen]
                 memory = [box.memory for box in chosen]
                 read = functools.partial(_C.load, self._reads.inputs.core, wanted, memory, options)
                 calls.append(Call([box.position for box in chosen], read))
@@ -143,9 +145,9 @@ class PlainTensors:
         reads: list[tuple[Any, ...]] = []
         factors: list[Box] = []
         for number, box in enumerate(boxes):
-            form, (codes, scales) = coded_of(box)[:2]
+            form, (codes, scales) = coded_of(box).form, coded_of(box).stored
             of_codes, of_scales = form.boxes(box.offsets, box.lengths)
-            reads.append((*codes[:-1], *of_codes, (*form.how(box.offsets), number)))
+            reads.append((*codes.for_core(), *of_codes, (*form.how(box.offsets), number)))
             factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))
         self._read_plain(factors, None, fills=False)
         values = [factor.memory for factor in factors]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from dcpring import Checkpointer, PerRank, Replicated, Sharded
-from dcpring.resume.optimizers import match_groups
+from dcpring.resume.param_groups import match_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:sparse")
 

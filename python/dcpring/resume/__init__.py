@@ -2,6 +2,7 @@
 
 ``checkpointer`` is what a training script holds. ``components`` has the kinds of state and how each comes back on other
 ranks; ``optimizers``, ``schedules``, ``rng`` and ``data`` are components of their own, ``recognise`` picks one by type.
+``param_groups`` joins the groups of optimizers that ranks have different parameters of, and finds them again.
 ``ranks`` is the process group of it all, ``staging`` the copy that is written in the background, ``background`` the
 thread that does so, ``manifest`` what a checkpoint says of its components, ``retention`` which steps stay, ``trees``
 plain data that DCP gives back exactly, ``backend`` what all of it saves and loads with. ``single`` is for a tree of one

@@ -30,7 +30,7 @@ from dcpring.resume.background import Background, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
-from dcpring.resume.recognise import as_component, model_of
+from dcpring.resume.recognise import as_component, model_of, with_joined_parts
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.watch.phases import Staging
@@ -285,6 +285,7 @@ class Checkpointer:
         gathered = joint.gather("notes", (notes, (step, blocking, export, list(self.components))))
         _refuse_other_calls([call for _, call in gathered])
         by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
+        self._add_details(joint, step, states, by_name)
         self._raise_disagreements(joint, step, states, by_name)
         with joint.doing(f"cannot save step {step}"):
             parts = {
@@ -301,6 +302,17 @@ class Checkpointer:
             if self._place.rank == 0:
                 state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
         return state
+
+    def _add_details(self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]) -> None:
+        """Adds to the notes what components want to be seen besides, where the notes of ranks differ."""
+        with joint.doing(f"cannot save step {step}"):
+            asked = {name: one.detail(states[name], notes[name], self._place) for name, one in self.components.items()}
+        own = {name: detail for name, detail in asked.items() if detail is not None}
+        if not own:  # on no rank
+            return
+        seen = joint.gather("details", own)
+        for name in own:
+            notes[name] = [{**note, **each[name]} for note, each in zip(notes[name], seen, strict=True)]
 
     def _check_plain(self, state: Any) -> None:
         trees.refuse_sharded(state)
@@ -714,8 +726,9 @@ def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
     for name in components:
         if not isinstance(name, str) or not name or "." in name or name == MANIFEST_KEY:
             raise ValueError(f"component {name!r}: a name is a string without dots, and not {MANIFEST_KEY!r}")
-    models = [model for model in map(model_of, components.values()) if model is not None]
-    return {name: as_component(name, value, models) for name, value in components.items()}
+    given = {name: with_joined_parts(value) for name, value in components.items()}
+    models = [model for model in map(model_of, given.values()) if model is not None]
+    return {name: as_component(name, value, models) for name, value in given.items()}
 
 
 def _below_their_heads(flat: dict[str, Any]) -> dict[str, Any]:

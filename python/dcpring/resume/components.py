@@ -2,7 +2,7 @@
 
 A component belongs to a Checkpointer, which runs it in steps that all ranks take together:
 
-save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``disagreements``, ``to_save``
+save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``detail``, ``disagreements``, ``to_save``
 load:  ``plan`` (what is needed against what is there), a read of ``Plan.target``, ``prepare`` (checks what was read),
        a read of ``Plan.in_place``, ``apply``, ``remarks`` (what did not come out as it was saved)
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from dcpring.base import random_states
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
+from dcpring.names.parts import ModelParts
 from dcpring.resume import backend, trees
 from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
 from dcpring.torchside.dcp import flatten_state_dict
@@ -103,6 +104,10 @@ class Component:
 
     def note(self, state: Any, place: Place) -> Any:
         raise NotImplementedError
+
+    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any] | None:
+        """What this rank adds to its note, a dict, now that it knows all notes; None, on all ranks, for nothing."""
+        return None
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         """Why what the ranks have cannot be one checkpoint."""
@@ -354,6 +359,15 @@ class ModelState(Sharded):
     """An ``nn.Module``, whatever wraps it: names are those of the bare model."""
 
     stateful: nn.Module
+
+    @property
+    def type_name(self) -> str:
+        return type(self.whole).__name__
+
+    @property
+    def whole(self) -> nn.Module:
+        """The model itself, where it is not in parts; else one of these, which has all but the layers of the others."""
+        return self.stateful.parts[0] if isinstance(self.stateful, ModelParts) else self.stateful
 
     def state(self) -> Any:
         return backend.get_model_state_dict(self.stateful)

@@ -68,10 +68,10 @@ def exports_of(
     found = []
     for name, component in models.items():
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
-        known = conversion_of(component.stateful, tensors)
+        known = conversion_of(component.whole, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
         writer = RingHFWriter(path, **{"key_map": known.to_stored, **options})
-        found.append(Export(component.stateful, rearranged(tensors, known.rules), writer))
+        found.append(Export(component.whole, rearranged(tensors, known.rules), writer))
     return found
 
 

@@ -8,7 +8,6 @@ are read, and compared, before anything is changed.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcpring.base.text import some, some_keys
+from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError
 from dcpring.names.first_step import (
     NoFirstStep,
@@ -33,18 +32,19 @@ from dcpring.names.first_step import (
 from dcpring.resume import backend, trees
 from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes
 from dcpring.resume.manifest import Stored
+from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
 from dcpring.torchside.dcp import flatten_state_dict, set_element
 from dcpring.torchside.tensors import ShardedTensor
 
-__all__ = ["OptimizerState", "match_groups"]
+__all__ = ["OptimizerState", "OptimizerStates"]
 
-_STATE, _GROUPS, _PARAMS, _PARAM_NAMES = "state", "param_groups", "params", "param_names"
+_STATE, _GROUPS = "state", "param_groups"
+_MEMBERS, _OWN_GROUPS = "members", "groups"
+"""In a rank's note: a digest of which parameters its groups have, and the groups, where they are asked for."""
 _NOWHERE = object()
 
 Path = tuple[str | int, ...]
-Names = list[str]
-"""All names of a parameter; several if it is tied."""
 
 
 # ---- what was saved ----
@@ -142,53 +142,44 @@ def _mapped(keys: Any, own: Any, value: Callable[[str, Any], Any]) -> Any:
     return value(keys, own)
 
 
-# ---- groups ----
-
-
-def match_groups(own: Sequence[Sequence[Names]], saved: Sequence[Sequence[str]]) -> tuple[list[int | None], list[str]]:
-    """Which of the saved groups each group is, by the names of their parameters, in whatever order; and what is wrong.
-
-    Parameters that only one side has are passed over. Groups without parameters are paired in their order.
-
-    Args:
-        own: for each group the names of each parameter.
-        saved: for each group the names of its parameters.
-    """
-    group_of = {name: index for index, names in enumerate(saved) for name in names}
-    found = [[next((group_of[name] for name in names if name in group_of), None) for names in group] for group in own]
-    # The largest common parts are groups that stayed; what is in none of them has moved.
-    pairs = Counter((here, there) for here, group in enumerate(found) for there in group if there is not None)
-    matched: dict[int, int] = {}
-    for (here, there), _ in pairs.most_common():
-        if here not in matched and there not in matched.values():
-            matched[here] = there
-    moved = [
-        f"{names[0]!r} (in group {there} there, {here} here)"
-        for here, group in enumerate(own)
-        for names, there in zip(group, found[here], strict=True)
-        if there is not None and matched.get(here) != there
-    ]
-    problems = []
-    if moved:
-        sizes = "" if len(own) == len(saved) else f"{len(saved)} parameter groups in the checkpoint, {len(own)} here; "
-        problems.append(f"{sizes}parameters are in other groups than they were saved in: {some(moved, 4)}")
-    empty = [index for index, group in enumerate(own) if not group]
-    empty_there = [index for index, names in enumerate(saved) if not names]
-    if empty and len(empty) != len(empty_there):
-        problems.append(f"{len(empty_there)} groups without parameters in the checkpoint, {len(empty)} here")
-    matched |= dict(zip(empty, empty_there, strict=False))
-    return [matched.get(index) for index in range(len(own))], problems
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group holds besides its parameters; the names that torch keeps of these are the optimizer's own."""
-    return {name: value for name, value in group.items() if name not in (_PARAMS, _PARAM_NAMES)}
-
-
 # ---- the component ----
 
 
-class OptimizerState(Sharded):
+class _Grouped(Sharded):
+    """What a save does about parameter groups: those of ranks that have different ones are joined."""
+
+    def _note(self, state: Any, optimizers: Sequence[Optimizer], is_named: bool) -> dict[str, Any]:
+        noted = {
+            "meshes": super().note(state, Place(0, 1)),
+            "param_groups": sum(len(one.param_groups) for one in optimizers),
+            "fresh": all(map(is_fresh, optimizers)),
+        }
+        return {**noted, _MEMBERS: trees.digest(members(state[_GROUPS]))} if is_named else noted
+
+    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> Any:
+        """The groups, if ranks have different ones: of each that differs, those of the first rank that has them."""
+        first = {note.get(_MEMBERS): rank for rank, note in reversed(list(enumerate(notes)))}
+        if len(first) == 1:
+            return None
+        return {_OWN_GROUPS: state[_GROUPS]} if first.get(notes[place.rank].get(_MEMBERS)) == place.rank else {}
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        return _joined(notes)[1]
+
+    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+        groups, _ = _joined(notes)
+        return {**state, _GROUPS: groups} if groups else dict(state)
+
+    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
+        groups, _ = _joined(notes)
+        return {
+            **super().entry([note["meshes"] for note in notes]),
+            "param_groups": len(groups) or notes[0]["param_groups"],
+            "fresh": all(note["fresh"] for note in notes),
+        }
+
+
+class OptimizerState(_Grouped):
     """A ``torch.optim.Optimizer``.
 
     One without state is saved and loaded as such. One whose class gives a state dict of a form of its own (torchtitan's
@@ -235,12 +226,7 @@ class OptimizerState(Sharded):
         return raw
 
     def note(self, state: Any, place: Place) -> Any:
-        groups = len(self.stateful.param_groups)
-        return {"meshes": super().note(state, place), "param_groups": groups, "fresh": is_fresh(self.stateful)}
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        fresh = all(note["fresh"] for note in notes)
-        return {**notes[0], **super().entry([note["meshes"] for note in notes]), "fresh": fresh}
+        return self._note(state, [self.stateful], is_named=not self._has_own_form)
 
     # ---- load: what is needed ----
 
@@ -363,14 +349,14 @@ class OptimizerState(Sharded):
         slots = backend.named_parameters(self.model, self.stateful)
         groups = [[names for _, names in group] for group in slots]
         options = self._flat_options(groups, target) if self._saved.is_flat else self._options(groups, stored, target)
-        own = [_options(group) for group in self.stateful.param_groups]
+        own = [options_of(group) for group in self.stateful.param_groups]
         kept = {name for here, there in zip(own, options, strict=True) if there for name in here.keys() - there.keys()}
         self._kept = kept - self.stateful.defaults.keys() - set(SCHEDULED)
         return {
             **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, place),
             _STATE: {} if self._saved_fresh else self._read_state(target),
             _GROUPS: [
-                {**here, **there, **_own_names(group), _PARAMS: [names[0] for names in members]}
+                {**here, **there, **_own_names(group), PARAMS: [names[0] for names in members]}
                 for group, here, there, members in zip(self.stateful.param_groups, own, options, groups, strict=True)
             ],
         }
@@ -379,15 +365,15 @@ class OptimizerState(Sharded):
         """The options of each group, out of the saved one that it is. A group that is new has none."""
         keys = self._saved.groups
         saved = stored.rebuilt({key: target[key] for key in keys}, depth=2) if keys else []
-        members = [group.get(_PARAMS, []) for group in saved]
-        matched, problems = match_groups(groups, members)
-        known = {name for names in members for name in names}
+        there = [list(group.get(PARAMS, [])) for group in saved]
+        matched, problems = match_groups(groups, there, self.stateful.param_groups, saved)
+        known = {name for names in there for name in names}
         added = [names[0] for group in groups for names in group if not known & set(names)]
         if added and keys and self.strict:
             problems.append(f"in no parameter group of the checkpoint: {some_keys(added)}")
         if problems:
             raise CheckpointError("; ".join(problems))
-        return [{} if index is None else _options(saved[index]) for index in matched]
+        return [{} if index is None else options_of(saved[index]) for index in matched]
 
     def _flat_options(self, groups: list[list[Names]], target: dict[str, Any]) -> list[dict[str, Any]]:
         """The options of each group, which were saved for each of its parameters."""
@@ -407,7 +393,7 @@ class OptimizerState(Sharded):
                         f"parameters of one group were saved in groups with different {', '.join(mixed)}: "
                         f"{saved[0][0]!r} and {name!r}"
                     )
-            found.append(_options({key: target.get(at) for key, at in saved[0][1].items()}) if saved else {})
+            found.append(options_of({key: target.get(at) for key, at in saved[0][1].items()}) if saved else {})
         return found
 
     def _read_state(self, target: dict[str, Any]) -> dict[str, Any]:
@@ -466,6 +452,76 @@ class OptimizerState(Sharded):
         self._current, self._tensors, self._owners, self._kept = {}, {}, {}, set()
 
 
+class OptimizerStates(_Grouped):
+    """Several optimizers that share the parameters of a model among them, saved as one with the groups of all.
+
+    How many there are is not saved: those of a model's parts on a rank, any number of ranks can go on with.
+
+    Args:
+        each: at least one.
+    """
+
+    stateful: list[Optimizer]
+
+    def __init__(self, each: Sequence[OptimizerState]) -> None:
+        super().__init__([one.stateful for one in each], each[0].strict)
+        self.each = list(each)
+
+    @property
+    def type_name(self) -> str:
+        return self.each[0].type_name
+
+    def state(self) -> Any:
+        whole: dict[str, Any] = {}
+        for one in self.each:
+            for name, value in one.state().items():
+                if name == _STATE and name in whole:
+                    whole[name] = {**whole[name], **value}
+                elif name == _GROUPS and name in whole:
+                    whole[name] = [*whole[name], *value]
+                elif whole.setdefault(name, value) is not value and trees.digest(whole[name]) != trees.digest(value):
+                    raise CheckpointError(f"its optimizers have different values of {name!r}")
+        return whole
+
+    def note(self, state: Any, place: Place) -> Any:
+        return self._note(state, self.stateful, is_named=isinstance(state.get(_GROUPS), list))
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        plans = [one.plan(name, stored, place) for one in self.each]
+        return Plan(
+            target={key: value for plan in plans for key, value in plan.target.items()},
+            problems=_each_once(plan.problems for plan in plans),
+            change="; ".join(_each_once([plan.change] for plan in plans)),
+            resharded=any(plan.resharded for plan in plans),
+            unexpected=set.intersection(*(plan.unexpected for plan in plans)),
+            in_place={key: value for plan in plans for key, value in plan.in_place.items()},
+            notes=_each_once(plan.notes for plan in plans),
+        )
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        return [one.prepare(name, stored, target, place) for one in self.each]
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        for one, own in zip(self.each, state, strict=True):
+            one.apply(own, before)
+
+    def remarks(self) -> list[str]:
+        return _each_once(one.remarks() for one in self.each)
+
+    def forget(self) -> None:
+        for one in self.each:
+            one.forget()
+
+
+def _each_once(texts: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(text for some in texts for text in some))
+
+
+def _joined(notes: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The groups of all ranks where these are not the same, else none; and what is wrong with them."""
+    return joined({rank: note[_OWN_GROUPS] for rank, note in enumerate(notes) if _OWN_GROUPS in note})
+
+
 def _besides(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a class, or a hook, puts into a state dict besides what torch does."""
     return {name: value for name, value in raw.items() if name not in (_STATE, _GROUPS)}
@@ -476,7 +532,7 @@ def _is_flat_option(path: Path) -> bool:
 
 
 def _own_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name == _PARAM_NAMES}
+    return {name: value for name, value in group.items() if name == PARAM_NAMES}
 
 
 def _is_tensor(value: Any) -> bool:

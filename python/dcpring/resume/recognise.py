@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dcpring.names.first_step import has_own_contract, held, wrapped
+from dcpring.names.parts import ModelParts
 from dcpring.resume import trees
 from dcpring.resume.components import Component, Elastic, ModelState, PerRank, Replicated, Sharded
 from dcpring.resume.data import ElasticLoader
-from dcpring.resume.optimizers import OptimizerState
-from dcpring.resume.schedules import LRSchedule
+from dcpring.resume.optimizers import OptimizerState, OptimizerStates
+from dcpring.resume.schedules import LRSchedule, LRSchedules
 
 _RECOGNISED = (nn.Module, Optimizer, LRScheduler, ElasticLoader)
 
@@ -37,12 +38,16 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
     """
     if isinstance(value, Component):
         inner = value.stateful
+        if type(value) is Sharded and isinstance(inner, list | tuple):
+            return _several(name, [Sharded(one, value.strict) for one in inner], models)
         if type(value) is Sharded and isinstance(inner, nn.Module):
             return ModelState(inner, value.strict)
         if type(value) is Sharded and isinstance(inner, Optimizer):
             found = _optimizer(name, inner, models, value.strict)
             return value if found is None else found  # then its own state_dict() is what was asked for
         return value
+    if isinstance(value, list | tuple):
+        return _several(name, value, models)
     if isinstance(value, nn.Module):
         return ModelState(value)
     if isinstance(value, Optimizer):
@@ -63,6 +68,22 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
     if by_deeds is not None:
         return by_deeds
     raise TypeError(f"component {name!r} is a {type(value).__name__}: {_cure(value)}")
+
+
+def _several(name: str, values: Sequence[Any], models: Sequence[nn.Module]) -> Component:
+    """Optimizers or schedulers of a model's parts as one component; the parts themselves have been joined before."""
+    each = [as_component(f"{name}[{index}]", value, models) for index, value in enumerate(values)]
+    if len(each) == 1:
+        return each[0]
+    if each and all(type(one) is OptimizerState for one in each):
+        return OptimizerStates([one for one in each if isinstance(one, OptimizerState)])
+    if each and all(type(one) is LRSchedule for one in each):
+        return LRSchedules([one for one in each if isinstance(one, LRSchedule)])
+    kinds = ", ".join(dict.fromkeys(type(one.stateful).__name__ for one in each)) or "nothing"
+    raise TypeError(
+        f"component {name!r} is a list of {kinds}: a list is of the parts of one model, of their optimizers, or of "
+        "their LR schedulers; give what else there is a name of its own"
+    )
 
 
 def _scheduler(value: Any) -> Component | None:
@@ -115,6 +136,9 @@ def _cure(value: Any) -> str:
     inside = list(_recognised_in(value))
     if inside:
         at, one = inside[0]
+        if sum(isinstance(other, type(one)) for _, other in inside) > 1 and at.endswith("]"):
+            place = at.partition("[")[0]
+            return f"it holds several {type(one).__name__}s in .{place}, which are recognised: give that list"
         return f"it holds a {type(one).__name__} as .{at}, which is recognised: give that"
     has_state = isinstance(value, Stateful | MutableMapping)
     if hasattr(value, "dataset"):
@@ -142,6 +166,15 @@ def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], str
         if own <= {id(parameter) for parameter in model.parameters()}:
             return OptimizerState(optimizer, model, strict)
     return None
+
+
+def with_joined_parts(value: Any) -> Any:
+    """What a user gave, with the parts of a model, in a list, as one model."""
+    inner = value.stateful if type(value) is Sharded else value
+    if not isinstance(inner, list | tuple) or not inner or not all(isinstance(one, nn.Module) for one in inner):
+        return value
+    model = inner[0] if len(inner) == 1 else ModelParts(inner)
+    return Sharded(model, value.strict) if type(value) is Sharded else model
 
 
 def model_of(value: Any) -> nn.Module | None:

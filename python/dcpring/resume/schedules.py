@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -13,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dcpring.errors import CheckpointError
+from dcpring.resume import trees
 from dcpring.resume.components import Component, Place, Plan, Replicated
 from dcpring.resume.manifest import Stored
 from dcpring.torchside.optim import inner_schedulers
 
-__all__ = ["LRSchedule"]
+__all__ = ["LRSchedule", "LRSchedules"]
 
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
 """Options of a parameter group that schedulers write."""
@@ -119,9 +122,55 @@ class LRSchedule(Replicated):
                 self.stateful.step()
 
 
+class LRSchedules(Replicated):
+    """Schedulers that go alike, one for each of several optimizers. The state of one is saved, and loaded into all.
+
+    Args:
+        each: at least one.
+    """
+
+    stateful: list[LRScheduler]
+
+    def __init__(self, each: Sequence[LRSchedule]) -> None:
+        super().__init__([one.stateful for one in each])
+        self.each = list(each)
+
+    @property
+    def type_name(self) -> str:
+        return self.each[0].type_name
+
+    def state(self) -> Any:
+        states = [one.state() for one in self.each]
+        others = [index for index, state in enumerate(states) if trees.digest(state) != trees.digest(states[0])]
+        if others:
+            raise CheckpointError(
+                f"schedulers 0 and {others[0]} of the list are not in the same state; such ones are components each"
+            )
+        return states[0]
+
+    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+        plans = [one.plan(name, stored, place) for one in self.each]
+        return replace(plans[0], problems=list(dict.fromkeys(text for plan in plans for text in plan.problems)))
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+        return [one.prepare(name, stored, copy.deepcopy(target), place) for one in self.each]
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        for one, own in zip(self.each, state, strict=True):
+            one.apply(own, before)
+
+    def remarks(self) -> list[str]:
+        return list(dict.fromkeys(text for one in self.each for text in one.remarks()))
+
+    def forget(self) -> None:
+        for one in self.each:
+            one.forget()
+
+
 def _has_groups_of(loaded: Any, optimizer: Optimizer) -> bool:
-    """Whether a component is the optimizer of a scheduler, which may be wrapped."""
-    return isinstance(loaded, Optimizer) and loaded.param_groups is optimizer.param_groups
+    """Whether a component is the optimizer of a scheduler, which may be wrapped, or among several."""
+    inside = loaded if isinstance(loaded, list) else [loaded]
+    return any(isinstance(one, Optimizer) and one.param_groups is optimizer.param_groups for one in inside)
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:

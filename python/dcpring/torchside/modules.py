@@ -96,3 +96,8 @@ def copy_metadata(source: Any, target: Any) -> None:
     """State dicts of modules carry the versions of their classes, in an attribute."""
     if hasattr(source, "_metadata"):
         target._metadata = source._metadata
+
+
+def add_metadata(source: Any, target: Any) -> None:
+    """The same, for a state dict that is made of several."""
+    target._metadata = {**getattr(target, "_metadata", {}), **getattr(source, "_metadata", {})}

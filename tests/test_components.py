@@ -286,6 +286,7 @@ def test_parameters_without_state(tmp_path: Path) -> None:
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     model, optimizer = sgd()
     advance(model, optimizer, SCHEDULERS["StepLR"](optimizer), 1)
+    optimizer.param_groups[1]["momentum"] = 0.5
     with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
         checkpointer.save(1)
     adam = torch.optim.AdamW([{"params": part.parameters()} for part in model])

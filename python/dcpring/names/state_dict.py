@@ -551,9 +551,10 @@ def _split(request: _Request, optimizer: torch.optim.Optimizer, loaded: _Loaded)
     strict = request.info.strict
     result = [_with_options(group, loaded, taken.get(index), missing, strict) for index, group in enumerate(groups)]
     if missing and strict:
+        cures = f"{_cure_of_groups(missing, loaded)}to load the rest, pass StateDictOptions(strict=False)"
         raise KeyMismatchError(
             f"the optimizer's state dict lacks {len(missing)} keys that {type(optimizer).__name__} needs:\n"
-            f"{_listed(missing)}\n{_words_of_stock(missing)}to load the rest, pass StateDictOptions(strict=False)"
+            f"{_listed(missing)}\n{_words_of_stock(missing)}{cures}"
         )
     if incomplete:
         own = first_step(optimizer, incomplete).states if is_fresh(optimizer) else optimizer.state
@@ -565,6 +566,16 @@ def _words_of_stock(missing: list[str]) -> str:
     """What stock says of the first parameter without a state: programs look for it."""
     states = [key.removeprefix(f"{_STATE}.") for key in missing if key.startswith(f"{_STATE}.")]
     return f"Missing optimizer state for parameter '{states[0]}' in checkpoint. " if states else ""
+
+
+def _cure_of_groups(missing: list[str], loaded: _Loaded) -> str:
+    """What to do where the state of parameters is there, but they are in no group."""
+    if not loaded.nested or not any(key.startswith(f"{_GROUPS}.") for key in missing):
+        return ""
+    return (
+        "if stages of a pipeline have saved it, the groups are those of one stage: give "
+        "StateDictOptions(flatten_optimizer_state_dict=True) to all calls, the one before the save first; "
+    )
 
 
 def _empty_groups(groups: list[_Group], loaded: _Loaded) -> dict[int, int]:

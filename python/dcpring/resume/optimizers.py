@@ -8,6 +8,7 @@ are read, and compared, before anything is changed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +155,9 @@ class _Grouped(Sharded):
             "param_groups": sum(len(one.param_groups) for one in optimizers),
             "fresh": all(map(is_fresh, optimizers)),
         }
-        return {**noted, _MEMBERS: trees.digest(members(state[_GROUPS]))} if is_named else noted
+        if is_named:  # in one go: there may be many names
+            noted[_MEMBERS] = hashlib.blake2b(repr(members(state[_GROUPS])).encode(), digest_size=16).hexdigest()
+        return noted
 
     def detail(self, state: Any, notes: Sequence[Any], place: Place) -> Any:
         """The groups, if ranks have different ones: of each that differs, those of the first rank that has them."""

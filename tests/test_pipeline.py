@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _distributed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _pipeline import LAYOUTS, Decoder, Training, adamw, same, stage_of
+from _pipeline import LAYERS, LAYOUTS, Decoder, Training, adamw, same, stage_of
 from _resume import error_of
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dcpring
-from dcpring import Checkpointer, Sharded
+from dcpring import (
+    Checkpointer,
+    CheckpointError,
+    KeyMismatchError,
+    RingLoadPlanner,
+    RingReader,
+    RingSavePlanner,
+    RingWriter,
+    Sharded,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    install,
+    load_pretrained,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from dcpring.resume.param_groups import joined, match_groups
 
 SAVED = [name for name in LAYOUTS if name != "one"]
@@ -230,3 +254,212 @@ def test_groups_with_other_options_stay_apart(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.2]
     with Checkpointer(tmp_path, {"model": parts, "optimizer": adamw(parts)}) as checkpointer:
         assert "parameters are in other groups than they were saved in" in error_of(checkpointer.load)
+
+
+# ---- names that collide ----
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is logged as a warning meanwhile."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcpring").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("dcpring").removeHandler(handler)
+
+
+class Stage(nn.Module):
+    """With names of its own, that are those of other stages too."""
+
+    def __init__(self, number: int, width: int, own: str) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        if own:
+            self.add_module(own, nn.Linear(width, width))
+
+
+def save_colliding(root: Path, width: int, dp: int, differ: bool, way: str) -> tuple[str, list[str]]:
+    """What a save raises, and what it logs."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // dp, dp), mesh_dim_names=("pp", "dp"))
+    number = mesh["pp"].get_local_rank()
+    stage = Stage(number, width, f"only{number}" if differ else "")
+    model = fully_shard(stage, mesh=mesh["dp"]) if dp > 1 else stage
+    with logged() as records:
+        try:
+            if way == "dcp":
+                dcp.save({"model": model.state_dict()}, storage_writer=RingWriter(root), planner=RingSavePlanner())
+            else:
+                with Checkpointer(root, {"model": model}) as checkpointer:
+                    checkpointer.save(1)
+        except (CheckpointError, CheckpointException) as error:
+            return str(error), records
+    return "", records
+
+
+@pytest.mark.parametrize("width", [8, 256], ids=["small", "large"])
+@pytest.mark.parametrize("way", ["dcp", "Checkpointer"])
+def test_stages_that_share_names_are_refused(tmp_path: Path, width: int, way: str) -> None:
+    """Each stage on a mesh of its own: half of one tensor and half of the other would be saved."""
+    for text, _ in _distributed.run(4, save_colliding, tmp_path, width, 2, False, way):
+        assert "'model.layers.0.weight' (rank 0 differs from 2; rank 1 differs from 3)" in text
+        assert "Stages of a pipeline keep the names that their layers have in the whole model" in text
+    assert not [*tmp_path.rglob(".metadata")]
+
+
+@pytest.mark.parametrize("width", [8, 256], ids=["small", "large"])
+def test_whole_tensors_that_share_names(tmp_path: Path, width: int) -> None:
+    """A Checkpointer refuses parameters if the ranks have others besides; else they may be replicas: a warning."""
+    for text, _ in _distributed.run(2, save_colliding, tmp_path / "refused", width, 1, True, "Checkpointer"):
+        assert "ranks 0-1 have different layers, and different tensors that are called 'layers.0.bias'," in text
+    for way in ("dcp", "Checkpointer"):
+        (text, records), _ = _distributed.run(2, save_colliding, tmp_path / way, width, 1, way == "dcp", way)
+        assert not text and "'model.layers.0.weight' (rank 0 differs from 1)" in "".join(records)
+        assert "Stages of a pipeline keep the names" in "".join(records)
+
+
+def save_shared(root: Path, dp: int) -> tuple[str, list[str], bool]:
+    """The first stage and the last one have a tensor in common, as tied embeddings are, and keep it alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // dp, dp), mesh_dim_names=("pp", "dp"))
+    first, second = stage_of(Decoder(), 0, 3), stage_of(Decoder(), 3, LAYERS)
+    stage = first if mesh["pp"].get_local_rank() == 0 else second
+    torch.manual_seed(0)
+    stage.tied = nn.Linear(256, 256)
+    model: nn.Module = fully_shard(stage, mesh=mesh["dp"]) if dp > 1 else stage
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight = stage.tied.weight.detach()
+    expected = weight.full_tensor().clone() if isinstance(weight, DTensor) else weight.clone()
+    with logged() as records, Checkpointer(root, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(1)
+        with torch.no_grad():
+            stage.tied.weight.zero_()
+        text = str(checkpointer.load())
+    weight = stage.tied.weight.detach()
+    found = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return text, records, torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_stages_share_is_saved_once(tmp_path: Path, dp: int) -> None:
+    for text, records, is_same in _distributed.run(2 * dp, save_shared, tmp_path, dp):
+        assert is_same and not records and text.count("loaded, as saved") == 2
+
+
+# ---- dcp.save and dcp.load ----
+
+
+def save_by_hand(root: Path, saved: str, loaded: str) -> bool:
+    """As torchtitan does it: one state dict of all parts, with flat names of options; ours and stock's by turns."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_of(training: Training) -> dict[str, Any]:
+        pairs = [*zip(training.parts, training.optimizers, strict=True)]
+        return {
+            "model": {key: value for part in training.parts for key, value in get_model_state_dict(part).items()},
+            "optimizer": {
+                key: value
+                for part, optimizer in pairs
+                for key, value in get_optimizer_state_dict(part, optimizer, options=flat).items()
+            },
+        }
+
+    training = Training(LAYOUTS[saved])
+    training.pretend()
+    with install():
+        dcp.async_save(state_of(training), checkpoint_id=root).result()
+    other = Training(LAYOUTS[loaded], seed=1)
+    state = state_of(other)
+    dcp.load(
+        state, storage_reader=RingReader(root), planner=RingLoadPlanner(share="host", process_group=dist.group.WORLD)
+    )
+    for part, optimizer in zip(other.parts, other.optimizers, strict=True):
+        own = part.state_dict().keys()
+        set_model_state_dict(part, {key: value for key, value in state["model"].items() if key in own})
+        set_optimizer_state_dict(part, optimizer, state["optimizer"], options=flat)
+    return same(training.everything(), other.everything())
+
+
+def test_state_dicts_by_hand(tmp_path: Path) -> None:
+    split = "interleaved, an optimizer for each part"
+    assert all(_distributed.run(4, save_by_hand, tmp_path / "1", split, "pp2 x tp2, cut elsewhere"))
+    assert all(_distributed.run(4, save_by_hand, tmp_path / "2", "pp4", split))
+
+
+def save_nested(root: Path) -> tuple[list[str], str]:
+    stage = halves()[dist.get_rank()]
+    optimizer = torch.optim.AdamW(stage.parameters())
+    state = {"optimizer": get_optimizer_state_dict(stage, optimizer)}
+    with logged() as records:
+        dcp.save(state, storage_writer=RingWriter(root), planner=RingSavePlanner())
+    dcp.load(state, storage_reader=RingReader(root), planner=RingLoadPlanner())
+    try:
+        set_optimizer_state_dict(stage, optimizer, state["optimizer"])
+    except KeyMismatchError as error:
+        return records, str(error)
+    return records, ""
+
+
+def test_nested_groups_say_the_cure(tmp_path: Path) -> None:
+    (records, *first), (_, *second) = _distributed.run(2, save_nested, tmp_path)
+    assert "'optimizer.param_groups" in records[0] and "flatten_optimizer_state_dict=True" in records[0]
+    (failure,) = filter(None, first + second)  # that of the stage whose groups another has not written
+    assert "flatten_optimizer_state_dict=True" in failure
+
+
+# ---- a rank that fails ----
+
+
+def fail_on_one(root: Path, blocking: bool) -> tuple[list[str], int | None, bool]:
+    """The second stage's state cannot be had, then its disk is full; and the save that comes after works."""
+    training = Training(LAYOUTS["pp2 x dp2"])
+    training.pretend()
+    texts = []
+    is_at_fault = dist.get_rank() == 3
+    with Checkpointer(root, training.components()) as checkpointer:
+        for what in ("dcpring.names.state_dict._get_model", "dcpring.store.writer.RingWriter.write_data"):
+            with mock.patch(what, side_effect=OSError(28, "full")) if is_at_fault else contextlib.nullcontext():
+                started = time.monotonic()
+                try:
+                    checkpointer.save(1, blocking=blocking).wait()
+                except CheckpointError as error:
+                    texts.append(str(error))
+                assert time.monotonic() - started < 30
+        assert checkpointer.latest() is None
+        checkpointer.save(2)
+    other = Training(LAYOUTS["pp2 x dp2"], seed=1)
+    with Checkpointer(root, other.components()) as checkpointer:
+        step = checkpointer.load().step
+    return texts, step, same(training.everything(), other.everything())
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_a_stage_that_fails_fails_the_save_on_all(tmp_path: Path, blocking: bool) -> None:
+    for texts, step, is_same in _distributed.run(4, fail_on_one, tmp_path, blocking):
+        assert len(texts) == 2 and all("rank 3" in text and "full" in text for text in texts)
+        assert step == 2 and is_same
+
+
+# ---- directories of safetensors ----
+
+
+def export(root: Path, layout: str) -> bool:
+    training = Training(LAYOUTS[layout])
+    training.pretend()
+    with Checkpointer(root, training.components()) as checkpointer:
+        checkpointer.save(1, export="hf")
+    other = Training(LAYOUTS["pp2 x dp2"], seed=1)
+    for part in other.parts:
+        load_pretrained(part, root / "step-1" / "hf", unexpected="ignore")
+    before, after = training.everything(), other.everything()
+    return all(torch.equal(before[name]["value"], after[name]["value"]) for name in before)
+
+
+@pytest.mark.parametrize("layout", ["pp2 x tp2, cut elsewhere", "interleaved"])
+def test_an_export_has_all_stages(tmp_path: Path, layout: str) -> None:
+    assert all(_distributed.run(4, export, tmp_path, layout))
+    whole = Decoder()
+    load_pretrained(whole, tmp_path / "step-1" / "hf")

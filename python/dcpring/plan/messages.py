@@ -31,6 +31,7 @@ class LocalMessage:
         fingerprints: a uint32 for each row that is hashed.
         flattened: whether the rows have paths.
         ties: pairs of rows that are the same memory, the later first.
+        meshes: ranks, as above, that hashed rows are spread over with this one, where they are not all.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class LocalMessage:
     fingerprints: bytes
     flattened: bool
     ties: tuple[tuple[int, int], ...] = ()
+    meshes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

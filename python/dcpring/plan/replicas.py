@@ -1,51 +1,107 @@
-"""Fingerprints of what is replicated and small, so that ranks which hold different bytes of it are noticed."""
+"""Fingerprints of what several ranks hold, or may hold, so that ranks which hold different bytes of it are noticed.
+
+Those of large tensors are of a sample. A tensor that is spread over some of the ranks only has one too: other ranks may
+have spread another of the same name over theirs.
+"""
 
 from __future__ import annotations
 
 import array
 import io
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
+from dcpring.base.groups import world_size
 from dcpring.base.values import digest
 from dcpring.base.windows import windows
+from dcpring.format.ledger import key_of
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
-"""Larger tensors are not compared: that would cost a pass over the model."""
+"""Of larger tensors a sample is compared: all of them would cost a pass over the model."""
+
+_STRETCHES, _STRETCH_BYTES = 4, 64
+"""What the core's samples are of: the first bytes, the last ones, and some between."""
+
+_KEY = key_of(b"replicas")
 
 _WINDOW_BYTES = 8 << 20
 """So many bytes are copied at a time: there may be many small tensors."""
 
 
 def is_hashed(value: Any) -> bool:
-    """Whether a value of a state dict is an object, or a small tensor that other ranks hold too."""
+    """Whether a value of a state dict is an object, or a tensor that other ranks hold too, or may have another of."""
     if isinstance(value, DTensor):
         replicated = any(
             placement.is_replicate() and size > 1
             for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
         )
         local = local_tensor(value)
-        return replicated and is_whole(local) and local.nbytes <= MAX_BYTES
+        return (replicated or not _spans(value.device_mesh)) and is_whole(local) and _is_compared(local)
     if is_whole(value):
-        return not value.is_meta and value.layout == torch.strided and value.nbytes <= MAX_BYTES
+        return not value.is_meta and value.layout == torch.strided and _is_compared(value)
     return not isinstance(value, Tensor) and not plans_for_itself(value)
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    """Whether a tensor is small, or such that a sample can be had of it without a copy."""
+    if tensor.nbytes <= MAX_BYTES:
+        return True
+    is_plain = not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return is_plain and tensor.is_contiguous() and tensor.device.type != "meta"
+
+
+def _spans(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has all ranks."""
+    return mesh.size() >= world_size()
+
+
+def partial_meshes(values: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each mesh, of those that have not all, that tensors are spread over."""
+    meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
+    return tuple({tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values() if not _spans(mesh)})
 
 
 def fingerprints(values: list[Any]) -> bytes:
     """A uint32 for each value that ``is_hashed``."""
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    local = [local_tensor(value) if isinstance(value, DTensor) else value for value in values]
     tensors = [index for index, value in enumerate(local) if isinstance(value, Tensor)]
-    crcs = dict(zip(tensors, _tensor_crcs([local[index] for index in tensors]), strict=True))
-    fingerprints = [crcs[index] if index in crcs else _object_crc(value) for index, value in enumerate(local)]
-    return array.array("I", fingerprints).tobytes()
+    small = [index for index in tensors if local[index].nbytes <= MAX_BYTES]
+    large = [index for index in tensors if local[index].nbytes > MAX_BYTES]
+    prints = dict(zip(small, _tensor_crcs([local[index] for index in small]), strict=True))
+    prints |= zip(large, _samples([local[index] for index in large]), strict=True)
+    return array.array("I", [prints[i] if i in prints else _object_crc(local[i]) for i in range(len(local))]).tobytes()
+
+
+def _samples(tensors: list[Tensor]) -> list[int]:
+    """Of some stretches of each tensor, the same wherever it lies."""
+    sampled = [tensor.detach() for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(sampled):
+        if is_accelerator(tensor.device):
+            by_device.setdefault(tensor.device, []).append(index)
+    for chosen in by_device.values():
+        here = torch.cat([part for index in chosen for part in _stretches(sampled[index])]).cpu()
+        for index, sample in zip(chosen, here.split(_STRETCHES * _STRETCH_BYTES), strict=True):
+            sampled[index] = sample
+    known = _C.Tensors([tensor.view(-1).view(torch.uint8) for tensor in sampled])
+    samples = memoryview(_C.samples(known, _KEY)).cast("Q") if sampled else ()
+    return [sample & 0xFFFFFFFF for sample in samples]
+
+
+def _stretches(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.view(-1).view(torch.uint8)
+    apart = (flat.numel() - _STRETCH_BYTES) // (_STRETCHES - 1)
+    return [flat.narrow(0, index * apart, _STRETCH_BYTES) for index in range(_STRETCHES)]
 
 
 def _object_crc(value: Any) -> int:

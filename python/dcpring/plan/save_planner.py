@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import math
+import re
 import threading
 import uuid
 import weakref
@@ -52,6 +53,9 @@ _OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metad
 _MOST_NAMED = 10
 """Keys that one warning about differing replicas names."""
 
+_MOST_LOOKED_AT = 1000
+"""Chunks that are looked at for parts of different tensors."""
+
 
 class RingSavePlanner(DefaultSavePlanner):
     """Plans a save in C: ``dcp.save(state_dict, storage_writer=..., planner=RingSavePlanner())``.
@@ -80,8 +84,10 @@ class RingSavePlanner(DefaultSavePlanner):
             - "auto": "first_replica" on network, FUSE and cloud storage; else "balanced", or "split" where whole
               tensors cannot be shared out within 5 %.
 
-        check_replicas: what to do when ranks hold different bytes of a replicated object, or of a replicated tensor of
-            up to 64 KiB: "warn", "error", or "off" (nothing is compared).
+        check_replicas: what to do when ranks hold different bytes of a replicated object or tensor (of those larger
+            than 64 KiB a sample is compared): "warn", "error", or "off" (nothing is compared). But for "off" it is an
+            error when ranks have spread different tensors of one name, each over some ranks only: stages of a pipeline
+            whose layers are called alike.
         split_bytes: no part of a cut tensor is smaller than this many bytes.
         key_map: as for ``RingWriter``; give it to one of the two. With this one any storage gets the new names;
             RingWriter stores the map beside the checkpoint, as the coordinator used it.
@@ -170,6 +176,7 @@ class RingSavePlanner(DefaultSavePlanner):
         table = make_table(flat, hashed=replicas.is_hashed if compared else None)
         if compared:
             self._save.fingerprints = _fingerprints(table, flat)
+            self._save.meshes = replicas.partial_meshes(flat.values.values())
         self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
         items = Items(table)
         self.plan = RingPlan(items, seal=self._seal, values=flat.values, described=items)  # type: ignore[arg-type]
@@ -185,12 +192,13 @@ class RingSavePlanner(DefaultSavePlanner):
             items = list(plan.items)
             table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
             fingerprints, ties = b"", ()
+        meshes = self._save.meshes if fingerprints else ()
         layout = table.encode()
         digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         self._save.sent = _Sent(table, items, digest)
         known = self._plan_caching and self._cache.may_skip(digest)
         return LocalMessage(
-            rank_in(), host_id(), None if known else layout, digest, fingerprints, self.flatten_state_dict, ties
+            rank_in(), host_id(), None if known else layout, digest, fingerprints, self.flatten_state_dict, ties, meshes
         )
 
     @_trace.step(_trace.GLOBAL_PLAN)
@@ -323,7 +331,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._say_by_items()
         if any(message.fingerprints for message in messages):
             with contextlib.suppress(PlanError):  # the plans that the subclass has changed need not have fitted
-                self._compare_replicas(self._merged(messages, self._cache.restore(messages)))
+                self._compare_replicas(self._merged(messages, self._cache.restore(messages)), messages)
         lowest = self.dedup_save_to_lowest_rank or self.writers == "first_replica"
         stock = DefaultSavePlanner(self.flatten_state_dict, dedup_save_to_lowest_rank=lowest)
         given = [SavePlan(list(plan.items), planner_data={}) for plan in all_plans]
@@ -365,7 +373,7 @@ class RingSavePlanner(DefaultSavePlanner):
             if known is not None:
                 return replace(known, choice=strategy.as_before(known.choice, choice))
         merge = self._merged(messages, layouts)
-        self._compare_replicas(merge)
+        self._compare_replicas(merge, messages)
         with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
             choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
         return _Outcome.of(merge, choice, wish)
@@ -382,15 +390,20 @@ class RingSavePlanner(DefaultSavePlanner):
             merge.check(len(messages) > 1)
         return merge
 
-    def _compare_replicas(self, merge: _C.Merge) -> None:
-        count, examples = merge.differing(_MOST_NAMED)
+    def _compare_replicas(self, merge: _C.Merge, messages: Sequence[LocalMessage]) -> None:
+        count, found = merge.differing(_MOST_LOOKED_AT if any(message.meshes for message in messages) else _MOST_NAMED)
         if not count:
             return
-        named = "; ".join(_describe_difference(name, fingerprints) for name, fingerprints in examples)
-        more = f"; and {count - len(examples)} more" if count > len(examples) else ""
+        differing = [(name, _by_print(prints)) for name, prints in found]
+        apart = [one for one in differing if _are_apart(one[1], messages)]
+        if apart:
+            raise CheckpointError(
+                "ranks whose meshes have nothing in common hold different tensors under one name, and parts of both "
+                f"would be saved: {_described(apart, messages, len(apart))}. {_STAGES}"
+            )
         text = (
-            f"ranks hold different bytes of what should be replicated, and only one rank's are saved: {named}{more}. "
-            'Give each rank a key of its own, or pass check_replicas="off" if the difference does not matter'
+            "ranks hold different bytes of what should be replicated, and only one rank's are saved: "
+            f"{_described(differing, messages, count)}. {_cure_of(differing)}"
         )
         if self.check_replicas == "error":
             raise CheckpointError(text)
@@ -467,6 +480,7 @@ class _Save:
         run: the storage's.
         flat: the state dict.
         fingerprints: of the rows that are hashed.
+        meshes: that do not have all ranks, of tensors of such rows.
         ties: rows that are the same memory.
         sent: None before the plan has been sent.
         pieces: parts of tensors that this rank writes.
@@ -477,6 +491,7 @@ class _Save:
     run: SaveRun = field(default_factory=SaveRun)
     flat: Flat = field(default_factory=Flat)
     fingerprints: bytes = b""
+    meshes: tuple[tuple[int, ...], ...] = ()
     ties: tuple[tuple[int, int], ...] = ()
     sent: _Sent | None = None
     pieces: Pieces = field(default_factory=dict)
@@ -701,11 +716,57 @@ def _check_addressee(reply: Reply) -> None:
         )
 
 
-def _describe_difference(name: str, fingerprints: list[tuple[int, int]]) -> str:
-    first_rank, first = fingerprints[0]
-    different = [str(rank) for rank, value in fingerprints if value != first]
-    shown = ", ".join(different[:8]) + (", ..." if len(different) > 8 else "")
-    return f"{name!r} (rank {first_rank} differs from {shown})"
+_STAGES = (
+    "Stages of a pipeline keep the names that their layers have in the whole model: cut them out of it, or give each "
+    "its own prefix"
+)
+_MEMBERS_OF_GROUP = re.compile(r"(.*\.)?param_groups\.\d+\.params|(.*\.)?param_groups")
+
+
+def _by_print(prints: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The holders of a chunk, by their place among the plans, in groups that have the same bytes of it."""
+    by_print: dict[int, list[int]] = {}
+    for place, value in prints:
+        if value:  # else nothing was compared there
+            by_print.setdefault(value, []).append(place)
+    return list(by_print.values())
+
+
+def _are_apart(different: list[list[int]], messages: Sequence[LocalMessage]) -> bool:
+    """Whether ranks with different bytes of a chunk have spread it over meshes of their own."""
+    reach = [set().union(*(messages[place].meshes for place in places)) for places in different]
+    if not all(reach):
+        return False
+    ranks = [{messages[place].rank for place in places} for places in different]
+    return any(
+        not any(ranks[other] & set(mesh) for mesh in reach[one])
+        for one in range(len(different))
+        for other in range(one + 1, len(different))
+    )
+
+
+def _described(differing: list[tuple[str, list[list[int]]]], messages: Sequence[LocalMessage], count: int) -> str:
+    by_name: dict[str, list[str]] = {}
+    for name, (first, *others) in differing:
+        if name not in by_name and len(by_name) == _MOST_NAMED:
+            break
+        places = sorted(place for places in others for place in places)
+        ranks = [str(messages[place].rank) for place in places]
+        shown = ", ".join(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+        by_name.setdefault(name, []).append(f"rank {messages[first[0]].rank} differs from {shown}")
+    chunks = sum(map(len, by_name.values()))
+    more = f"; and {count - chunks} more" if count > chunks else ""
+    return "; ".join(f"{name!r} ({'; '.join(texts)})" for name, texts in by_name.items()) + more
+
+
+def _cure_of(differing: list[tuple[str, list[list[int]]]]) -> str:
+    if any(_MEMBERS_OF_GROUP.fullmatch(name) for name, _ in differing):
+        return (
+            "Of a pipeline's optimizers, which have the parameters of their stages, save "
+            "get_optimizer_state_dict(..., options=StateDictOptions(flatten_optimizer_state_dict=True)), or no load "
+            "will find the groups of the others; a Checkpointer joins them"
+        )
+    return f'Give each rank a key of its own, or pass check_replicas="off" if the difference does not matter. {_STAGES}'
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from dcpring.names.state_dict import (
     set_model_state_dict,
 )
 from dcpring.plan.load_planner import RingLoadPlanner as LoadPlanner
+from dcpring.plan.replicas import fingerprints, is_hashed
 from dcpring.plan.save_planner import RingSavePlanner as SavePlanner
 from dcpring.torchside.dcp import load, save
 
@@ -22,8 +23,10 @@ __all__ = [
     "LoadPlanner",
     "SavePlanner",
     "StateDictOptions",
+    "fingerprints",
     "get_model_state_dict",
     "has_flat_parameters",
+    "is_hashed",
     "is_numbered",
     "load",
     "load_named_optimizer_state",

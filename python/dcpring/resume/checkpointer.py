@@ -327,7 +327,8 @@ class Checkpointer:
                 problems = component.disagreements(notes[name])
             if not problems:
                 continue
-            items = [set(digests.items()) for digests in joint.gather("digests", trees.digests(states[name]))]
+            own = trees.digests(states[name]) if component.is_whole else {}
+            items = [set(digests.items()) for digests in joint.gather("digests", own)]
             differing = {key for each in items for key, _ in each ^ items[0] if key}
             where = f" ({some_are(differing)} not the same)" if differing else ""
             raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")

@@ -11,6 +11,7 @@ A save changes nothing. A load changes nothing before its second read, which is 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -344,6 +345,16 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, ShardedTensor) or trees.digest(a) == trees.digest(b)
 
 
+def digest_of_names(names: Iterable[Any]) -> str:
+    """Of names, or lists of them, in one go: there may be many."""
+    return hashlib.blake2b(repr(list(names)).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def first_with(noted: Sequence[Any]) -> dict[Any, int]:
+    """The first rank of those that have noted the same, by what that is."""
+    return {note: rank for rank, note in reversed(list(enumerate(noted)))}
+
+
 def some_are(keys: Iterable[str]) -> str:
     names = set(keys)
     return f"{some_keys(names)} {'is' if len(names) == 1 else 'are'}"
@@ -372,9 +383,46 @@ class ModelState(Sharded):
     def state(self) -> Any:
         return backend.get_model_state_dict(self.stateful)
 
+    def note(self, state: Any, place: Place) -> Any:
+        return {"meshes": super().note(state, place), "names": digest_of_names(state)}
+
+    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any] | None:
+        """Where ranks have different layers, fingerprints of the parameters that are whole on this one."""
+        first = first_with([note["names"] for note in notes])
+        if len(first) == 1:
+            return None
+        if place.rank not in first.values():
+            return {}
+        parameters = self._held(state, self.stateful.parameters())
+        names = [key for key in state if key in parameters and is_whole(state[key]) and backend.is_hashed(state[key])]
+        prints = memoryview(backend.fingerprints([state[name] for name in names])).cast("I")
+        return {"prints": dict(zip(names, prints, strict=True))}
+
+    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+        by_name: dict[str, dict[int, int]] = {}
+        for rank, note in enumerate(notes):
+            for name, value in note.get("prints", {}).items():
+                by_name.setdefault(name, {})[rank] = value
+        by_ranks: dict[str, list[str]] = {}
+        for name, prints in by_name.items():
+            if len(set(prints.values())) > 1:
+                by_ranks.setdefault(spans(list(prints)), []).append(name)
+        return [
+            f"{who} have different layers, and different tensors that are called {some_keys(names)}; stages of a "
+            "pipeline keep the names that their layers have in the whole model: cut them out of it"
+            for who, names in by_ranks.items()
+        ]
+
+    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
+        return super().entry([note["meshes"] for note in notes])
+
     def frozen(self, state: Any) -> set[str]:
         """Parameters without a gradient. A state dict has the same memory, but does not say what requires one."""
-        memory = {_address(p) for p in self.stateful.parameters() if not p.requires_grad} - {0}
+        return self._held(state, (p for p in self.stateful.parameters() if not p.requires_grad))
+
+    def _held(self, state: Any, parameters: Iterable[Tensor]) -> set[str]:
+        """The keys of a state dict whose memory is that of parameters."""
+        memory = {_address(parameter) for parameter in parameters} - {0}
         return {key for key, value in state.items() if isinstance(value, Tensor) and _address(value) in memory}
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:

@@ -8,7 +8,6 @@ are read, and compared, before anything is changed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ from dcpring.names.first_step import (
     wrapped,
 )
 from dcpring.resume import backend, trees
-from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes
+from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes, digest_of_names, first_with
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
@@ -155,16 +154,16 @@ class _Grouped(Sharded):
             "param_groups": sum(len(one.param_groups) for one in optimizers),
             "fresh": all(map(is_fresh, optimizers)),
         }
-        if is_named:  # in one go: there may be many names
-            noted[_MEMBERS] = hashlib.blake2b(repr(members(state[_GROUPS])).encode(), digest_size=16).hexdigest()
+        if is_named:
+            noted[_MEMBERS] = digest_of_names(members(state[_GROUPS]))
         return noted
 
     def detail(self, state: Any, notes: Sequence[Any], place: Place) -> Any:
         """The groups, if ranks have different ones: of each that differs, those of the first rank that has them."""
-        first = {note.get(_MEMBERS): rank for rank, note in reversed(list(enumerate(notes)))}
+        first = first_with([note.get(_MEMBERS) for note in notes])
         if len(first) == 1:
             return None
-        return {_OWN_GROUPS: state[_GROUPS]} if first.get(notes[place.rank].get(_MEMBERS)) == place.rank else {}
+        return {_OWN_GROUPS: state[_GROUPS]} if place.rank in first.values() and _MEMBERS in notes[place.rank] else {}
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         return _joined(notes)[1]

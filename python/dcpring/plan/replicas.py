@@ -84,22 +84,23 @@ def fingerprints(values: list[Any]) -> bytes:
 
 def _samples(tensors: list[Tensor]) -> list[int]:
     """Of some stretches of each tensor, the same wherever it lies."""
-    sampled = [tensor.detach() for tensor in tensors]
+    sampled = list(tensors)
     by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(sampled):
+    for index, tensor in enumerate(tensors):
         if is_accelerator(tensor.device):
             by_device.setdefault(tensor.device, []).append(index)
     for chosen in by_device.values():
-        here = torch.cat([part for index in chosen for part in _stretches(sampled[index])]).cpu()
+        here = torch.cat([part for index in chosen for part in _stretches(tensors[index])]).cpu()
         for index, sample in zip(chosen, here.split(_STRETCHES * _STRETCH_BYTES), strict=True):
             sampled[index] = sample
-    known = _C.Tensors([tensor.view(-1).view(torch.uint8) for tensor in sampled])
-    samples = memoryview(_C.samples(known, _KEY)).cast("Q") if sampled else ()
-    return [sample & 0xFFFFFFFF for sample in samples]
+    known = _C.Tensors(sampled)
+    if any(known.kinds()):  # dtypes that the core does not know
+        known = _C.Tensors([tensor.detach().view(-1).view(torch.uint8) for tensor in sampled])
+    return [sample & 0xFFFFFFFF for sample in memoryview(_C.samples(known, _KEY)).cast("Q")] if sampled else []
 
 
 def _stretches(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.view(-1).view(torch.uint8)
+    flat = tensor.detach().view(-1).view(torch.uint8)
     apart = (flat.numel() - _STRETCH_BYTES) // (_STRETCHES - 1)
     return [flat.narrow(0, index * apart, _STRETCH_BYTES) for index in range(_STRETCHES)]
 

@@ -33,7 +33,12 @@ def assert_equal(left: Path, right: Path) -> None:
     assert dcpring.verify(left).ok and dcpring.verify(right).ok
 
 
-MESHES = {"FSDP": (2, ()), "TP x FSDP": (4, ("--tensor-parallel", 2)), "HSDP": (4, ("--replicate", 2))}
+MESHES = {
+    "FSDP": (2, ()),
+    "TP x FSDP": (4, ("--tensor-parallel", 2)),
+    "HSDP": (4, ("--replicate", 2)),
+    "PP x FSDP": (4, ("--pipeline-parallel", 2)),
+}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -61,6 +66,17 @@ def test_a_resume_goes_on_as_if_it_had_not_stopped(tmp_path: Path, saved: str, r
     shutil.rmtree(checkpoint(tmp_path / "resumed", 4))
     train(tmp_path / "resumed", 2, "--manager", resumed)
     assert_equal(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "resumed", 4))
+
+
+def test_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
+    """Each rank has two parts of the model; then two ranks shard all of it."""
+    pipeline = ("--pipeline-parallel", 2, "--schedule", "Interleaved1F1B")
+    train(tmp_path / "ring", 4, *pipeline, "--steps", 2)
+    shutil.copytree(tmp_path / "ring", tmp_path / "stock")
+    for manager in ("ring", "stock"):
+        train(tmp_path / manager, 2, "--manager", manager)
+    assert is_ours(checkpoint(tmp_path / "ring", 2))
+    assert_equal(checkpoint(tmp_path / "ring", 4), checkpoint(tmp_path / "stock", 4))
 
 
 def test_on_other_numbers_of_ranks_each_sample_is_used_once(tmp_path: Path) -> None:

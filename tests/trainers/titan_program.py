@@ -99,6 +99,20 @@ class Loader(ElasticDataLoader):
         return Numbered(config.size, seq_len, Path(config.log) if config.log else None)
 
 
+def take_microbatches(schedule: Any) -> None:
+    """Has a schedule's ``step`` take a batch in parts, as torchtitan gives it, and torch from 2.14 on takes it."""
+    run = schedule._step_microbatches
+
+    def step(*, arg_mbs: Any, kwarg_mbs: list[Any], target_mbs: Any, **rest: Any) -> Any:
+        schedule._split_inputs = lambda args, kwargs: (arg_mbs or [()] * len(kwarg_mbs), kwarg_mbs)
+        schedule._step_microbatches = lambda args, kwargs, target, *more, **given: run(
+            args, kwargs, target_mbs, *more, **given
+        )
+        return type(schedule).step(schedule, **rest)
+
+    schedule.step = step
+
+
 def training(options: argparse.Namespace) -> Trainer.Config:
     manager = RingCheckpointManager if options.manager == "ring" else CheckpointManager
     spec = model_registry("debugmodel")
@@ -120,6 +134,8 @@ def training(options: argparse.Namespace) -> Trainer.Config:
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=options.replicate,
             tensor_parallel_degree=options.tensor_parallel,
+            pipeline_parallel_degree=options.pipeline_parallel,
+            pipeline_parallel_schedule=options.schedule,
             spmd_backend="partial_dtensor",  # the one for torch 2.13
         ),
         checkpoint=manager.Config(
@@ -144,6 +160,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument("--" + name, type=int, default=default)
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--last-in-hf", action="store_true")
     parser.add_argument("--seed-checkpoint", action="store_true")
     return parser.parse_args()
@@ -154,9 +172,11 @@ def main() -> None:
     init_logger()
     torch.manual_seed(0)
     trainer = training(options).build()
-    for module in trainer.model_parts[0].modules():
+    for module in (module for part in trainer.model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    if options.pipeline_parallel > 1:
+        take_microbatches(trainer.pp_schedule)
     if options.async_mode == "async_with_pinned_mem":
         trainer.checkpointer.stager = DefaultStager(StagingOptions(False, False, True, False))  # nothing can be pinned
     if options.seed_checkpoint:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,43 @@ def test_groups_with_other_options_stay_apart(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.2]
     with Checkpointer(tmp_path, {"model": parts, "optimizer": adamw(parts)}) as checkpointer:
         assert "parameters are in other groups than they were saved in" in error_of(checkpointer.load)
+
+
+def with_groups(part: nn.Module, is_padded: bool) -> dict[str, Any]:
+    """Two groups, by matrices and others: the second one alone where there are no matrices, or an empty one too."""
+    split = [[one for one in part.parameters() if (one.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [
+        {"params": members, "weight_decay": decay}
+        for members, decay in zip(split, (0.1, 0.0), strict=True)
+        if members or is_padded
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    optimizer.step()
+    return {"model": part, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def uneven(rank: int) -> nn.Module:
+    """A stage with matrices and others, and one without matrices."""
+    return nn.Sequential(OrderedDict(first=nn.Linear(3, 3)) if rank == 0 else OrderedDict(second=nn.LayerNorm(3)))
+
+
+def save_uneven(root: Path, is_padded: bool) -> str:
+    components = with_groups(uneven(dist.get_rank()), is_padded)
+    with Checkpointer(root, components) as checkpointer:
+        if not is_padded:
+            return error_of(checkpointer.save, 1)
+        checkpointer.save(1)
+        checkpointer.load()
+    return ""
+
+
+def test_stages_without_some_parameters_have_empty_groups(tmp_path: Path) -> None:
+    for text in _distributed.run(2, save_uneven, tmp_path, False):
+        assert "component 'scheduler': rank 1 differ from rank 0" in text and "empty ones" in text
+    assert _distributed.run(2, save_uneven, tmp_path, True) == ["", ""]
+    whole = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=nn.LayerNorm(3)))
+    with Checkpointer(tmp_path, with_groups(whole, True)) as checkpointer:
+        assert str(checkpointer.load()).count("loaded, as saved") == 3
 
 
 # ---- names that collide ----

@@ -443,6 +443,7 @@ class Replicated(Component):
     """
 
     kind = "replicated"
+    cure: ClassVar[str] = "what belongs to a rank is PerRank"
 
     def __init__(self, stateful: Any) -> None:
         super().__init__(stateful)
@@ -458,7 +459,7 @@ class Replicated(Component):
         others = [rank for rank, note in enumerate(notes) if note != notes[0]]
         if not others:
             return []
-        return [f"{spans(others)} differ from rank 0; what belongs to a rank is PerRank"]
+        return [f"{spans(others)} differ from rank 0; {self.cure}"]
 
     def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
         return {"": trees.encode(state)} if place.rank == 0 else {}

@@ -25,6 +25,11 @@ __all__ = ["LRSchedule", "LRSchedules"]
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
 """Options of a parameter group that schedulers write."""
 
+_CURE = (
+    "step it alike on all ranks, and give stages of a pipeline the same parameter groups in the same order, empty ones "
+    "where they have no such parameter"
+)
+
 _PER_GROUP = ("base_lrs", "_last_lr", "min_lrs")
 """Attributes of schedulers with a value for each parameter group."""
 
@@ -44,6 +49,7 @@ class LRSchedule(Replicated):
     """
 
     stateful: LRScheduler
+    cure = _CURE
 
     def __init__(self, scheduler: LRScheduler, rescale: float | Literal["world_size"] | None = None) -> None:
         super().__init__(scheduler)
@@ -130,6 +136,7 @@ class LRSchedules(Replicated):
     """
 
     stateful: list[LRScheduler]
+    cure = _CURE
 
     def __init__(self, each: Sequence[LRSchedule]) -> None:
         super().__init__([one.stateful for one in each])

@@ -215,6 +215,8 @@ def differing_replicas(path: str, check: Any) -> tuple[str, list[str], str]:
         state = {
             "object": {"lr": 0.1 * (rank == 2)},
             "small": torch.full((8,), float(rank == 1)),
+            "large": torch.full((1 << 16,), rank == 1, dtype=torch.float64),
+            "large, same": torch.ones(300, 300).bfloat16(),
             "same": torch.ones(8),
         }
         planner = RingSavePlanner(check_replicas=check)
@@ -239,7 +241,8 @@ def test_replicas_that_differ(tmp_path: Path, check: str) -> None:
         assert not text and not results[0][0]
         return
     assert "'object.lr' (rank 0 differs from 2)" in text and "'small' (rank 0 differs from 1)" in text
-    assert "'same'" not in text
+    assert "'large' (rank 0 differs from 1)" in text
+    assert "same'" not in text
     assert all(bool(error) == (check == "error") for error, _, _ in results)
 
 

@@ -167,8 +167,8 @@ class Training:
         losses: list[float] = []
         for batch in self.loader:
             found: list[Tensor] = []
-            inputs = (batch[:, :-1],) if 0 in self.own else ()
-            last = {"target": batch[:, 1:], "losses": found} if self.stages - 1 in self.own else {}
+            inputs = (batch[:, :-1].contiguous(),) if 0 in self.own else ()
+            last = {"target": batch[:, 1:].contiguous(), "losses": found} if self.stages - 1 in self.own else {}
             schedule.step(*inputs, **last)
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()

@@ -9,6 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor, debug
 
+from dcpring.torchside.versions import release
+
 
 def clear_sharding_cache() -> None:
     """DTensor remembers meshes of process groups that this process has left."""
@@ -24,6 +26,10 @@ def stock_plans(tensor: torch.Tensor) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+PIPELINES_RUN_ON_GLOO = release(torch.__version__) >= (2, 11)
+"""Torch 2.9's schedules end in an abort inside gloo when they send to another stage."""
 
 
 def needs(there: bool, what: str) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _pipeline import LAYERS, LAYOUTS, Decoder, Training, adamw, same, stage_of
 from _resume import error_of
+from _versions import PIPELINES_RUN_ON_GLOO, needs
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -124,6 +125,7 @@ def go_on(root: Path, layout: str) -> tuple[list[float], list[float], bool]:
     return losses, other.train(4), same(training.everything(), other.everything())
 
 
+@needs(PIPELINES_RUN_ON_GLOO, "pipelines over gloo")
 @pytest.mark.parametrize("layout", ["pp2 x dp2", "pp2 x tp2, cut elsewhere", "interleaved"])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, layout: str) -> None:
     for rank, (losses, again, is_same) in enumerate(_distributed.run(4, go_on, tmp_path, layout)):

@@ -77,9 +77,9 @@ def fingerprints(values: list[Any]) -> bytes:
     tensors = [index for index, value in enumerate(local) if isinstance(value, Tensor)]
     small = [index for index in tensors if local[index].nbytes <= MAX_BYTES]
     large = [index for index in tensors if local[index].nbytes > MAX_BYTES]
-    prints = dict(zip(small, _tensor_crcs([local[index] for index in small]), strict=True))
-    prints |= zip(large, _samples([local[index] for index in large]), strict=True)
-    return array.array("I", [prints[i] if i in prints else _object_crc(local[i]) for i in range(len(local))]).tobytes()
+    found = dict(zip(small, _tensor_crcs([local[index] for index in small]), strict=True))
+    found |= zip(large, _samples([local[index] for index in large]), strict=True)
+    return array.array("I", [found[i] if i in found else _object_crc(local[i]) for i in range(len(local))]).tobytes()
 
 
 def _samples(tensors: list[Tensor]) -> list[int]:

@@ -394,7 +394,7 @@ class RingSavePlanner(DefaultSavePlanner):
         count, found = merge.differing(_MOST_LOOKED_AT if any(message.meshes for message in messages) else _MOST_NAMED)
         if not count:
             return
-        differing = [(name, _by_print(prints)) for name, prints in found]
+        differing = [(name, _by_fingerprint(fingerprints)) for name, fingerprints in found]
         apart = [one for one in differing if _are_apart(one[1], messages)]
         if apart:
             raise CheckpointError(
@@ -723,13 +723,13 @@ _STAGES = (
 _MEMBERS_OF_GROUP = re.compile(r"(.*\.)?param_groups\.\d+\.params|(.*\.)?param_groups")
 
 
-def _by_print(prints: Sequence[tuple[int, int]]) -> list[list[int]]:
+def _by_fingerprint(fingerprints: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The holders of a chunk, by their place among the plans, in groups that have the same bytes of it."""
-    by_print: dict[int, list[int]] = {}
-    for place, value in prints:
+    by_fingerprint: dict[int, list[int]] = {}
+    for place, value in fingerprints:
         if value:  # else nothing was compared there
-            by_print.setdefault(value, []).append(place)
-    return list(by_print.values())
+            by_fingerprint.setdefault(value, []).append(place)
+    return list(by_fingerprint.values())
 
 
 def _are_apart(different: list[list[int]], messages: Sequence[LocalMessage]) -> bool:

@@ -395,18 +395,18 @@ class ModelState(Sharded):
             return {}
         parameters = self._held(state, self.stateful.parameters())
         names = [key for key in state if key in parameters and is_whole(state[key]) and backend.is_hashed(state[key])]
-        prints = memoryview(backend.fingerprints([state[name] for name in names])).cast("I")
-        return {"prints": dict(zip(names, prints, strict=True))}
+        found = memoryview(backend.fingerprints([state[name] for name in names])).cast("I")
+        return {"fingerprints": dict(zip(names, found, strict=True))}
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         by_name: dict[str, dict[int, int]] = {}
         for rank, note in enumerate(notes):
-            for name, value in note.get("prints", {}).items():
+            for name, value in note.get("fingerprints", {}).items():
                 by_name.setdefault(name, {})[rank] = value
         by_ranks: dict[str, list[str]] = {}
-        for name, prints in by_name.items():
-            if len(set(prints.values())) > 1:
-                by_ranks.setdefault(spans(list(prints)), []).append(name)
+        for name, found in by_name.items():
+            if len(set(found.values())) > 1:
+                by_ranks.setdefault(spans(list(found)), []).append(name)
         return [
             f"{who} have different layers, and different tensors that are called {some_keys(names)}; stages of a "
             "pipeline keep the names that their layers have in the whole model: cut them out of it"

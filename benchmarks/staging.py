@@ -2,6 +2,7 @@
 
     python benchmarks/staging.py             # 1 GiB and 20000 x 4 KiB, 3 rounds, all ways in turns: ten minutes
     python benchmarks/staging.py --copies    # the stagers alone, by turns in one process: nothing is written
+    python benchmarks/staging.py --copies --frozen 0.99   # the same with so much of the state frozen, as with LoRA
     python benchmarks/staging.py --quick     # small: does everything work?
 
 Each way has a process of its own in each round, which saves several times; the first save, which takes the memory, is
@@ -212,11 +213,17 @@ def measure_copy(state: dict[str, Any]) -> dict[str, Any]:
     return {"returned": median(seconds), "changeable": median(seconds)}
 
 
-def compare_copies(count: int, size_bytes: int, rounds: int) -> list[list[str]]:
-    """Stagers alone, in turns: medians of all calls but the first of each, in a table."""
+def compare_copies(count: int, size_bytes: int, rounds: int, frozen: float) -> list[list[str]]:
+    """Stagers alone, in turns: medians of all calls but the first of each, in a table. The last tensors are trained."""
     torch.set_num_threads(2)
-    state = {"model": {f"layer.{i}": torch.rand(size_bytes // 4) for i in range(count)}}
-    sources = torch.cat(list(state["model"].values()))
+    first_trained = round(count * frozen)
+    state = {
+        "model": {
+            f"layer.{i}": torch.nn.Parameter(torch.rand(size_bytes // 4), requires_grad=i >= first_trained)
+            for i in range(count)
+        }
+    }
+    sources = torch.cat([tensor.detach() for tensor in state["model"].values()])
     target = torch.zeros_like(sources)
     shared = DefaultStager(StagingOptions(False, True, True, False))
     cached = RingWriter("unused", cache_staged_state_dict=True)
@@ -228,6 +235,8 @@ def compare_copies(count: int, size_bytes: int, rounds: int) -> list[list[str]]:
         "RingWriter, cache_staged_state_dict": functools.partial(cached.stage, state),
         "RingStager": functools.partial(RingStager().stage, state),
     }
+    if frozen:
+        ways['RingStager, "trust"'] = functools.partial(RingStager(unchanged="trust").stage, state)
     taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
     errors: dict[str, str] = {}
     for _ in range(rounds + 1):
@@ -236,7 +245,7 @@ def compare_copies(count: int, size_bytes: int, rounds: int) -> list[list[str]]:
                 taken[way].append(_staged(stage))
             except (OSError, RuntimeError) as error:
                 errors[way] = str(error)[:60]
-    tensors = f"{count} x {size_bytes // KIB} KiB"
+    tensors = f"{count} x {size_bytes // KIB} KiB" + (f", {frozen:.0%} frozen" if frozen else "")
     rows = []
     for way, found in taken.items():
         cells = [f"{median(column):.4f}" for column in zip(*found[1:], strict=True)] or [errors[way], "", ""]
@@ -315,10 +324,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "staging.json")
     parser.add_argument("--png", type=Path, default=RESULTS / "staging.png")
     parser.add_argument("--copies", action="store_true", help="the stagers alone")
+    parser.add_argument("--frozen", type=float, default=0.0, help="with --copies: the part that is not trained")
     arguments = parser.parse_args()
-    shapes = [(200, 4 * KIB)] if arguments.quick else [(32, 32 * MIB), (20000, 4 * KIB)]
+    large = (256, 4 * MIB) if arguments.frozen else (32, 32 * MIB)
+    shapes = [(200, 4 * KIB)] if arguments.quick else [large, (20000, 4 * KIB)]
     if arguments.copies:
-        table = [row for count, size in shapes for row in compare_copies(count, size, 4 * arguments.rounds)]
+        table = [
+            row for count, size in shapes for row in compare_copies(count, size, 4 * arguments.rounds, arguments.frozen)
+        ]
         print_table("Staging alone", ["tensors", "way", "returns, s", "may change, s", "CPU s"], table)
         return
     rounds, saves = (1, 1) if arguments.quick else (arguments.rounds, arguments.saves)

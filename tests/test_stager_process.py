@@ -113,6 +113,26 @@ def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:
     run(2, _saves, str(tmp_path / "checkpoint"))
 
 
+def _trusts(path: str) -> None:
+    base = torch.nn.Parameter(torch.randn(1 << 16), requires_grad=False)
+    with _ending_process(), RingStager(unchanged="trust") as stager:
+        for n in range(4):
+            state = {f"base {dist.get_rank()}": base, f"x {dist.get_rank()}": torch.full((3,), float(n))}
+            _save({"model": state}, path, async_stager=stager).upload_completion.result()
+            dist.barrier()
+            loaded = {"model": {key: torch.empty_like(value) for key, value in state.items()}}
+            dcp.load(loaded, storage_reader=RingReader(path))
+            assert all(torch.equal(loaded["model"][key], value) for key, value in state.items())
+            dist.barrier()
+            if n == 1:
+                base.data.neg_()
+        assert stager.allocations == 1
+
+
+def test_a_process_gets_what_was_not_copied_again(tmp_path: Path) -> None:
+    run(2, _trusts, str(tmp_path / "checkpoint"))
+
+
 def _of_all_kinds(value: float) -> dict[str, Any]:
     """DTensors behind other tensors, so that none begins where the memory does, and what is made of views."""
     mesh = init_device_mesh("cpu", (2,))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpring.torchside.tensors import PLAIN_TYPES, frozen_parameter, is_frozen
+
 
 class Staged(dict[Any, Any]):
     """A state dict that lies in an arena: to everything but a pipe between processes a dict like any other."""
@@ -33,15 +35,15 @@ class _Sent:
     Attributes:
         parents, keys: where each tensor was, in what is left of the tree.
         storages: each once.
-        columns: by tensor its storage's number, dtype, offset, shape and strides in elements, and whether it requires
-            a gradient.
+        columns: by tensor its storage's number, dtype, offset, shape and strides in elements, whether it requires a
+            gradient, and whether it is a parameter that requires none.
     """
 
     def __init__(self) -> None:
         self.parents: list[Any] = []
         self.keys: list[Any] = []
         self.storages: list[torch.UntypedStorage] = []
-        self.columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+        self.columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
         self._numbers: dict[int, int | None] = {}
 
     def without(self, value: Any) -> Any:
@@ -50,7 +52,7 @@ class _Sent:
             return value
         made = value.copy()
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if type(part) is Tensor and self._takes(part):
+            if type(part) in PLAIN_TYPES and self._takes(part):
                 self.parents.append(made)
                 self.keys.append(key)
                 made[key] = None
@@ -69,7 +71,8 @@ class _Sent:
                 self.storages.append(storage)
         if number is None or tensor.is_neg() or tensor.is_conj() or not tensor.is_leaf:
             return False
-        about = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+        layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        about = *layout, tensor.requires_grad, is_frozen(tensor)
         for column, entry in zip(self.columns, (number, *about), strict=True):
             column.append(entry)
         return True
@@ -89,11 +92,12 @@ def _received(
 
 def _mapped(storages: list[torch.UntypedStorage], columns: tuple[list[Any], ...]) -> Iterator[Tensor]:
     wholes: dict[tuple[int, torch.dtype], Tensor] = {}
-    for number, dtype, offset, shape, strides, needs_gradient in zip(*columns, strict=True):
+    for number, dtype, offset, shape, strides, needs_gradient, stays in zip(*columns, strict=True):
         whole = wholes.get((number, dtype))
         if whole is None:
             whole = wholes[number, dtype] = torch.empty(0, dtype=dtype).set_(storages[number])
-        yield whole.as_strided(shape, strides, offset).requires_grad_(needs_gradient)
+        tensor = whole.as_strided(shape, strides, offset).requires_grad_(needs_gradient)
+        yield frozen_parameter(tensor) if stays else tensor
 
 
 ForkingPickler.register(Staged, _send)

@@ -11,14 +11,16 @@ import contextlib
 import copy
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from operator import attrgetter, setitem
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from dcpring import _C
@@ -26,13 +28,23 @@ from dcpring.base.masks import zeros
 from dcpring.base.memory import is_dense, is_lazy_view, same_memory
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
+from dcpring.move.frozen import Held, Sign, same_signs, sample_view, samples_of_devices, signs_of, with_equal_samples
 from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
 from dcpring.torchside import accelerators
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.composed import Composed
-from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor, local_tensor, with_local, with_shards
+from dcpring.torchside.tensors import (
+    PLAIN_TYPES,
+    ShardedTensor,
+    frozen_parameter,
+    is_frozen,
+    local_tensor,
+    version,
+    with_local,
+    with_shards,
+)
 
 _PART_BYTES = 8 << 20
 """Tensors that are no stretch of memory are copied by as much, for each of which torch takes some on the device."""
@@ -81,18 +93,23 @@ class StagingBuffer:
         """Whether anybody still refers to a tensor of the last copy that lies in the buffer's memory."""
         return self._arena.is_used
 
-    def stage(self, state: Any) -> Any:
+    def stage(self, state: Any, frozen: Collection[Tensor] | None = None) -> Any:
         """The same tree with every tensor copied to the host, and everything else copied deeply; mappings are dicts.
 
         It waits twice for each accelerator on which the state has tensors: before it copies, for all that any thread
         has given to any of its streams, so that what training still writes is there; and afterwards, so that training
         may write again. Accelerators without a tensor of the state are not waited for.
-        """
-        return self.fill(self.open(state, Devices()))
 
-    def open(self, state: Any, devices: Devices) -> Opened:
+        Args:
+            state: a state dict.
+            frozen: tensors of the state that nobody writes to, besides parameters that require no gradient. Those that
+                the buffer has, and that seem not to have changed, are not copied again. None: all is copied.
+        """
+        return self.fill(self.open(state, Devices(), frozen))
+
+    def open(self, state: Any, devices: Devices, frozen: Collection[Tensor] | None = None) -> Opened:
         """The first step: what is no tensor is copied when this returns."""
-        opened = Opened(state, devices)
+        opened = Opened(state, devices, frozen)
         sources = opened.sources()
         devices.ready(set() if all(map(_is_cpu, sources)) else set(map(_device, sources)))
         return opened
@@ -101,17 +118,19 @@ class StagingBuffer:
         """The second step: copies the tensors, and gives the tree."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._fill(opened)
-                return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
+                held = self._fill(opened)
         finally:
             opened.devices.wait()  # after an error too: the memory will be used again
+        self._arena.held.update(held)
+        return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
 
     def release(self) -> None:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
         self._arena.release()
 
-    def _fill(self, opened: Opened) -> None:
-        sources = opened.sources()
+    def _fill(self, opened: Opened) -> dict[int, Held]:
+        """Copies, and says what the buffer has then of what may stay as it is."""
+        sources, signs = opened.sources(), opened.signs
         handles = _C.Tensors(sources)
         chosen, same = _in_memory(sources, handles)
         distinct = [n for n in chosen if n not in same]
@@ -119,11 +138,23 @@ class StagingBuffer:
         if len(distinct) < len(sources):
             tensors = [sources[n] for n in distinct]
             handles = _C.Tensors(tensors)
+            signs = _of_distinct(signs, distinct, same)
         hosts, places = self._arena.tensors_for(tensors, handles)
+        unchanged = self._unchanged(signs, tensors, hosts, opened.devices)
         mask = _plain_bytes(tensors, handles)
-        self._copy_others(tensors, hosts, mask, opened.devices)
+        others = [n for n, is_plain in enumerate(mask) if not is_plain and n not in unchanged]
+        self._copy_others(tensors, hosts, others, opened.devices)
+        if unchanged:
+            mask = bytes(is_plain and n not in unchanged for n, is_plain in enumerate(mask))
         _C.copy_tensors(handles, places, mask, self._workers)
-        if tensors is sources:
+        self._put(opened, sources, distinct, same, hosts)
+        return {n: Held(sign, version(hosts[n])) for n, sign in signs.items()}
+
+    @staticmethod
+    def _put(
+        opened: Opened, sources: list[Tensor], distinct: list[int], same: dict[int, int], hosts: list[Tensor]
+    ) -> None:
+        if len(distinct) == len(sources):
             opened.put(hosts)
             return
         made: list[Tensor | None] = [None] * len(sources)
@@ -133,9 +164,30 @@ class StagingBuffer:
             made[n] = made[first].detach()  # type: ignore[union-attr]
         opened.put([own_copy(source) if host is None else host for source, host in zip(sources, made, strict=True)])
 
-    def _copy_others(self, tensors: list[Tensor], hosts: list[Tensor], mask: bytes, devices: Devices) -> None:
+    def _unchanged(
+        self, signs: dict[int, Sign], tensors: list[Tensor], hosts: list[Tensor], devices: Devices
+    ) -> set[int]:
+        """Which tensors need not be copied. Until all others are, the buffer has none."""
+        held = dict(self._arena.held)
+        self._arena.held.clear()
+        numbers = same_signs(signs, held, hosts)
+        if not numbers:
+            return set()
+        chosen, copies = [tensors[n] for n in numbers], [hosts[n] for n in numbers]
+        looked = samples_of_devices(chosen)
+        for at, (tensor, sample) in enumerate(zip(chosen, looked, strict=True)):
+            if sample is not tensor:
+                devices.meet(tensor.device)
+                with devices.on(tensor.device):
+                    copy_to_host([sample_view(tensor)], [sample])
+                copies[at] = sample_view(copies[at])
+        if any(map(on_accelerator, chosen)):
+            devices.wait()
+        return with_equal_samples(numbers, looked, copies)
+
+    @staticmethod
+    def _copy_others(tensors: list[Tensor], hosts: list[Tensor], others: list[int], devices: Devices) -> None:
         """What the core cannot copy: tensors of accelerators, and such whose bytes are not their values."""
-        others = [n for n, is_plain in enumerate(mask) if not is_plain]
         for device in {tensors[n].device for n in others}:
             devices.meet(device)
         for n in others:
@@ -200,6 +252,12 @@ class SideStreams(Devices):
             event.synchronize()
 
 
+def _of_distinct(signs: dict[int, Sign], distinct: list[int], same: dict[int, int]) -> dict[int, Sign]:
+    """The signs by the number among the distinct ones. Of those that are tied all have to have one."""
+    trained = {first for n, first in same.items() if n not in signs}
+    return {at: signs[n] for at, n in enumerate(distinct) if n in signs and n not in trained}
+
+
 def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
     """A mark for each tensor: 1 where the bytes in host memory are its values."""
     marks = zeros(handles.kinds())
@@ -259,14 +317,16 @@ class Opened:
     Attributes:
         tree: dicts and lists of its own, copies of objects; and in the place of each tensor, until ``put``, the tensor.
         devices: on which it lies.
+        signs: of sources that are not trained, by number; none where all is to be copied.
     """
 
-    def __init__(self, state: Any, devices: Devices) -> None:
+    def __init__(self, state: Any, devices: Devices, frozen: Collection[Tensor] | None = None) -> None:
         self.devices = devices
         self._deep = _DeepCopies(devices)
         self._plain: tuple[list[Any], list[Any], list[Tensor]] = ([], [], [])
         self._others: list[tuple[Any, Any, Tensor]] = []
         self._inner: dict[int, Tensor] = {}
+        self._wholes: dict[int, Tensor] = {}
         try:
             root = [state]
             root[0] = self._value(state, root, 0)
@@ -274,6 +334,9 @@ class Opened:
             check_state_dict(state)
             raise
         self._root = root
+        plain = ((tensor, tensor) for tensor in self._plain[2])
+        inner = ((tensor, self._wholes[key]) for key, tensor in self._inner.items())
+        self.signs = {} if frozen is None else signs_of(chain(plain, inner), frozen)
 
     @property
     def tree(self) -> Any:
@@ -325,9 +388,9 @@ class Opened:
             self._others.append((parent, key, tensor))
             self._note_inner(tensor)
 
-    def _note_inner(self, tensor: Tensor) -> None:
+    def _note_inner(self, tensor: Tensor, whole: Tensor | None = None) -> None:
         if isinstance(tensor, DTensor):
-            self._note_inner(local_tensor(tensor))
+            self._note_inner(local_tensor(tensor), tensor)
         elif isinstance(tensor, ShardedTensor):
             for shard in tensor.local_shards():
                 self._note_inner(shard.tensor)
@@ -336,34 +399,39 @@ class Opened:
                 self._note_inner(part.tensor)
         elif type(tensor) in PLAIN_TYPES:
             self._inner[id(tensor)] = tensor
+            self._wholes[id(tensor)] = tensor if whole is None else whole
 
     def _rebuilt(self, tensor: Tensor, inner: dict[int, Tensor]) -> Tensor:
         if isinstance(tensor, DTensor):
-            return with_local(tensor, self._rebuilt(local_tensor(tensor), inner))
+            made = with_local(tensor, self._rebuilt(local_tensor(tensor), inner))
+            return frozen_parameter(made) if is_frozen(tensor) else made
         if isinstance(tensor, ShardedTensor):
             return with_shards(tensor, [self._rebuilt(shard.tensor, inner) for shard in tensor.local_shards()])
         if isinstance(tensor, Composed):
             return tensor.with_tensors(self._rebuilt(part.tensor, inner) for part in tensor.held)
-        made = inner.get(id(tensor))
-        return tensor if tensor.is_meta else _like(own_copy(tensor) if made is None else made, tensor)
+        copied = inner.get(id(tensor))
+        return tensor if tensor.is_meta else _like(own_copy(tensor) if copied is None else copied, tensor)
 
 
 def _all_like(copies: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     """``_like`` of all, quickly where there is nothing to do."""
     flags, has = list(map(_needs_gradient, sources)), list(map(_needs_gradient, copies))
-    if flags == has and not any(map(_attributes, sources)) and not any(map(_attributes, copies)):
+    is_same = flags == has and Parameter not in set(map(type, sources))
+    if is_same and not any(map(_attributes, sources)) and not any(map(_attributes, copies)):
         return copies
     return [made if made is tensor else _like(made, tensor) for made, tensor in zip(copies, sources, strict=True)]
 
 
 def _like(made: Tensor, tensor: Tensor) -> Tensor:
-    """What planners look at beside the values: whether there is a gradient, and the attributes that say what a plain
-    tensor is a part of (DCP's CheckpointableTensor)."""
-    if made.requires_grad != tensor.requires_grad:
+    """What is looked at beside the values: whether there is a gradient, whether it is a parameter without one, and the
+    attributes that say what a plain tensor is a part of (DCP's CheckpointableTensor)."""
+    if type(tensor) is Parameter and not tensor.requires_grad:
+        made = frozen_parameter(made)
+    elif made.requires_grad != tensor.requires_grad:
         made = made.detach() if made.requires_grad else made
         made.requires_grad_(tensor.requires_grad)
     if tensor.__dict__:  # what a class's copy has of its own it keeps
-        made = made.detach().requires_grad_(made.requires_grad) if type(made) in PLAIN_TYPES else made
+        made = made.detach().requires_grad_(made.requires_grad) if type(made) is Tensor else made
         made.__dict__.update({**tensor.__dict__, **made.__dict__})
     return made
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from dcpring.base import random_states
 from dcpring.base.joint import Failure, described, failure_of
@@ -110,7 +111,8 @@ class Checkpointer:
         keep_every: keep every step that is a multiple of this too.
         unchanged: "link": tensors that the step before has, bit for bit, are not written again, but its files are
             linked: what is frozen is written once. "trust": the same, without reading parameters that require no
-            gradient to compare them. "write", the default, writes everything. See docs/resume.md.
+            gradient to compare them, or to copy them for a save in the background. "write", the default, writes
+            everything. See docs/resume.md.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
         writer_options: for ``RingWriter``.
@@ -162,7 +164,7 @@ class Checkpointer:
                 self.components = _recognised(components)
                 self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
                 self.unchanged: Unchanged = unchanged
-                self._frozen: set[str] = set()
+                self._frozen: set[tuple[str, str]] = set()  # components and keys
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
                 self._save_options, self._load_options = _for_planners(planner_options or {})
                 self._export_options = dict(export_options or {})
@@ -295,9 +297,7 @@ class Checkpointer:
             state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
             if self.unchanged != "write":
                 self._frozen = {
-                    f"{name}.{key}"
-                    for name, component in self.components.items()
-                    for key in component.frozen(states[name])
+                    (name, key) for name, component in self.components.items() for key in component.frozen(states[name])
                 }
             if self._place.rank == 0:
                 state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
@@ -369,7 +369,7 @@ class Checkpointer:
                 self._steps.before(step, self._base, self._syncs)
             options = self._known_to_load() | self._about_unchanged() | self._writer_options
             writer = RingWriter(self.path(step), **options)
-            writer.note_frozen(self._frozen)
+            writer.note_frozen({f"{name}.{key}" for name, key in self._frozen})
             planner = backend.SavePlanner(**self._save_options)
             if staging is not None:
                 writer.note_staged(staging)
@@ -430,10 +430,11 @@ class Checkpointer:
         after.push(leave)
         copying = f"cannot save step {step}: copying the state"
         with joint.doing(copying), Staging.timed() as staging:
+            frozen = self._frozen_in(state)
             if async_staging:
-                copy = _Copy(self._staging, self._staging.open(state, SideStreams()))
+                copy = _Copy(self._staging, self._staging.open(state, SideStreams(), frozen))
             else:
-                copy = _Copy.made(self._staging, self._staging.stage(state), staging)
+                copy = _Copy.made(self._staging, self._staging.stage(state, frozen), staging)
         joint.settle("copied")
         if self._background is None:
             self._background = Background(self._ranks)
@@ -447,6 +448,12 @@ class Checkpointer:
         written.add_done_callback(lambda _: copy.leave())
         self._copied = copy.copied
         return written, copy.copied
+
+    def _frozen_in(self, state: dict[str, Any]) -> list[Tensor] | None:
+        """What need not be copied again; None: all is to be copied."""
+        if self.unchanged != "trust":
+            return None
+        return [state[name][key] for name, key in self._frozen]
 
     # ---- retention ----
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.nn import Parameter
 
 from dcpring import _C
 from dcpring.base.files import read_regular
@@ -22,6 +21,7 @@ from dcpring.format.metadata import split_metadata
 from dcpring.move.save import Saving
 from dcpring.move.unchanged import Keeping, Linkable
 from dcpring.store import layout
+from dcpring.torchside.tensors import is_frozen
 from dcpring.torchside.versions import say_once
 
 logger = logging.getLogger("dcpring")
@@ -67,11 +67,10 @@ def frozen_of(planner: SavePlanner, known: Set[str]) -> Callable[[str], bool]:
     """Says of tensors, by their names, whether they are not trained: parameters that require no gradient."""
     values = getattr(planner, "state_dict", None) or {}
 
-    def is_frozen(name: str) -> bool:
-        value = values.get(name)
-        return name in known or (isinstance(value, Parameter) and not value.requires_grad)
+    def stays(name: str) -> bool:
+        return name in known or is_frozen(values.get(name))
 
-    return is_frozen
+    return stays
 
 
 class Keeper:

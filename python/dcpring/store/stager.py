@@ -12,11 +12,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcpring.base.groups import agree, digest, propose_next, rank_in
@@ -64,6 +65,8 @@ class RingStager(AsyncStager):
         buffers: states that are held at most. With 1 a save waits for the one before to be written; with 2 it can be
             copied meanwhile.
         workers: threads that copy what lies in host memory; default: 2, or one on a single processor.
+        unchanged: "trust": parameters of the state that require no gradient are not copied again, unless they are seen
+            to have changed (see docs/async.md). "copy", the default, copies everything.
 
     Raises:
         ValueError: an argument is out of range.
@@ -71,11 +74,16 @@ class RingStager(AsyncStager):
 
     _synchronize_after_execute = False
 
-    def __init__(self, buffers: int = 1, workers: int | None = None) -> None:
+    def __init__(
+        self, buffers: int = 1, workers: int | None = None, unchanged: Literal["copy", "trust"] = "copy"
+    ) -> None:
         for name, value in (("buffers", buffers), ("workers", workers)):
             if value is not None and (not isinstance(value, int) or not 1 <= value <= 64):
                 raise ValueError(f"{name}={value!r}: must be an int from 1 to 64")
+        if unchanged not in ("copy", "trust"):
+            raise ValueError(f'unchanged={unchanged!r}: must be "copy" or "trust"')
         self._most, self._workers = buffers, workers
+        self._frozen: Collection[Tensor] | None = () if unchanged == "trust" else None
         self._is_open = True
         self._begin()
 
@@ -114,7 +122,7 @@ class RingStager(AsyncStager):
             failed.set_exception(error)
             return failed
         turn = self._claim()
-        opened = turn.buffer.open(state_dict, SideStreams())
+        opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
         turn.begin(_UNASKED_SECONDS)
@@ -126,7 +134,7 @@ class RingStager(AsyncStager):
     def stage_now(self, state_dict: Any) -> Any:
         """The copy, complete. It is valid until the threads that ``saved_here`` has noted for it have ended."""
         turn = self._claim()
-        tree = turn.buffer.stage(state_dict)
+        tree = turn.buffer.stage(state_dict, self._frozen)
         turn.begin(0)
         turn.copied.set_result(None)
         self._now = turn

@@ -110,7 +110,8 @@ class RingWriter(FileSystemWriter):
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
         unchanged: "link": tensors that an earlier checkpoint has, bit for bit, are not written again; their files there
             become files of this one too, by hard links (see docs/resume.md). That they are equal is found by reading
-            them in memory; with "trust" parameters that require no gradient are not read, but a few bytes of each.
+            them in memory; with "trust" parameters that require no gradient are not read, but a few bytes of each,
+            nor copied again into a copy that is kept (``cache_staged_state_dict``).
             "write", the default, writes everything.
         unchanged_from: the directory of the earlier checkpoint; None: the newest in ``path`` and the directories beside
             it.
@@ -189,7 +190,9 @@ class RingWriter(FileSystemWriter):
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
-        self._stager = RingStager() if cache_staged_state_dict else None
+        self._stager = None
+        if cache_staged_state_dict:
+            self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
         self._run = SaveRun()
         self.stats: IOStats | None = None
 

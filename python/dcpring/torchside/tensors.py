@@ -110,6 +110,19 @@ def version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
+def is_frozen(value: Any) -> bool:
+    """Whether a value says of itself that it is not trained: a parameter without a gradient."""
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def frozen_parameter(tensor: Tensor) -> Tensor:
+    """The same memory as a value of which ``is_frozen`` holds. A DTensor becomes one itself."""
+    if isinstance(tensor, DTensor):
+        tensor._is_param = True  # as Parameter does with another view of it
+        return tensor
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
 def with_local(value: DTensor, local: Tensor) -> DTensor:
     """A DTensor like another one, with this part on this rank, wherever that lies.
 

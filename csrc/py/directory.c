@@ -138,28 +138,33 @@ struct ends {
     PyObject *from_dir, *from, *dir, *name;
 };
 
-static PyObject *link_paths(PyObject *module, const struct ends *ends, uint64_t size, int sync, int is_durable) {
+static PyObject *link_paths(PyObject *module, const struct ends *ends, uint64_t size, int is_durable,
+                            struct dr_syncs *syncs) {
     const char *from_dir = PyBytes_AsString(ends->from_dir), *from = PyBytes_AsString(ends->from);
     const char *dir = PyBytes_AsString(ends->dir), *name = PyBytes_AsString(ends->name);
     enum dr_link how = DR_LINK_HARD;
     struct dr_error error;
     int rc;
     dr_error_clear(&error);
-    Py_BEGIN_ALLOW_THREADS
-    rc = dr_directory_link(from_dir, from, dir, name, size, sync, is_durable, &how, &error);
-    Py_END_ALLOW_THREADS
+    struct gil gil;
+    gil_release(&gil);
+    rc = dr_directory_link(from_dir, from, dir, name, size, is_durable, syncs, &gil.control, &how, &error);
+    gil_take(&gil);
     return rc < 0 ? raise_error(module_state(module), &error) : PyBool_FromLong(how == DR_LINK_CLONE);
 }
 
 static PyObject *link_file(PyObject *module, PyObject *args) {
     struct ends ends;
     unsigned long long size;
-    int sync, is_durable;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&Kpp", PyUnicode_FSConverter, &ends.from_dir, PyUnicode_FSConverter, &ends.from,
-                          PyUnicode_FSConverter, &ends.dir, PyUnicode_FSConverter, &ends.name, &size, &sync,
-                          &is_durable))
+    int is_durable;
+    PyObject *set, *is_clone = NULL;
+    struct dr_syncs *syncs;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&KpO", PyUnicode_FSConverter, &ends.from_dir, PyUnicode_FSConverter, &ends.from,
+                          PyUnicode_FSConverter, &ends.dir, PyUnicode_FSConverter, &ends.name, &size, &is_durable,
+                          &set))
         return NULL;
-    PyObject *is_clone = link_paths(module, &ends, size, sync, is_durable);
+    if (parse_syncs(module_state(module), set, &syncs) == 0)
+        is_clone = link_paths(module, &ends, size, is_durable, syncs);
     Py_DECREF(ends.from_dir);
     Py_DECREF(ends.from);
     Py_DECREF(ends.dir);
@@ -201,7 +206,8 @@ PyMethodDef directory_methods[] = {
     {"replace", replace, METH_VARARGS,
      "replace(directory, tmp, name, sync): tmp is called name; what was name, if anything, is tmp"},
     {"link_file", link_file, METH_VARARGS,
-     "link_file(from directory, from name, directory, name, least bytes, sync, is durable) -> whether it is a clone"},
+     "link_file(from directory, from name, directory, name, least bytes, is durable, Syncs or None) -> whether it is a "
+     "clone"},
     {"remove_files", remove_files, METH_VARARGS, "remove_files(directory, names): missing ones are no error"},
     {NULL, NULL, 0, NULL},
 };

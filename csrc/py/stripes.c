@@ -356,9 +356,13 @@ static PyObject *write_at(PyObject *object, PyObject *args) {
     return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *finish(PyObject *object, PyObject *length_object) {
+static PyObject *finish(PyObject *object, PyObject *args) {
     struct stripe_file *self = (struct stripe_file *)object;
+    PyObject *length_object, *set;
+    struct dr_syncs *syncs;
     uint64_t length = DR_ANY_LENGTH;
+    if (!PyArg_ParseTuple(args, "OO", &length_object, &set) || parse_syncs(state_of(object), set, &syncs) < 0)
+        return NULL;
     if (length_object != Py_None)
         length = PyLong_AsUnsignedLongLong(length_object);
     if (PyErr_Occurred() || !enter(self))
@@ -367,7 +371,7 @@ static PyObject *finish(PyObject *object, PyObject *length_object) {
     dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
-    int rc = dr_output_sync(&self->core, length, NULL, &gil.control, &error);
+    int rc = dr_output_sync(&self->core, length, syncs, &gil.control, &error);
     if (rc == 0)
         rc = dr_output_close_file(&self->core, &error);
     gil_take(&gil);
@@ -399,7 +403,9 @@ static PyMethodDef methods[] = {
      "write([(lo, hi, offset in the memory or -1)], [(payload_offset, sizes, offsets)], Tensors, memory or None, "
      "[(offset, size) of each tensor of the file]) -> [CRCs of each stripe]"},
     {"write_at", write_at, METH_VARARGS, "write_at(offset, bytes): through the page cache"},
-    {"finish", finish, METH_O, "finish(length or None): cuts the file to its length, and makes its data durable"},
+    {"finish", finish, METH_VARARGS,
+     "finish(length or None, Syncs or None): cuts the file to its length; its data are durable, or are so once these "
+     "Syncs were waited for"},
     {"close", close_file, METH_NOARGS,
      "close(): frees everything; a file that was made is removed unless it was finished"},
     {"stats", stats, METH_NOARGS, "stats() -> (engine, direct)"},

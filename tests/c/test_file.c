@@ -255,8 +255,15 @@ static void replace_fails_at_each_call(void) {
 /* ---- links ---- */
 
 static int link_file(bool is_durable, uint64_t size, enum dr_link *how, struct dr_error *error) {
+    struct dr_syncs syncs;
+    dr_syncs_init(&syncs);
     dr_error_clear(error);
-    return dr_directory_link(check_path("l1"), "old", check_path("l2"), "new", size, true, is_durable, how, error);
+    int rc = dr_directory_link(check_path("l1"), "old", check_path("l2"), "new", size, is_durable, &syncs, &never, how,
+                               error);
+    int waited = dr_syncs_wait(&syncs, &never, NULL, error);
+    if (rc == 0 && waited < 0)
+        unlink(check_path("l2/new"));
+    return rc < 0 ? rc : waited;
 }
 
 static void make_linked(void) {

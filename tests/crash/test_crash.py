@@ -31,9 +31,9 @@ from fault._support import quiet
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import _C, RingWriter
+from dcpring.move.pending import Pending
 from dcpring.resume.retention import Steps
 from dcpring.store import layout
-from dcpring.store.pending import Pending
 
 SEED = 1
 SCENARIOS = quick(SEED)

@@ -239,11 +239,11 @@ int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
 struct linking {
     const char *path; /* of the file, for errors */
     const char *from, *name;
+    uint64_t size; /* that it has at least */
     int from_dirfd, from_fd, dirfd;
 };
 
-static int open_linked(struct linking *linking, const char *from_dir, const char *dir, uint64_t size,
-                       struct dr_error *error) {
+static int open_linked(struct linking *linking, const char *from_dir, const char *dir, struct dr_error *error) {
     struct stat st;
     linking->from_dirfd = DR_RETRY(dr_sys.open_dir(from_dir));
     if (linking->from_dirfd < 0)
@@ -258,49 +258,59 @@ static int open_linked(struct linking *linking, const char *from_dir, const char
     int rc = DR_RETRY(dr_sys.fstat(linking->from_fd, &st));
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FSTAT, linking->path);
-    if (!S_ISREG(st.st_mode) || (uint64_t)st.st_size < size)
+    if (!S_ISREG(st.st_mode) || (uint64_t)st.st_size < linking->size)
         return dr_error_invalid(error, DR_NO_ITEM, "%s is shorter than it was, or no file", linking->path);
     return 0;
 }
 
-/* A new file that shares the blocks of the old one; -errno says why there can be none. */
-static int clone_file(const struct linking *linking, bool sync) {
+/* A new file that shares the blocks of the old one: its descriptor, or -errno, which says why there can be none. */
+static int clone_file(const struct linking *linking) {
     int fd = DR_RETRY(dr_sys.open_below(linking->dirfd, linking->name, O_WRONLY | O_CREAT | O_EXCL, 0666));
-    if (fd < 0)
+    int rc = fd < 0 ? fd : DR_RETRY(dr_sys.clone(linking->from_fd, fd));
+    if (fd < 0 || rc >= 0)
         return fd;
-    int rc = DR_RETRY(dr_sys.clone(linking->from_fd, fd));
-    if (rc >= 0 && sync)
-        rc = DR_RETRY(dr_sys.fsync(fd));
-    int closed = dr_sys.close(fd);
-    rc = rc < 0 ? rc : closed;
+    dr_sys.close(fd);
+    DR_RETRY(dr_sys.unlink(linking->dirfd, linking->name));
+    return rc;
+}
+
+/* Whether the new file's bytes are durable: they are when the syncs are over. */
+static int sync_linked(const struct linking *linking, int fd, const char *dir, struct dr_syncs *syncs,
+                       const struct dr_control *control, struct dr_error *error) {
+    char *path = dr_path_join(dir, linking->name);
+    int rc = path ? dr_syncs_add_file(syncs, fd, path, DR_SYNC_LENGTH, linking->size, control, error)
+                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    free(path);
+    return rc;
+}
+
+static int link_or_clone(const struct linking *linking, const char *dir, bool is_durable, struct dr_syncs *syncs,
+                         const struct dr_control *control, enum dr_link *how, struct dr_error *error) {
+    int rc = DR_RETRY(dr_sys.link(linking->from_dirfd, linking->from, linking->dirfd, linking->name));
+    int clone = rc < 0 ? clone_file(linking) : -1;
+    *how = rc < 0 ? DR_LINK_CLONE : DR_LINK_HARD;
+    if (rc < 0 && clone < 0)
+        return dr_error_system(error, -rc, DR_CALL_LINK, linking->path);
+    bool is_synced = syncs && (clone >= 0 || !is_durable);
+    rc = is_synced ? sync_linked(linking, clone >= 0 ? clone : linking->from_fd, dir, syncs, control, error) : 0;
+    int closed = clone >= 0 ? dr_sys.close(clone) : 0;
+    if (rc == 0 && closed < 0)
+        rc = dr_error_system(error, -closed, DR_CALL_CLOSE, linking->path);
     if (rc < 0)
         DR_RETRY(dr_sys.unlink(linking->dirfd, linking->name));
     return rc;
 }
 
-static int link_or_clone(const struct linking *linking, bool sync, bool is_durable, enum dr_link *how,
-                         struct dr_error *error) {
-    int rc = DR_RETRY(dr_sys.link(linking->from_dirfd, linking->from, linking->dirfd, linking->name));
-    *how = rc < 0 ? DR_LINK_CLONE : DR_LINK_HARD;
-    if (rc < 0 && clone_file(linking, sync) < 0)
-        return dr_error_system(error, -rc, DR_CALL_LINK, linking->path);
-    if (*how == DR_LINK_CLONE || !sync || is_durable)
-        return 0;
-    rc = DR_RETRY(dr_sys.fsync(linking->from_fd));
-    if (rc >= 0)
-        return 0;
-    DR_RETRY(dr_sys.unlink(linking->dirfd, linking->name));
-    return dr_error_system(error, -rc, DR_CALL_FSYNC, linking->path);
-}
-
 int dr_directory_link(const char *from_dir, const char *from, const char *dir, const char *name, uint64_t size,
-                      bool sync, bool is_durable, enum dr_link *how, struct dr_error *error) {
+                      bool is_durable, struct dr_syncs *syncs, const struct dr_control *control, enum dr_link *how,
+                      struct dr_error *error) {
     char *path = dr_path_join(from_dir, from);
-    struct linking linking = {.path = path, .from = from, .name = name, .from_dirfd = -1, .from_fd = -1, .dirfd = -1};
-    int rc = path ? open_linked(&linking, from_dir, dir, size, error)
-                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, from_dir);
+    struct linking linking = {
+        .path = path, .from = from, .name = name, .size = size, .from_dirfd = -1, .from_fd = -1, .dirfd = -1};
+    int rc =
+        path ? open_linked(&linking, from_dir, dir, error) : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, from_dir);
     if (rc == 0)
-        rc = link_or_clone(&linking, sync, is_durable, how, error);
+        rc = link_or_clone(&linking, dir, is_durable, syncs, control, how, error);
     const int opened[] = {linking.from_fd, linking.dirfd, linking.from_dirfd};
     for (size_t i = 0; i < sizeof opened / sizeof *opened; i++)
         if (opened[i] >= 0)

@@ -53,11 +53,12 @@ enum dr_link { DR_LINK_HARD, DR_LINK_CLONE };
 
 /*
  * Lets dir/name be the file from_dir/from, which has at least `size` bytes: by a hard link, or where there can be none
- * by a file that shares its blocks. With sync its bytes are durable then, but not its name; is_durable says that they
- * are already.
+ * by a file that shares its blocks. With a set of syncs its bytes are durable once these are over, but not its name;
+ * is_durable says that the old file's are already.
  */
 int dr_directory_link(const char *from_dir, const char *from, const char *dir, const char *name, uint64_t size,
-                      bool sync, bool is_durable, enum dr_link *how, struct dr_error *error);
+                      bool is_durable, struct dr_syncs *syncs, const struct dr_control *control, enum dr_link *how,
+                      struct dr_error *error);
 
 /* Removes files of dir, all that it can; names with a "/" are refused, missing ones are no error. */
 int dr_directory_remove(const char *dir, const char *const *names, size_t count, struct dr_error *error);

@@ -30,6 +30,7 @@ from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
 from dcpring.move import host_memory
+from dcpring.move.pending import Pending
 from dcpring.move.save import Source, handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
@@ -91,6 +92,7 @@ class StripeSaving:
         part: what the coordinator has given this rank.
         path: directory of the files.
         is_windowed: the planner makes tensors when it is asked for them: never for many at a time.
+        pending: where the syncs of the files go; they are the caller's to wait for.
         group: of all ranks of the save; None where there is one alone.
     """
 
@@ -103,7 +105,7 @@ class StripeSaving:
         path: str,
         options: IOOptions,
         is_windowed: bool,
-        sync: bool,
+        pending: Pending,
         run: SaveRun,
         stats: IOStats,
         group: dist.ProcessGroup | None,
@@ -112,10 +114,10 @@ class StripeSaving:
         self._part = part
         self._path = path
         self._run = run
-        self._watch = run.watch()
+        self._watch = pending.watch
         self._options = options
         self._is_windowed = is_windowed
-        self._sync = sync
+        self._pending = pending
         self._stats = stats
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
@@ -162,17 +164,17 @@ class StripeSaving:
 
     @contextlib.contextmanager
     def _writing(self, layout: Layout, part: FilePart) -> Iterator[_C.StripeFile | None]:
-        """The file, durable at the end; None where this rank writes none of it."""
+        """The file, which is being made durable at the end; None where this rank writes none of it."""
         if not part.writes_bytes:
             yield None
             return
-        options = self._options.for_core(self._sync, self._watch)
+        options = self._options.for_core(self._pending.syncs is not None, self._watch)
         own_bytes = sum(hi - lo for lo, hi in part.own)  # others are written from where they were put together
         file = _C.StripeFile(self._path, layout.name, 0, own_bytes, options)
         try:
             yield file
-            with self._run.phases.core(self._watch, f"sync {layout.name}", [layout.name]):
-                file.finish(None)
+            file.finish(None, self._pending.syncs)
+            self._pending.synced.append(layout.name)
             engine, direct = file.stats()
         finally:
             file.close()

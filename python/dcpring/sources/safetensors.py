@@ -13,7 +13,7 @@ from dcpring.base.windows import windows
 from dcpring.format import safetensors
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Item, Piece, Source, first_names, stream
-from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
+from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 
 
 class SafetensorsTarget:
@@ -56,15 +56,22 @@ class SafetensorsTarget:
         remove_unfinished(directory)
         self.files = free_names(directory, len(self._groups))
         unfinished = {f".{unfinished_name(name)}": name for name in self.files}
+        left = list(unfinished)
         try:
             for name, group in zip(unfinished, self._groups, strict=True):
                 with writing(str(directory), name, sum(item.nbytes for item in group), watch) as out:
                     self._fill(out, group, source)
             pairs = zip(self.files, self._groups, strict=True)
             weights = {item.name: file for file, group in pairs for item in group}
-            remove_files(directory, commit_model(directory, unfinished, weights, self.nbytes, True))
+            index = new_index(unfinished, weights, self.nbytes)
+            if index is not None:
+                left.append(index.name)
+                syncs = _C.Syncs(None)
+                _C.write_file(str(directory), *index, syncs)
+                syncs.wait()
+            remove_files(directory, commit_model(directory, unfinished, index and index.name, True))
         finally:
-            remove_files(directory, [name for name in unfinished if (directory / name).exists()])
+            remove_files(directory, [name for name in left if (directory / name).exists()])
 
     def _fill(self, out: _C.FileWriter, items: Sequence[Item], source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.

@@ -18,6 +18,7 @@ from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.ledger import Ledger, decode_ledger
 from dcpring.format.metadata import split_metadata
+from dcpring.move.pending import Pending
 from dcpring.move.save import Saving
 from dcpring.move.unchanged import Keeping, Linkable
 from dcpring.store import layout
@@ -110,28 +111,31 @@ class Keeper:
         self._keeping.compare()
         self.key = self._keeping.key
 
-    def link_files(self, names: list[str], next_name: Callable[[], str]) -> None:
+    def link_files(self, pending: Pending, next_name: Callable[[], str]) -> None:
         """Links the files that need not be written. Their names are added as they come to be."""
         for file in self._keeping.linkable():
-            names.append(next_name())
-            if self._link(file, names[-1]):
-                self._saving.take_over(names[-1], self._keeping.places(file), self._keeping.digests(file))
+            name = next_name()
+            pending.names.append(name)
+            if self._link(file, name, pending):
+                self._saving.take_over(name, self._keeping.places(file), self._keeping.digests(file))
                 self._linked |= file.rows.keys()
             else:
-                names.pop()
+                pending.names.pop()
 
-    def _link(self, file: Linkable, name: str) -> bool:
+    def _link(self, file: Linkable, name: str, pending: Pending) -> bool:
         earlier = self._earlier
         if earlier is None or not layout.is_data_file(file.name):
             return False
         ends = str(earlier.directory), file.name, str(self._directory), name
         try:
-            is_clone = _C.link_file(*ends, file.size, self._sync, earlier.ledger.is_durable)
+            is_clone = _C.link_file(*ends, file.size, earlier.ledger.is_durable, pending.syncs)
         except FileNotFoundError:  # somebody has removed the earlier checkpoint
             return False
         except (OSError, ValueError) as error:
             self._say(logging.WARNING, f"can neither be linked nor cloned, and are written again: {_reason(error)}")
             return False
+        if is_clone or not earlier.ledger.is_durable:
+            pending.synced.append(name)
         if is_clone:
             self._say(logging.INFO, "are clones (reflinks), as they cannot be linked")
         return True

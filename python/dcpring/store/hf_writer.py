@@ -33,6 +33,7 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
+from dcpring.move.pending import Pending
 from dcpring.move.save import ResultList, source_of
 from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
@@ -40,7 +41,7 @@ from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of, round_bytes
-from dcpring.store.safetensors import commit_model, free_names, remove_files, remove_unfinished
+from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
@@ -171,7 +172,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _C.make_directory(str(self.path), self.sync_files)
+        _C.make_directory(str(self.path), self.sync_files, False)  # its own name is synced with the data
         ties: dict[str, str] = {}
         if isinstance(plan, RingPlan) and plan.values is not None:
             _refuse_objects([name for name, value in plan.values.items() if not isinstance(value, Tensor)])
@@ -273,7 +274,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         try:
             for layout in layouts:
                 file = _C.StripeFile(str(self.path), layout.name, layout.size_bytes, 0, options)
-                file.finish(None)
+                file.finish(None, None)
                 file.close()
         except BaseException:
             remove_files(self._directory, [layout.name for layout in layouts])
@@ -286,19 +287,32 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         if not isinstance(part, Part):
             raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
         group = group_of_caller()
+        pending = Pending(str(self.path), self._run.watch(), self.sync_files)
         try:
-            saving = self._saving(plan, planner, part, stats, group)
+            saving = self._saving(plan, planner, part, stats, group, pending)
         except BaseException:
             stay_away(part, group)
             raise
         try:
-            return StripeResults(saving.write(), stats)
+            sums = saving.write()
+            pending.sync_names()
+            self._wait_or_leave(pending)
         except BaseException:
             remove_files(self._directory, [layout.name for layout in part.files])
             raise
+        return StripeResults(sums, stats)
+
+    def _has_own_finish(self) -> bool:
+        return type(self).finish is RingHFWriter.finish
 
     def _saving(
-        self, plan: SavePlan, planner: SavePlanner, part: Part, stats: IOStats, group: dist.ProcessGroup | None
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        part: Part,
+        stats: IOStats,
+        group: dist.ProcessGroup | None,
+        pending: Pending,
     ) -> StripeSaving:
         saving = StripeSaving(
             source_of(plan.items, planner),
@@ -307,7 +321,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             path=str(self.path),
             options=dataclasses.replace(self.options, block_size_bytes=part.block_bytes),
             is_windowed=makes_tensors(planner),
-            sync=self.sync_files,
+            pending=pending,
             run=self._run,
             stats=stats,
             group=group,
@@ -324,27 +338,37 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         if model is None:
             raise CheckpointError("finish before prepare_global_plan")
         crcs = crcs_by_tensor(model.layouts, [part.sums for part in results]) if self.options.checksum else None
-        for number, layout in enumerate(model.layouts):
-            self._write_header(layout, self._header(layout, model, {} if crcs is None else crcs[number]))
-        self._commit_model(model)
+        pending = self._take_pending()
+        pending.names += [layout.name for layout in model.layouts]
+        with pending.removed_on_failure():
+            for number, layout in enumerate(model.layouts):
+                header = self._header(layout, model, {} if crcs is None else crcs[number])
+                self._write_header(layout, header, pending)
+        self._commit_model(model, pending)
         self._model = None
         self._run.committed([part.stats for part in results])
         self._tell(sum(layout.size_bytes for layout in model.layouts), results)
 
-    def _write_header(self, layout: Layout, header: bytes) -> None:
+    def _write_header(self, layout: Layout, header: bytes, pending: Pending) -> None:
         assert len(header) == layout.head_bytes
         options = dataclasses.replace(self.options, direct=False).for_core(self.sync_files, exact=True)
         file = _C.StripeFile(str(self.path), layout.name, 0, 0, options)
         try:
             file.write_at(0, header)
-            file.finish(layout.size_bytes)
+            file.finish(layout.size_bytes, pending.syncs)
+            pending.synced.append(layout.name)
         finally:
             file.close()
 
-    def _commit_model(self, model: _Model) -> None:
+    def _commit_model(self, model: _Model, pending: Pending) -> None:
         files = {layout.name: name for layout, name in zip(model.layouts, model.names, strict=True)}
         total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
-        stale = commit_model(self._directory, files, model.files, total, self.sync_files)
+        index = new_index(files, model.files, total)
+        if index is not None:
+            with pending.removed_on_failure():
+                pending.write(*index)
+        pending.wait(self._phases)
+        stale = commit_model(self._directory, files, index and index.name, self.sync_files)
         self._phases.begin(_trace.CLEAN_UP)
         remove_files(self._directory, stale)
 

@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
@@ -125,24 +126,39 @@ def remove_unfinished(directory: Path) -> None:
     remove_files(directory, [name for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)])
 
 
-def commit_model(
-    directory: Path, files: Mapping[str, str], weights: Mapping[str, str], total_bytes: int, durable: bool
-) -> list[str]:
+class Index(NamedTuple):
+    """A file to be written: what it is called until the commit, and its bytes."""
+
+    name: str
+    data: bytes
+
+
+def new_index(files: Mapping[str, str], weights: Mapping[str, str], total_bytes: int) -> Index | None:
+    """What ``commit_model`` needs besides the files; None for one file.
+
+    Args:
+        files: as for ``commit_model``.
+        weights: the file of each tensor.
+        total_bytes: of the tensors.
+    """
+    return None if len(files) == 1 else Index(f".{unfinished_name(INDEX_NAME)}", make_index(weights, total_bytes))
+
+
+def commit_model(directory: Path, files: Mapping[str, str], index: str | None, durable: bool) -> list[str]:
     """Puts a model in the place of the one that is there.
 
     Args:
         directory: which holds the files.
         files: that are written, by what they are called until now, the names that ``free_names`` has given.
-        weights: the file of each tensor.
-        total_bytes: of the tensors.
-        durable: whether renames are synced.
+        index: what the index is called until now, None where there is none.
+        durable: whether renames are synced; the files are durable.
 
     Returns:
         Files in the directory that nothing refers to any more.
     """
     path, before = str(directory), set(os.listdir(directory))
     stale = {name for name in before if _SHARD.fullmatch(name)} - set(files.values())
-    if len(files) == 1:
+    if index is None:
         ((unfinished, name),) = files.items()
         _C.replace(path, unfinished, name, durable)
         return sorted(stale | ({INDEX_NAME} & before))
@@ -150,11 +166,12 @@ def commit_model(
         _C.replace(path, unfinished, name, False)
     if durable:
         _C.sync_directory(path)
-    _C.commit(path, f".{unfinished_name(INDEX_NAME)}", INDEX_NAME, make_index(weights, total_bytes), durable)
+    _C.rename_file(path, index, INDEX_NAME, durable)
     # Who loads looks for this one first: where it is there, its end is the commit.
-    _C.remove_files(path, sorted({MODEL_NAME} & before))
-    if durable:
-        _C.sync_directory(path)
+    if MODEL_NAME in before:
+        _C.remove_files(path, [MODEL_NAME])
+        if durable:
+            _C.sync_directory(path)
     return sorted(stale)
 
 

@@ -14,10 +14,10 @@ class Pending:
 
     Args:
         path: the directory.
-        watch: notes the syncs.
         is_synced: whether anything is made durable at all.
 
     Attributes:
+        watch: notes the syncs.
         names: of all files, linked ones too; they are removed if anything fails.
         synced: of those whose syncs are among these, in order.
         syncs: for what is written, None without.
@@ -28,7 +28,7 @@ class Pending:
         self.synced: list[str] = []
         self.syncs = _C.Syncs(watch) if is_synced else None
         self._path = path
-        self._watch = watch
+        self.watch = watch
 
     @contextlib.contextmanager
     def removed_on_failure(self) -> Iterator[None]:
@@ -54,5 +54,5 @@ class Pending:
     def wait(self, phases: Phases) -> None:
         """Until all is durable."""
         if self.syncs is not None:
-            with self.removed_on_failure(), phases.span("sync"), phases.core(self._watch, "syncs", self.synced):
+            with self.removed_on_failure(), phases.span("sync"), phases.core(self.watch, "syncs", self.synced):
                 self.syncs.wait()

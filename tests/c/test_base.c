@@ -6,6 +6,8 @@
 #include "check.h"
 #include "plan/box.h"
 
+#include <errno.h>
+
 /* ---- arrays ---- */
 
 static void arrays_grow(void) {
@@ -200,6 +202,30 @@ static void boxes_in_words(void) {
     CHECK_EQ(strlen(out), sizeof out - 1);
 }
 
+/* ---- errors ---- */
+
+static const char *cure_of(enum dr_call call, int err) {
+    struct dr_error error;
+    dr_error_clear(&error);
+    dr_error_system(&error, err, call, "name");
+    return dr_error_cure(&error);
+}
+
+static void cures_are_named(void) {
+    const int met[] = {ENOSPC, EDQUOT, EFBIG,   EMFILE, ENFILE,    EROFS, EACCES, EPERM,  ENOMEM,   ENAMETOOLONG,
+                       EXDEV,  ELOOP,  ENOTDIR, ESTALE, ETIMEDOUT, EIO,   ENXIO,  ENODEV, ENOTCONN, EHOSTDOWN};
+    for (size_t i = 0; i < sizeof met / sizeof *met; i++)
+        CHECK(cure_of(DR_CALL_WRITE, met[i])[0]);
+    CHECK(strstr(cure_of(DR_CALL_FALLOCATE, EFBIG), "ulimit -f"));
+    CHECK(strstr(cure_of(DR_CALL_URING_SETUP, ENOMEM), "ulimit -l"));
+    CHECK(strstr(cure_of(DR_CALL_URING_SETUP, EPERM), "io_uring_disabled"));
+    CHECK(strstr(cure_of(DR_CALL_URING_SETUP, ENOSYS), "io_uring_disabled"));
+    CHECK(strstr(cure_of(DR_CALL_URING_SETUP, EMFILE), "ulimit -n"));
+    CHECK(strstr(cure_of(DR_CALL_PTHREAD_CREATE, EAGAIN), "ulimit -u"));
+    CHECK(strstr(cure_of(DR_CALL_O_DIRECT, EINVAL), "direct I/O"));
+    CHECK_EQ(cure_of(DR_CALL_WRITE, EINVAL)[0], 0);
+}
+
 CHECK_MAIN({"arrays_grow", arrays_grow}, {"bytes_round_trip", bytes_round_trip}, {"hash_table", hash_table},
            {"hashes_are_spread", hashes_are_spread}, {"sorted_into_groups", sorted_into_groups}, {"measures", measures},
-           {"boxes_in_words", boxes_in_words})
+           {"boxes_in_words", boxes_in_words}, {"cures_are_named", cures_are_named})

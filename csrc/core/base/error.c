@@ -82,35 +82,67 @@ static const char *const calls[] = {[DR_CALL_NONE] = "nothing", DR_CALLS(CALL_TE
 
 const char *dr_error_call(const struct dr_error *error) { return calls[error->call]; }
 
-const char *dr_error_cure(const struct dr_error *error) {
-    if (error->kind != DR_ERROR_SYSTEM)
-        return "";
-    switch (error->err) {
+#define NO_URING \
+    "io_uring is not available here (sysctl kernel.io_uring_disabled, or a container's seccomp profile); " \
+    "pass engine=\"threads\" or \"auto\""
+
+static const char *cure_for(int err) {
+    switch (err) {
     case ENOSPC:
         return "free space on this file system, or save elsewhere";
     case EDQUOT:
         return "raise the disk quota, or save elsewhere";
+    case EFBIG:
+        return "the file would be larger than the limit (ulimit -f) or the file system allows; raise the limit, or "
+               "write smaller files (single_file_per_rank=False, max_shard_bytes)";
     case EMFILE:
         return "raise the limit of open files (ulimit -n)";
+    case ENFILE:
+        return "the machine's limit of open files is reached (sysctl fs.file-max)";
     case EROFS:
         return "the file system is mounted read-only";
     case EACCES:
         return "check the permissions of the file and of the directories above it";
+    case EPERM:
+        return "the owner of the file, an attribute of it (lsattr) or a sandbox forbids this";
     case ENOMEM:
         return "memory, or the limit on it, is used up; lower queue_depth, block_size_bytes or workers";
+    case ENAMETOOLONG:
+        return "the path, or a name in it, is longer than the file system allows; choose a shorter one";
     case EXDEV:
     case ELOOP:
         return "the path leads out of the checkpoint directory, which is refused; copy the file into it";
     case ENOTDIR:
         return "a checkpoint is a directory; the path, or a part of it, is a file";
+    case ESTALE:
+        return "the file server has removed or replaced it; see that nobody else writes there, and try again";
+    case ETIMEDOUT:
+    case EHOSTDOWN:
+    case ENOTCONN:
+        return "the file server does not answer; see that it is up, and the kernel log (dmesg)";
     case EIO:
+    case ENXIO:
+    case ENODEV:
         return "the device reported an error; see the kernel log (dmesg)";
     default:
-        break;
+        return "";
     }
+}
+
+const char *dr_error_cure(const struct dr_error *error) {
+    if (error->kind != DR_ERROR_SYSTEM)
+        return "";
+    if (error->call == DR_CALL_URING_SETUP && error->err == ENOMEM)
+        return "raise the limit of locked memory (ulimit -l), or pass engine=\"threads\" or \"auto\"";
+    if (error->call == DR_CALL_URING_SETUP && error->err == EPERM)
+        return NO_URING;
+    if (error->call == DR_CALL_PTHREAD_CREATE && error->err == EAGAIN)
+        return "raise the limit of threads (ulimit -u, or the pids.max of a container), or lower workers";
+    const char *cure = cure_for(error->err);
+    if (*cure)
+        return cure;
     if (error->call == DR_CALL_URING_SETUP)
-        return "io_uring is not available here (sysctl kernel.io_uring_disabled, or a container's seccomp profile); "
-               "pass engine=\"threads\" or \"auto\"";
+        return NO_URING;
     if (error->call == DR_CALL_O_DIRECT)
         return "this file system has no direct I/O; pass direct=\"auto\" or False";
     return "";

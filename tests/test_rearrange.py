@@ -287,11 +287,11 @@ def pretrained(path: str) -> None:
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    diff = load_pretrained(model, path, rearrange=RULES)
+    diff = load_pretrained(model, path, rearrange=[QKV, EXPERTS])
     assert not diff, diff
     for (name, value), wanted in zip(model.named_parameters(), made_model().parameters(), strict=True):
         assert torch.equal(value.full_tensor(), wanted), name  # type: ignore[attr-defined]
-    save_pretrained_weights(model, f"{path}/out", rearrange=RULES)
+    save_pretrained_weights(model, f"{path}/out", rearrange=[QKV, EXPERTS])
     if dist.get_rank() == 0:
         assert_same(load_file(f"{path}/out/model.safetensors"), load_file(f"{path}/model.safetensors"))
 
@@ -313,13 +313,56 @@ def test_pretrained_with_a_part_missing(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
     with pytest.raises(KeyMismatchError, match=r"0\.k_proj\.weight"):
-        load_pretrained(model, tmp_path, rearrange=RULES)
-    diff = load_pretrained(model, tmp_path, rearrange=RULES, missing="allow")
+        load_pretrained(model, tmp_path, rearrange=[QKV, EXPERTS])
+    diff = load_pretrained(model, tmp_path, rearrange=[QKV, EXPERTS], missing="allow")
     assert [item.key for item in diff.missing] == ["0.k_proj.weight"]
     weight = model.get_parameter("0.qkv.weight").detach()
     assert torch.equal(weight[:24], state["0.qkv.weight"][:24]) and torch.equal(weight[30:], state["0.qkv.weight"][30:])
     assert bool((weight[24:30] == 5.0).all())
     assert torch.equal(model.get_parameter("1.qkv.weight"), state["1.qkv.weight"])
+
+
+# ---- rules that match nothing ----
+
+
+def stage(first: bool) -> nn.Module:
+    """Of a pipeline: only the first stage has what is turned."""
+    model = nn.Module()
+    model.register_parameter("conv" if first else "other", nn.Parameter(torch.arange(12.0).view(4, 3)))
+    return nn.ModuleDict({"a" if first else "b": model})
+
+
+def rules_on_stages(path: str) -> None:
+    model = stage(dist.get_rank() == 0)
+    save_pretrained_weights(model, path, rearrange=[TURNED])  # which matches on rank 0 alone
+    wrong = Rearrange("{m}.cnov", "{m}.cnov", "i o -> o i")
+    for call in (save_pretrained_weights, load_pretrained):
+        with pytest.raises(
+            CheckpointError, match=r"nothing is rearranged by '\{m\}\.cnov -> \{m\}\.cnov': of the names"
+        ):
+            call(model, path, rearrange=[TURNED, wrong])  # type: ignore[operator]
+    for parameter in model.parameters():
+        assert torch.equal(parameter, torch.arange(12.0).view(4, 3)), "nothing has been changed"
+        parameter.data.zero_()
+    load_pretrained(model, path, rearrange=[TURNED], unexpected="ignore")
+    for parameter in model.parameters():
+        assert torch.equal(parameter, torch.arange(12.0).view(4, 3))
+
+
+def test_a_rule_that_matches_on_no_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    _distributed.run(2, rules_on_stages, str(tmp_path))
+    assert load_file(tmp_path / "model.safetensors")["a.conv"].shape == (3, 4)
+
+
+def test_a_rule_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    state = {"a.conv": torch.randn(2, 3), "a.bias": torch.randn(3)}
+    assert rearranged(state, [TURNED])["a.bias"] is state["a.bias"] and not caplog.text
+    wrong = Rearrange("b.conv", "b.conv", "i o -> o i")
+    assert rearranged(state, [TURNED, wrong])["a.conv"].shape == (3, 2)
+    assert "nothing is rearranged by 'b.conv -> b.conv': of the names" in caplog.text
+    caplog.clear()
+    rearranged(state, [TURNED, Rearrange("a.conv", "a.c", "i o -> i o")])
+    assert "'a.conv -> a.c'" in caplog.text and "earlier rule" in caplog.text
 
 
 # ---- what cannot be ----

@@ -12,9 +12,10 @@ fastest. An axis may also be in names: then each of its values has a tensor of i
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,12 +24,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring.base.memory import is_lazy_view
+from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError
 from dcpring.plan.placements import Part, parts_of
 from dcpring.torchside.composed import Composed, Held
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 __all__ = ["Rearrange", "rearranged"]
+
+logger = logging.getLogger("dcpring")
 
 Ints = tuple[int, ...]
 Axes = tuple[str, ...]
@@ -212,6 +216,9 @@ def rearranged(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> dic
     ``dcp.load(rearranged(state, rules), storage_reader=RingHFReader(path), planner=RingLoadPlanner())`` write and read
     what the rules say, whatever the model's sharding, with any storage and planner of DCP's. Nothing is copied.
 
+    A rule that no name is left for is logged as a warning: what it was meant for stays as it is. It is no error, as a
+    state dict may be one stage of a pipeline.
+
     Args:
         state_dict: flat, of tensors or DTensors; what no rule matches stays as it is.
         rules: the first that matches a name counts.
@@ -222,6 +229,22 @@ def rearranged(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> dic
     Raises:
         CheckpointError: shapes do not fit a rule, or a tensor is of a kind that has no views.
     """
+    made, unused = rearranged_by(state_dict, rules)
+    if unused:
+        logger.warning("%s", unused_text(unused, state_dict))
+    return made
+
+
+def unused_text(unused: Sequence[str], names: Iterable[str]) -> str:
+    """What is said of rules that have matched nothing."""
+    return (
+        f"nothing is rearranged by {some_keys(unused)}: of the names of the tensors, {some_keys(names)}, none matches "
+        "the first part, or an earlier rule takes those that do; correct the rule or leave it out"
+    )
+
+
+def rearranged_by(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> tuple[dict[str, Any], list[str]]:
+    """What ``rearranged`` gives, and the rules that have matched nothing."""
     ready = [_Rule(rule) for rule in rules]
     groups: dict[tuple[int, tuple[str, ...]], dict[Ints, tuple[str, Tensor]]] = {}
     places: dict[str, tuple[int, tuple[str, ...]] | None] = {}
@@ -244,7 +267,8 @@ def rearranged(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> dic
             done.add(place)
             for stored, composed in _Group(ready[place[0]], place[1], groups[place]).composed():
                 _add(made, stored, composed)
-    return made
+    used = {number for number, _ in groups}
+    return made, [rule.text for number, rule in enumerate(ready) if number not in used]
 
 
 def _add(made: dict[str, Any], name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from dcpring.errors import CheckpointError
-from dcpring.plan.rearrange import rearranged
+from dcpring.plan.rearrange import rearranged_by
 from dcpring.resume.components import Component, ModelState
 from dcpring.resume.conversions import conversion_of
 from dcpring.store.hf_writer import RingHFWriter
@@ -71,7 +71,7 @@ def exports_of(
         known = conversion_of(component.whole, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
         writer = RingHFWriter(path, **{"key_map": known.to_stored, **options})
-        found.append(Export(component.whole, rearranged(tensors, known.rules), writer))
+        found.append(Export(component.whole, rearranged_by(tensors, known.rules)[0], writer))
     return found
 
 

@@ -31,7 +31,7 @@ from dcpring.names.diff import Entry, KeyDiff, diff_entries, entries_of_metadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.names.wrapping import model_keys
-from dcpring.plan.rearrange import Rearrange, rearranged
+from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
 from dcpring.plan.sharing import Share
 from dcpring.resume import backend
 from dcpring.resume.conversions import conversion_of
@@ -76,9 +76,9 @@ def load_pretrained(
         device: where tensors go that are on ``meta``; None: where the model's others are, or where its mesh is. With
             FSDP2's ``CPUOffloadPolicy`` that is "cpu".
         key_map: from the names in the files to the model's (see docs/keys.md).
-        rearrange: how tensors that are fused, stacked or transposed in one of both are cut (see ``rearranged``). With
-            a ``key_map``, stored names are those that it has made. Of a model of transformers, both are what
-            ``from_pretrained`` does, where they are None.
+        rearrange: how tensors that are fused, stacked or transposed in one of both are cut (see ``rearranged``). Each
+            rule has to match a name on some rank. With a ``key_map``, stored names are those that it has made. Of a
+            model of transformers, both are what ``from_pretrained`` does, where they are None.
         missing: tensors of the model that the files do not have: "error", "warn" or "allow". Of tied ones one is
             enough.
         allow_missing: shell patterns (``fnmatch``) of those that may be missing in any case, such as a new head.
@@ -97,7 +97,8 @@ def load_pretrained(
     Raises:
         KeyMismatchError: what does not fit; the message lists it. Nothing has been changed. Where ranks differ in it,
             each raises a CheckpointError with what all of them say.
-        CheckpointError: values of tensors on ``meta`` are neither in the files, nor can they be made.
+        CheckpointError: values of tensors on ``meta`` are neither in the files, nor can they be made; or a rule does
+            not fit, or matches nothing.
         CorruptCheckpointError, OSError: as for ``RingHFReader``.
     """
     policy = LoadPolicy(missing, allow_missing, unexpected)
@@ -113,7 +114,7 @@ def load_pretrained(
             state = backend.get_model_state_dict(model)
             known = conversion_of(model, state)
             rules = known.rules if rearrange is None else rearrange
-            target = _Target(model, rules, rearranged(state, rules))
+            target = _Target(model, rules, _rearranged(joint, state, rules))
             if key_map is None and known.to_model is not None:
                 key_map = _names_kept(known.to_model, target.state)
             return _load(joint, target, reader, policy, key_map, device, initialize, share)
@@ -144,14 +145,33 @@ def save_pretrained_weights(
         options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16`` or ``max_shard_bytes``.
 
     Raises:
+        CheckpointError: a rule does not fit, or matches nothing; on all ranks.
         CheckpointError, OSError: within DCP's ``CheckpointException``, as ``RingHFWriter`` raises them.
     """
     group = process_group if process_group is not None or not has_group() else dist.group.WORLD
-    state = backend.get_model_state_dict(model)
-    known = conversion_of(model, state)
-    writer = RingHFWriter(path, key_map=known.to_stored if key_map is None else key_map, **options)
-    stored = rearranged(state, known.rules if rearrange is None else rearrange)
+    ranks = Ranks(process_group)
+    try:
+        with ranks.operation("save_pretrained_weights") as joint:
+            state = backend.get_model_state_dict(model)
+            known = conversion_of(model, state)
+            writer = RingHFWriter(path, key_map=known.to_stored if key_map is None else key_map, **options)
+            stored = _rearranged(joint, state, known.rules if rearrange is None else rearrange)
+    finally:
+        ranks.close()
     backend.save(stored, writer, backend.SavePlanner(), group)
+
+
+def _rearranged(joint: Operation, state: Mapping[str, Any], rules: Sequence[Rearrange]) -> dict[str, Any]:
+    """The state dict as it is stored. Each rule has to match something on some rank: a model may be in stages.
+
+    Raises:
+        CheckpointError: on all ranks, where that is not so.
+    """
+    made, unused = rearranged_by(state, rules)
+    nowhere = set.intersection(*map(set, joint.gather("rules that match nothing", unused)))
+    if nowhere:
+        raise CheckpointError(unused_text([rule for rule in unused if rule in nowhere], state))
+    return made
 
 
 class _Target(NamedTuple):
@@ -217,7 +237,7 @@ def _load(
             make(module)
     own = backend.get_model_state_dict(model)
     own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
-    state = rearranged(own, target.rules)
+    state, _ = rearranged_by(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
     joint.run_dcp(
         "reading",

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
-from dcpring.base.groups import host_id
+from dcpring.base.groups import host_id, world_size
 from dcpring.base.memory import same_memory
 from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
@@ -287,7 +287,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         if not isinstance(part, Part):
             raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
         group = group_of_caller()
-        pending = Pending(str(self.path), self._run.watch(), self.sync_files)
+        is_synced = self.sync_files and world_size() > 1  # else the syncs of the headers are those of the data, too
+        pending = Pending(str(self.path), self._run.watch(), is_synced)
         try:
             saving = self._saving(plan, planner, part, stats, group, pending)
         except BaseException:
@@ -295,15 +296,11 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             raise
         try:
             sums = saving.write()
-            pending.sync_names()
-            self._wait_or_leave(pending)
+            pending.wait(self._phases)
         except BaseException:
             remove_files(self._directory, [layout.name for layout in part.files])
             raise
         return StripeResults(sums, stats)
-
-    def _has_own_finish(self) -> bool:
-        return type(self).finish is RingHFWriter.finish
 
     def _saving(
         self,
@@ -338,12 +335,14 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         if model is None:
             raise CheckpointError("finish before prepare_global_plan")
         crcs = crcs_by_tensor(model.layouts, [part.sums for part in results]) if self.options.checksum else None
-        pending = self._take_pending()
+        pending = Pending(str(self.path), None, self.sync_files)
         pending.names += [layout.name for layout in model.layouts]
         with pending.removed_on_failure():
             for number, layout in enumerate(model.layouts):
                 header = self._header(layout, model, {} if crcs is None else crcs[number])
                 self._write_header(layout, header, pending)
+            if pending.syncs is not None:
+                pending.syncs.above(str(self.path))
         self._commit_model(model, pending)
         self._model = None
         self._run.committed([part.stats for part in results])

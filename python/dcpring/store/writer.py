@@ -328,22 +328,18 @@ class RingWriter(FileSystemWriter):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)
             pending.sync_names()
-        self._wait_or_leave(pending)
-        stats.files = len(pending.names) - stats.linked_files
-        return saving.results(b"" if keeper is None else keeper.ledger())
-
-    def _wait_or_leave(self, pending: Pending) -> None:
-        """Until what is written is durable. Where this rank waits for no other before it commits, that is left to the
-        commit, whose files are then synced with it."""
-        is_alone = world_size() == 1 or not self.use_collectives
-        if is_alone and self._has_own_finish():
+        if self._commits_next:
             self._run.pending = pending
         else:
             pending.wait(self._phases)
+        stats.files = len(pending.names) - stats.linked_files
+        return saving.results(b"" if keeper is None else keeper.ledger())
 
-    def _has_own_finish(self) -> bool:
-        """Whether no subclass of somebody else's does something before this class commits."""
-        return type(self).finish is RingWriter.finish
+    @property
+    def _commits_next(self) -> bool:
+        """Whether this rank waits for no other before it commits, so that its data and metadata are synced together."""
+        is_alone = world_size() == 1 or not self.use_collectives
+        return is_alone and type(self).finish is RingWriter.finish
 
     def _files(self, source: Source, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
@@ -452,7 +448,7 @@ class RingWriter(FileSystemWriter):
         layout.check_data_files(self._directory, sizes, self.rank or 0)
         name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
-        pending = self._take_pending()
+        pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None
         unfinished = unfinished_name(name)
         with pending.removed_on_failure():
             pending.write(unfinished, data)
@@ -461,11 +457,6 @@ class RingWriter(FileSystemWriter):
         self._phases.begin(_trace.CLEAN_UP)
         layout.remove_superseded(self._directory, superseded, set(sizes))
         layout.remove_tables(self._directory, self._own_rank_only, table_name)
-
-    def _take_pending(self) -> Pending:
-        """What this rank has written and not waited for, if anything."""
-        pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None
-        return pending
 
     def _commit_table(self, metadata_name: str, table: KeyTable | None) -> str | None:
         """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.

@@ -32,6 +32,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
 from dcpring.format import safetensors as headers
 from dcpring.move import host_memory, stripes
+from dcpring.move.pending import Pending
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (3001, 257),
@@ -271,6 +272,25 @@ def test_a_planner_that_makes_tensors_makes_few_at_a_time(tmp_path: Path) -> Non
     save(tmp_path, values, planner)
     same(read(tmp_path), {name: 2 * tensor for name, tensor in values.items()})
     assert planner.most <= 80 << 20
+
+
+def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and all are under way when the first is waited for."""
+    state = {f"w{n}": torch.full((1 << 10,), float(n)) for n in range(5)}
+    waits, wait = [], Pending.wait
+
+    def waiting(pending: Pending, phases: Any) -> None:
+        waits.append((pending.syncs is not None, len(pending.synced)))
+        wait(pending, phases)
+
+    monkeypatch.setattr(Pending, "wait", waiting)
+    _C.arm_fault("fsync", 1 << 30, 0, False)  # which only counts
+    writer = RingHFWriter(tmp_path, max_shard_bytes=1 << 12)
+    dcp.save(state, storage_writer=writer, planner=RingSavePlanner(), no_dist=True)
+    syncs = _C.disarm_fault()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
+    assert waits[-1] == (True, 5 + 1) and not any(is_synced for is_synced, _ in waits[:-1])
+    assert syncs <= 5 + 1 + 3, "the files, the index, the directory above, and the two steps of the commit"
 
 
 def test_names_that_are_notes_are_never_left_out(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from dcpring import _C, RingReader, RingSavePlanner, RingWriter, verify
 from dcpring.format.ledger import block_count, decode_ledger
 from dcpring.format.metadata import METADATA_NAME, join_metadata, read_trailer, referenced_files, split_metadata
+from dcpring.move.pending import Pending
 from dcpring.options import IOStats
 from dcpring.torchside import versions
 
@@ -307,6 +308,23 @@ def test_a_key_map_goes_by_the_new_names(tmp_path: Path) -> None:
         dcp.save(dict(base), storage_writer=writer, planner=RingSavePlanner(), no_dist=True)
         check(tmp_path / f"step-{step}", {names[name]: tensor for name, tensor in base.items()})
         assert writer.stats is not None and writer.stats.linked_files == (step > 0)
+
+
+def test_linked_files_are_synced_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a checkpoint that was not made durable, and clones: all are under way when anything is waited for."""
+    base, synced = hinted(base_of()), []
+    wait = Pending.wait
+
+    def waiting(pending: Pending, phases: Any) -> None:
+        synced.append(len(pending.synced))
+        wait(pending, phases)
+
+    monkeypatch.setattr(Pending, "wait", waiting)
+    options: dict[str, Any] = {"single_file_per_rank": False}
+    save(tmp_path / "step-0", base, sync_files=False, **options)
+    assert save(tmp_path / "step-1", base, **options).linked_files == len(base)
+    assert save(tmp_path / "step-2", base, **options).linked_files == len(base)
+    assert synced == [len(base) + 1, len(base) + 1, 1], "besides the metadata; what is durable is not synced again"
 
 
 def without_links(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

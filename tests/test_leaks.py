@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _kinds import everything, failure, load, poisoned, save
 
-from dcpring import RingReader, RingWriter, empty_cache
+from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter, empty_cache
 
 MIB = 1 << 20
 SANITIZED = "DCPRING_SANITIZED" in os.environ
@@ -118,6 +118,26 @@ def _check_casting(state: dict[str, torch.Tensor], folder: str, options: dict[st
     assert casting <= 128, f"casting took {casting} MiB"
 
 
+def memory_of_others(folder: str) -> None:
+    """Conjugate views, which are resolved to be saved, and objects: a bounded number of both at a time."""
+    views = {f"{i}": torch.ones(2 * MIB, dtype=torch.complex64).conj() for i in range(12)}
+    save({"warm": torch.ones(MIB)}, Path(folder, "warm"))
+    saving = _peak_over(lambda: compact_save(views, folder))
+    assert saving <= 100, f"saving 192 MiB of views took {saving} MiB"
+    objects = {f"{i}": (os.urandom(4 * MIB),) for i in range(48)}
+    saving = _peak_over(lambda: compact_save(objects, folder))
+    loaded = dict.fromkeys(objects)
+    loading = _peak_over(
+        lambda: dcp.load(loaded, storage_reader=RingReader(folder), planner=RingLoadPlanner(), no_dist=True)
+    )
+    assert loaded == objects
+    assert saving <= 190 and loading <= 192 + 140, (saving, loading)
+
+
+def compact_save(state: dict[str, Any], folder: str) -> None:
+    dcp.save(state, storage_writer=RingWriter(folder), planner=RingSavePlanner(), no_dist=True)
+
+
 def _threads_of_torch() -> int:
     """The main thread and those of torch's own pools."""
     return 1 + torch.get_num_threads() + torch.get_num_interop_threads()
@@ -185,6 +205,11 @@ def _in_a_forked_process(function: Callable[..., None], *args: str) -> None:
 
 def _calling(function: Callable[..., None], *args: str) -> str:
     return f"import test_leaks; test_leaks.{function.__name__}(*{args!r})"
+
+
+@pytest.mark.skipif(SANITIZED, reason="the sanitizers take memory of their own")
+def test_memory_of_views_and_objects_is_bounded(tmp_path: Path) -> None:
+    _in_a_process(memory_of_others, str(tmp_path))
 
 
 @pytest.mark.slow(but=["uring"])

@@ -67,7 +67,10 @@ static void scale_stretch(const struct making *m, int64_t first_block, int64_t b
     }
 }
 
-/* What is made of a row's bytes from `byte` on, so many of them. */
+/*
+ * Decodes a stretch of one row of codes: `bytes` of them, from the row's byte `byte` on, which lie at `codes`. `out` is
+ * where the row's first element goes. A byte may hold two codes, of which the first may lie before the box.
+ */
 static void decode_row(const struct making *m, int64_t row, int64_t byte, int64_t bytes, const uint8_t *codes,
                        char *out) {
     const struct dr_quantised *form = m->form;
@@ -87,7 +90,7 @@ static void decode_row(const struct making *m, int64_t row, int64_t byte, int64_
 
 /* ---- the rows of a box ---- */
 
-/* Bytes between the first of a box's and the last, of which axes before `axis` have one index. */
+/* How many bytes of the payload it is from the first to the last byte of a box, if only axes from `axis` on count. */
 static uint64_t span(const struct dr_read *read, int axis, const uint64_t *strides) {
     uint64_t bytes = 1;
     for (int d = axis; d < read->chunk.ndim; d++)
@@ -95,7 +98,10 @@ static uint64_t span(const struct dr_read *read, int axis, const uint64_t *strid
     return bytes;
 }
 
-/* Those indices of an axis that have something in [lo, hi), the first of them being at `at` of the payload. */
+/*
+ * Goes through an axis of the box, and through the axes after it, to the rows of which something lies in the block
+ * [m->lo, m->hi). `at` is where in the payload the axis begins, `row` how many rows of the box come before it.
+ */
 static void visit(const struct making *m, int axis, const uint64_t *strides, uint64_t at, int64_t row, char *out) {
     const struct dr_read *read = m->read;
     if (axis == read->chunk.ndim - 1) {

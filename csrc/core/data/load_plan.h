@@ -18,9 +18,10 @@ struct dr_load_plan {
     size_t read_count;
     struct dr_load_extent *extents; /* sorted by file and lo */
     size_t extent_count, extent_room;
-    struct dr_block *blocks; /* block.first is its first extent; its last is the last one that starts in it */
+    struct dr_block *blocks; /* each has its extents from block.first on, up to the first that starts behind it */
     size_t block_count, block_room;
-    uint32_t **sums; /* per read that has only a whole CRC and is read wholly: its block CRCs; else NULL */
+    uint32_t *
+        *sums; /* of each read: the CRCs of its blocks if it has one CRC of its own and is read whole, else NULL */
 };
 
 /* Looks at every file that a read refers to. */

@@ -444,8 +444,9 @@ static int use_what_can_be_read(void *context, struct dr_workers *workers, const
 static void check_sums(struct verify_run *run) {
     for (size_t i = 0; i < run->verify.part_count; i++) {
         const struct dr_verify_part *part = &run->verify.parts[i];
-        uint32_t crc =
-            part->sums && !part->incomplete ? dr_crc_whole(part->offset, part->size, part->sums) : part->whole_crc;
+        if (!part->sums || part->incomplete)
+            continue;
+        uint32_t crc = dr_crc_whole(part->offset, part->size, part->sums);
         if (crc != part->whole_crc)
             dr_verify_note_crc(&run->verify, part->check, part->offset, part->size, part->whole_crc, crc);
     }

@@ -163,7 +163,7 @@ static void take_out(const struct member *member) {
     kept.threads--;
 }
 
-/* Milliseconds until there is something to let go of: an engine, or the thread that waits since then. */
+/* Milliseconds until the oldest engine is let go of, or a thread ends that has waited for work since since_ms. */
 static unsigned until_due(uint64_t since_ms) {
     uint64_t now = dr_clock_ms(), due = since_ms + kept.ms;
     uint64_t engine_due = kept.count > 0 ? kept.engines[0].since_ms + kept.ms : due;
@@ -172,6 +172,7 @@ static unsigned until_due(uint64_t since_ms) {
     return due > now ? (unsigned)(due - now) : 1;
 }
 
+/* The calling thread ends: there is no job for it. */
 static bool leave(void) {
     kept.alive--;
     return false;

@@ -43,9 +43,13 @@ class Arena:
     """
 
     def __init__(self, is_shared: bool) -> None:
-        self.allocations = 0
         self._is_shared = is_shared
-        self._host, self._pinned = _Host(is_shared), _Pinned()
+        self._begin()
+
+    def _begin(self) -> None:
+        """With no memory. A forked child begins anew: it must not write to what its parent reads."""
+        self.allocations = 0
+        self._host, self._pinned = _Host(self._is_shared), _Pinned()
         self._kept: _Kept | None = None
         self._process = os.getpid()
 
@@ -64,8 +68,8 @@ class Arena:
 
         They are those of the call before where all have the same layout and lie on devices of the same kind.
         """
-        if self._process != os.getpid():  # a forked child must not write to what the parent reads
-            self.__init__(self._is_shared)  # type: ignore[misc]
+        if self._process != os.getpid():
+            self._begin()
         kept = self._kept
         if kept is None or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
             self._kept = kept = None  # before memory is taken, so that there are never two

@@ -255,7 +255,10 @@ class Uploader:
 
     @contextlib.contextmanager
     def readers(self) -> Iterator[Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Gives what begins to read, and gives what waits for the result; where none may be ahead, that reads."""
+        """Gives a function that begins a read in a thread, and returns what waits for its result.
+
+        Where no window may be read ahead, the read happens in what waits, in the caller's thread.
+        """
         if not self.ahead:
             yield lambda read: read
             return

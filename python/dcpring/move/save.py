@@ -354,17 +354,15 @@ class Saving:
         if not any(kinds):
             self._write_plain(file, positions, tensors, handles)
             return
-        plain = [index for index, kind in enumerate(kinds) if kind == PLAIN]
-        self._write_plain(file, [positions[i] for i in plain], [tensors[i] for i in plain])
+        in_memory = [index for index, kind in enumerate(kinds) if kind in (PLAIN, _LAZY)]
+        for window in windows(in_memory, lambda i: tensors[i].nbytes if kinds[i] == _LAZY else 0, WINDOW_BYTES):
+            made = [tensors[i].resolve_conj().resolve_neg() for i in window]
+            self._write_plain(file, [positions[i] for i in window], made)
+            made.clear()  # before the next are made
         on_device = [index for index, kind in enumerate(kinds) if kind == _DEVICE]
         for device in dict.fromkeys(tensors[i].device for i in on_device):
             chosen = [i for i in on_device if tensors[i].device == device]
             self._write_from_device(file, [positions[i] for i in chosen], [tensors[i].detach() for i in chosen])
-        lazy = [index for index, kind in enumerate(kinds) if kind == _LAZY]
-        for window in windows(lazy, lambda index: tensors[index].nbytes, WINDOW_BYTES):
-            made = [tensors[index].resolve_conj().resolve_neg() for index in window]
-            self._write_plain(file, [positions[index] for index in window], made)
-            made.clear()  # before the next are made
         other = [positions[index] for index, kind in enumerate(kinds) if kind == _OTHER]
         self._write_pickled_tensors(file, other)
 

@@ -419,8 +419,9 @@ class Checkpointer:
     ) -> tuple[Future[None], Future[None]]:
         """Copies the state, or begins to, and has it written: what is done when it is written, and when copied.
 
-        Where the operation fails on any rank, all of them end what was started ``after`` it, and the group that it is
-        in, those too that have started nothing: others may have left a word there, which is nobody's.
+        Where the operation fails on any rank, ``after`` it all of them end the save in the background and leave its
+        group. So does a rank that has started nothing yet: another may have, and have said something in the group that
+        would be taken for a word of the next save.
         """
 
         def leave(_: object, error: BaseException | None, __: object) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+NOTHING = torch.empty(0)
+"""Stands in, in a list for the core, for a tensor that it must not look at."""
 
 
 def is_lazy_view(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.memory import is_dense, is_lazy_view
+from dcpring.base.samples import SAMPLE_BYTES, SAMPLE_SHAPE
 from dcpring.format.ledger import key_of, new_seed
 from dcpring.move.device import on_accelerator, pinned_memory
 from dcpring.torchside.storage import WeakReference, weak_reference
@@ -23,10 +24,6 @@ from dcpring.torchside.tensors import is_frozen, version
 
 LEAST_BYTES = 64 << 10
 """Of a tensor: a smaller one is copied in about the time that it takes to find out."""
-
-_STRETCHES, _STRETCH_BYTES = 4, 64
-_SAMPLE_BYTES = _STRETCHES * _STRETCH_BYTES
-"""What is looked at of a tensor on an accelerator, as the core does it with one in host memory."""
 
 
 class Sign(NamedTuple):
@@ -94,18 +91,11 @@ def same_signs(signs: Mapping[int, Sign], held: Mapping[int, Held], copies: list
 def samples_of_devices(tensors: list[Tensor]) -> list[Tensor]:
     """A tensor for each: itself if it lies in host memory, else room for ``sample_view`` of it."""
     elsewhere = [on_accelerator(tensor) for tensor in tensors]
-    rows = iter(pinned_memory(_SAMPLE_BYTES * sum(elsewhere)).split(_SAMPLE_BYTES) if any(elsewhere) else ())
+    rows = iter(pinned_memory(SAMPLE_BYTES * sum(elsewhere)).split(SAMPLE_BYTES) if any(elsewhere) else ())
     return [
-        next(rows).view(tensor.dtype).view(_STRETCHES, -1) if is_elsewhere else tensor
+        next(rows).view(SAMPLE_SHAPE) if is_elsewhere else tensor
         for tensor, is_elsewhere in zip(tensors, elsewhere, strict=True)
     ]
-
-
-def sample_view(tensor: Tensor) -> Tensor:
-    """A few stretches of a tensor that has no gaps, from its beginning to its end."""
-    length = _STRETCH_BYTES // tensor.itemsize
-    apart = (tensor.numel() - length) // (_STRETCHES - 1)
-    return tensor.as_strided((_STRETCHES, length), (apart, 1), tensor.storage_offset())
 
 
 def with_equal_samples(numbers: list[int], tensors: list[Tensor], copies: list[Tensor]) -> set[int]:

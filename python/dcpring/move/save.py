@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
-from dcpring.base.memory import is_lazy_view, same_memory
+from dcpring.base.memory import NOTHING, is_lazy_view, same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.ledger import NO_PLAN, Place, identity_of, plan_of
@@ -482,15 +482,11 @@ def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
     if not strange:
         handles = _C.Tensors(tensors)
         return handles, handles.kinds()
-    handles = _C.Tensors([_NOTHING if index in strange else tensor for index, tensor in enumerate(tensors)])
+    handles = _C.Tensors([NOTHING if index in strange else tensor for index, tensor in enumerate(tensors)])
     kinds = bytearray(handles.kinds())
     for index, kind in strange.items():
         kinds[index] = kind
     return handles, bytes(kinds)
-
-
-_NOTHING = torch.empty(0)
-"""Stands in for tensors that the core must not look at."""
 
 
 # ---- results ----

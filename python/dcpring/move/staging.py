@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from dcpring import _C
 from dcpring.base.masks import zeros
 from dcpring.base.memory import is_dense, is_lazy_view, same_memory
+from dcpring.base.samples import sample_view
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
-from dcpring.move.frozen import Held, Sign, same_signs, sample_view, samples_of_devices, signs_of, with_equal_samples
+from dcpring.move.frozen import Held, Sign, same_signs, samples_of_devices, signs_of, with_equal_samples
 from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal

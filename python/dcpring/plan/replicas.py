@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.groups import world_size
+from dcpring.base.samples import sample_view
 from dcpring.base.values import digest
 from dcpring.base.windows import windows
 from dcpring.format.ledger import key_of
@@ -28,9 +29,6 @@ from dcpring.torchside.tensors import is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
 """Of larger tensors a sample is compared: all of them would cost a pass over the model."""
-
-_STRETCHES, _STRETCH_BYTES = 4, 64
-"""What the core's samples are of: the first bytes, the last ones, and some between."""
 
 _KEY = key_of(b"replicas")
 
@@ -90,19 +88,13 @@ def _samples(tensors: list[Tensor]) -> list[int]:
         if is_accelerator(tensor.device):
             by_device.setdefault(tensor.device, []).append(index)
     for chosen in by_device.values():
-        here = torch.cat([part for index in chosen for part in _stretches(tensors[index])]).cpu()
-        for index, sample in zip(chosen, here.split(_STRETCHES * _STRETCH_BYTES), strict=True):
+        here = torch.stack([sample_view(tensors[index]) for index in chosen]).cpu()
+        for index, sample in zip(chosen, here, strict=True):
             sampled[index] = sample
     known = _C.Tensors(sampled)
     if any(known.kinds()):  # dtypes that the core does not know
         known = _C.Tensors([tensor.detach().view(-1).view(torch.uint8) for tensor in sampled])
     return [sample & 0xFFFFFFFF for sample in memoryview(_C.samples(known, _KEY)).cast("Q")] if sampled else []
-
-
-def _stretches(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    apart = (flat.numel() - _STRETCH_BYTES) // (_STRETCHES - 1)
-    return [flat.narrow(0, index * apart, _STRETCH_BYTES) for index in range(_STRETCHES)]
 
 
 def _object_crc(value: Any) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.masks import mask_of
-from dcpring.base.memory import is_dense, is_lazy_view
+from dcpring.base.memory import NOTHING, is_dense, is_lazy_view
 from dcpring.base.windows import windows
 from dcpring.move import device
 from dcpring.move.device import Uploader, on_accelerator, padded
@@ -41,7 +41,7 @@ class Landing:
         stored = array.array("I", match.stored_rows())
         rows = sorted(self._positions, key=lambda row: _place(storage, stored[self._positions[row][0]]))
         self.uploader = Uploader([targets[row] for row in rows], sum(map(self._room, rows)))
-        hosts = [_NOTHING] * len(targets)
+        hosts = [NOTHING] * len(targets)
         self._windows = list(windows(rows, self._room, self.uploader.window_bytes))
         for number, window in enumerate(self._windows):
             self.uploader.turn(number)
@@ -73,10 +73,6 @@ class Landing:
 
     def _room(self, row: int) -> int:
         return padded(self._targets[row].nbytes)
-
-
-_NOTHING = torch.empty(0)
-"""Stands in for what does not come this way."""
 
 
 def _landable(targets: Sequence[Tensor]) -> set[int]:

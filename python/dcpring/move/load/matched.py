@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.masks import both, either, mask_of, zeros
-from dcpring.base.memory import is_lazy_view
+from dcpring.base.memory import NOTHING, is_lazy_view
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import Placed
@@ -21,7 +21,7 @@ from dcpring.format.properties import decode_properties
 from dcpring.move.load.handon import Exchange
 from dcpring.move.load.landing import Landing
 from dcpring.move.load.reads import Call, Reads, Window
-from dcpring.move.load.targets import NOT_PLAIN, bump_versions
+from dcpring.move.load.targets import bump_versions
 from dcpring.move.load.wanted import Wanted, not_stored
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner
 from dcpring.plan.pieces import Piece, common_bytes, take
@@ -49,7 +49,7 @@ class Matched:
         self._planner = planner
         self._table = chunks.table
         self._targets = [
-            NOT_PLAIN if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
+            NOTHING if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
         ]
         self.tensors = _C.Tensors(self._targets)
         self.mask = _C.straight(items.match, self.storage, self.tensors)

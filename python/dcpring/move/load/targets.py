@@ -18,9 +18,6 @@ from dcpring.plan.placements import check_chunk
 
 logger = logging.getLogger("dcpring")
 
-NOT_PLAIN = torch.empty(0)
-"""Stands in for tensors that the core must not look at."""
-
 
 def is_plain_memory(tensor: Tensor) -> bool:
     """Whether writing to the tensor's memory, element by element, is the same as copying into the tensor."""

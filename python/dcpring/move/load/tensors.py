@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcpring import _C
+from dcpring.base.memory import NOTHING
 from dcpring.base.windows import windows
 from dcpring.errors import CorruptCheckpointError
 from dcpring.move import device
@@ -35,7 +36,7 @@ from dcpring.move.load.boxes import (
     with_bounded_scales,
 )
 from dcpring.move.load.reads import Call, Reads, Window
-from dcpring.move.load.targets import NOT_PLAIN, Targets, bump_versions, is_plain_memory
+from dcpring.move.load.targets import Targets, bump_versions, is_plain_memory
 from dcpring.move.load.wanted import Wanted
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import range_of_box
@@ -94,7 +95,7 @@ class PlainTensors:
     def _load_window(self, positions: list[int]) -> None:
         items = [self._wanted[position].item for position in positions]
         targets = [self._resolved.pop(at) if at in self._resolved else self._resolve(at) for at in positions]
-        kinds = _C.Tensors([target if type(target) is Tensor else NOT_PLAIN for target in targets]).kinds()
+        kinds = _C.Tensors([target if type(target) is Tensor else NOTHING for target in targets]).kinds()
         in_place: list[Box] = []
         through_host: list[Box] = []
         for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
@@ -145,7 +146,8 @@ class PlainTensors:
         reads: list[tuple[Any, ...]] = []
         factors: list[Box] = []
         for number, box in enumerate(boxes):
-            form, (codes, scales) = coded_of(box).form, coded_of(box).stored
+            coded = coded_of(box)
+            (codes, scales), form = coded.stored, coded.form
             of_codes, of_scales = form.boxes(box.offsets, box.lengths)
             reads.append((*codes.for_core(), *of_codes, (*form.how(box.offsets), number)))
             factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))

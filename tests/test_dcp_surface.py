@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import CACHES, run
 from _kinds import PAIRS, READERS, WRITERS, failure, load, record, save, stored
+from _logs import logged
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -783,25 +784,13 @@ def _own_state(seed: int) -> dict[str, Any]:
     return {f"own.{rank}": torch.full((50, 60), float(10 * seed + rank)), "shared": torch.full((5,), float(seed))}
 
 
-@contextlib.contextmanager
-def _logged() -> Iterator[list[str]]:
-    """The errors that dcpring logs."""
-    handler, texts = logging.Handler(logging.ERROR), []
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcpring").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("dcpring").removeHandler(handler)
-
-
 def _load_own(path: str, reader: str = "ring") -> float | str:
     """The seed that was loaded, or why nothing was."""
     state = {key: torch.zeros_like(value) for key, value in _own_state(0).items()}
-    with _logged() as logged:  # torch up to 2.12 does not pass on why there is no metadata
+    with logged(logging.ERROR) as errors:  # torch up to 2.12 does not pass on why there is no metadata
         text = failure(lambda: dcp.load(state, storage_reader=READERS[reader](path)))
     if text:
-        return "; ".join([text, *logged])
+        return "; ".join([text, *errors])
     seed = float(state["shared"][0])
     assert _equal(state, _own_state(int(seed)))
     return seed

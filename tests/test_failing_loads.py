@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _kinds import failure, save
+from _kinds import failure, save, stored
+from fault._support import flip_bit
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.zip import wrong_archive
@@ -38,18 +38,10 @@ def compact_save(state: State, path: Path) -> None:
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner(), no_dist=True)
 
 
-def place_of(path: Path, key: str) -> Any:
-    metadata: Metadata = RingReader(path).read_metadata()
-    (place,) = [info for index, info in metadata.storage_data.items() if index.fqn == key]
-    return place
-
-
 def damage(path: Path, key: str) -> None:
     """Flips a bit in the middle of what is stored of a key."""
-    place = place_of(path, key)
-    data = bytearray((path / place.relative_path).read_bytes())
-    data[place.offset + place.length // 2] ^= 1
-    (path / place.relative_path).write_bytes(data)
+    place = stored(path)[key]
+    flip_bit(path / place.relative_path, place.offset + place.length // 2)
 
 
 def hostile_archive(size: int) -> bytes:
@@ -84,8 +76,8 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], str]] = {
 @PLANNERS
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_can_be_refused_before_changes_nothing(tmp_path: Path, kind: str, planner: Any) -> None:
-    stored, target, words = REFUSED[kind]
-    compact_save({"a": torch.ones(1000), "b": stored()}, tmp_path)
+    value, target, words = REFUSED[kind]
+    compact_save({"a": torch.ones(1000), "b": value()}, tmp_path)
     loaded = {"a": torch.zeros(1000), "b": target()}
     text = load_with(loaded, tmp_path, planner)
     assert words in text and "'b' (rank 0)" in text and "overwritten" not in text
@@ -96,7 +88,7 @@ def test_what_can_be_refused_before_changes_nothing(tmp_path: Path, kind: str, p
 def test_a_pickle_that_could_run_code_is_refused_before(tmp_path: Path, planner: Any) -> None:
     """In the record of a sparse tensor, which is unpickled like an object."""
     compact_save({"a": torch.ones(1000), "s": torch.eye(300).to_sparse()}, tmp_path)
-    place = place_of(tmp_path, "s")
+    place = stored(tmp_path)["s"]
     path = tmp_path / place.relative_path
     whole = path.read_bytes()
     record = hostile_archive(place.length)
@@ -121,8 +113,8 @@ LATE: dict[str, tuple[Tensor, Tensor]] = {
 @pytest.mark.parametrize("kind", LATE)
 def test_damage_names_all_that_was_overwritten(tmp_path: Path, kind: str, planner: Any) -> None:
     """Whatever way they took."""
-    stored, target = LATE[kind]
-    saved = {"a": torch.ones(1 << 16), "c": torch.ones(50), "s": torch.eye(30).to_sparse(), "z": stored}
+    value, target = LATE[kind]
+    saved = {"a": torch.ones(1 << 16), "c": torch.ones(50), "s": torch.eye(30).to_sparse(), "z": value}
     compact_save(saved, tmp_path)
     damage(tmp_path, "z")
     loaded: State = {
@@ -159,7 +151,7 @@ def test_damage_behind_many_windows_names_those_before(
 def test_a_damaged_zip_directory_names_the_key(tmp_path: Path, planner: Any, byte: int) -> None:
     """Its flags and its method: another method means another library's errors."""
     save({"a": torch.ones(1000), "object": tuple(range(100))}, tmp_path, "stock")
-    place = place_of(tmp_path, "object")
+    place = stored(tmp_path)["object"]
     path = tmp_path / place.relative_path
     whole = path.read_bytes()
     begin = whole.index(b"PK\x01\x02", place.offset)
@@ -175,7 +167,7 @@ def test_a_damaged_zip_directory_names_the_key(tmp_path: Path, planner: Any, byt
 def test_entries_that_overlap_are_refused(tmp_path: Path) -> None:
     """A few bytes could be a lot of work."""
     save({"a": torch.ones(1000), "object": tuple(range(100_000))}, tmp_path, "stock")
-    place = place_of(tmp_path, "object")
+    place = stored(tmp_path)["object"]
     path = tmp_path / place.relative_path
     data = path.read_bytes()
     record = data[place.offset : place.offset + place.length]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -284,15 +284,9 @@ def late(path: str) -> tuple[Any, Any, list[str]]:
                 time.sleep(1.5)
             return super().read_data(plan, planner)
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcpring").addHandler(handler)
-    try:
+    with logged() as said:
         first = load(path, reader=Late, patience=0.3)
         return first, load(path, reader=Late), [text for text in said if "reads for itself" in text]
-    finally:
-        logging.getLogger("dcpring").removeHandler(handler)
 
 
 def test_a_slow_rank_costs_only_the_sharing(tmp_path: Path) -> None:

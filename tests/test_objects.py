@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -214,21 +215,15 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, planner: str) -> None:
 
 def save_on_ranks(path: str, objects: str, ring: bool) -> tuple[str, list[str], list[str]]:
     """One object of this rank's own, one that all have."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dcpring")
-    log.addHandler(handler)
     rank = dist.get_rank()
     saved = {f"own.{rank}": Config() if rank else 3, "all": [Other()], "w": torch.ones(1000)}
     error = ""
-    try:
-        planner = RingSavePlanner() if ring else DefaultSavePlanner()
-        dcp.save(saved, storage_writer=RingWriter(path, objects=objects), planner=planner)  # type: ignore[arg-type]
-    except BaseException as caught:
-        error = str(caught)
-    finally:
-        log.removeHandler(handler)
+    with logged() as messages:
+        try:
+            planner = RingSavePlanner() if ring else DefaultSavePlanner()
+            dcp.save(saved, storage_writer=RingWriter(path, objects=objects), planner=planner)  # type: ignore[arg-type]
+        except BaseException as caught:
+            error = str(caught)
     dist.barrier()
     return error, messages, sorted(entry.name for entry in Path(path).iterdir())
 

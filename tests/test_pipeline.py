@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from _pipeline import LAYERS, LAYOUTS, Decoder, Training, adamw, same, stage_of
 from _resume import error_of
 from _versions import PIPELINES_RUN_ON_GLOO, needs
@@ -297,19 +296,6 @@ def test_stages_without_some_parameters_have_empty_groups(tmp_path: Path) -> Non
 
 
 # ---- names that collide ----
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What is logged as a warning meanwhile."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcpring").addHandler(handler)
-    try:
-        yield records
-    finally:
-        logging.getLogger("dcpring").removeHandler(handler)
 
 
 class Stage(nn.Module):

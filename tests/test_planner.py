@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -206,12 +207,7 @@ def test_ranks_that_disagree(tmp_path: Path, kind: str) -> None:
 
 def differing_replicas(path: str, check: Any) -> tuple[str, list[str], str]:
     rank = dist.get_rank()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dcpring")
-    log.addHandler(handler)
-    try:
+    with logged() as records:
         state = {
             "object": {"lr": 0.1 * (rank == 2)},
             "small": torch.full((8,), float(rank == 1)),
@@ -229,8 +225,6 @@ def differing_replicas(path: str, check: Any) -> tuple[str, list[str], str]:
             planner=RingSavePlanner(check_replicas="error"),
         )
         return error, warned, ""
-    finally:
-        log.removeHandler(handler)
 
 
 @pytest.mark.parametrize("check", ("warn", "error", "off"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -197,24 +198,6 @@ class ExtraDataToTheLast(ExtraData, Before):
 # ---- saving ----
 
 
-class Log:
-    """What dcpring logs while it is there."""
-
-    def __enter__(self) -> list[str]:
-        self._records: list[str] = []
-        self._handler = logging.Handler()
-        self._handler.emit = lambda record: self._records.append(record.getMessage())  # type: ignore[method-assign]
-        self._logger = logging.getLogger("dcpring")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self._handler)
-        return self._records
-
-    def __exit__(self, *_: Any) -> None:
-        self._logger.removeHandler(self._handler)
-        self._logger.setLevel(self._level)
-
-
 def said(records: list[str]) -> int:
     return sum("changes items: such saves are planned item by item" in text for text in records)
 
@@ -250,7 +233,7 @@ def save_and_load(path: str, planner: Any, state: Any, ring_storage: bool = True
 
 def balanced(path: str, ring_storage: bool) -> tuple[list[str], list[int], list[str]]:
     versions.say_once.cache_clear()  # this process has run other tests
-    with Log() as records:
+    with logged(logging.INFO) as records:
         planner = DDPLoadBalancingPlanner()
         written = save_and_load(path, planner, ddp_state(), ring_storage)
         counts = [said(records)]
@@ -308,7 +291,7 @@ def looking(path: str, kind: str) -> tuple[list[str], int, int, list[str]]:
     planner: Any = Looking() if kind == "items" else ExtraData()
     state = ddp_state()
     state["own"] = torch.full((3,), float(dist.get_rank()))  # replicas that differ
-    with Log() as records:
+    with logged(logging.INFO) as records:
         writer = writer_of(path, True)
         metadata = dcp.save(state, storage_writer=writer, planner=planner)
     plain = writer_of(f"{path}-plain", True)

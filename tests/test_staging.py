@@ -13,7 +13,6 @@ from typing import Any
 import _twin
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _kinds import assert_same_bits, everything, random, raw
 from _twin import TYPE, Twin, twin
@@ -81,11 +80,7 @@ class Listed(list[Any]):
     pass
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def _strange() -> dict[str, Any]:

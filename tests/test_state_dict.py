@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import _distributed
@@ -29,12 +29,9 @@ from dcpring.state_dict import StateDictOptions
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
+def _group(group_of_one: None) -> None:
     """Wrappers need a process group; one rank is enough for names."""
     quiet()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 NOT_BY_TORCH = {

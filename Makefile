@@ -170,7 +170,7 @@ build/.docs-tools: Makefile
 # The pages lie in the site as they do here, so that links between them and to pictures hold in both. A warning is an error.
 docs: build/.docs-tools
 	@rm -rf build/pages && mkdir -p build/pages
-	@tar -c LICENSE *.md $$(find docs csrc tests -name '*.md') $$(find benchmarks docs -name '*.png' -o -name '*.css') | tar -x -C build/pages
+	@tar -c LICENSE *.md $$(find docs csrc python tests -name '*.md') $$(find benchmarks docs -name '*.png' -o -name '*.css') | tar -x -C build/pages
 	@NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build -q --strict -f docs/mkdocs.yml
 	@echo "== build/site/index.html"
 

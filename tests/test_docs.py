@@ -10,9 +10,8 @@ import pytest
 import dcpring
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("csrc/**/*.md")]
-)
+FOLDERS = ("docs", "csrc", "python", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
 
 
 def anchors(page: Path) -> set[str]:

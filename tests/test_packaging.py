@@ -109,7 +109,7 @@ def test_wheel_holds_the_package_and_its_types(wheel: Path) -> None:
         f"dcpring/{path.relative_to(package)}" for path in package.rglob("*.py*") if path.suffix in (".py", ".pyi")
     }
     assert modules | {"dcpring/_C.abi3.so", "dcpring/py.typed"} <= names
-    assert not any(name.endswith((".c", ".h", ".pyc")) for name in names)
+    assert not any(name.endswith((".c", ".h", ".pyc", ".md")) for name in names)
     licenses = {path.name for path in map(Path, names) if path.parent.name == "licenses"}
     linked = {"LICENSE.liburing", "LICENSE.libdeflate"} if "DCPRING_WHEEL" in os.environ else set()
     assert licenses == {"LICENSE"} | linked

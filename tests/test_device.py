@@ -311,7 +311,7 @@ def test_tensors_that_a_planner_makes_on_the_device(
     tmp_path: Path, twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come in windows, and die as soon as a window is written."""
-    monkeypatch.setattr("dcpring.move.save.WINDOW_BYTES", 10_000)
+    monkeypatch.setattr("dcpring.move.save.saving.WINDOW_BYTES", 10_000)
     plain = {str(n): torch.randn(700) for n in range(30)}
     made = RingWriter(tmp_path, per_thread_copy_ahead=4096)
     dcp.save(_on(twin, plain), storage_writer=made, planner=_Doubling())
@@ -349,7 +349,7 @@ def test_a_failing_write_leaves_nothing_under_way(tmp_path: Path, twin: Twin, mo
             return getattr(self._file, name)
 
     fake = type("_C", (), {**{name: getattr(_C, name) for name in dir(_C)}, "FileWriter": Failing})
-    monkeypatch.setattr("dcpring.move.save._C", fake)
+    monkeypatch.setattr("dcpring.move.save.saving._C", fake)
     assert "No space left" in failure(lambda: save(state, tmp_path, per_thread_copy_ahead=8192))
     assert not twin.under_way
 

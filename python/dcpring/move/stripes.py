@@ -31,7 +31,8 @@ from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
-from dcpring.move.save import Source, handles_and_kinds
+from dcpring.move.save.kinds import handles_and_kinds
+from dcpring.move.save.sources import Source
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
 from dcpring.plan.stripes import ROUNDS_IN_MEMORY, Box, FilePart, Laid, Layout, Part, Shared

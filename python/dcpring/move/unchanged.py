@@ -28,7 +28,8 @@ from dcpring.format.ledger import (
     new_seed,
 )
 from dcpring.format.metadata import TENSOR
-from dcpring.move.save import PLAIN, Saving
+from dcpring.move.save.kinds import PLAIN
+from dcpring.move.save.saving import Saving
 
 LEAST_KEPT_BYTES = 1 << 20
 """Of tensors that are expected to stay: fewer do not get a file of their own."""

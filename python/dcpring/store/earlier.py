@@ -19,7 +19,7 @@ from dcpring.errors import CorruptCheckpointError
 from dcpring.format.ledger import Ledger, decode_ledger
 from dcpring.format.metadata import split_metadata
 from dcpring.move.pending import Pending
-from dcpring.move.save import Saving
+from dcpring.move.save.saving import Saving
 from dcpring.move.unchanged import Keeping, Linkable
 from dcpring.store import layout
 from dcpring.torchside.tensors import is_frozen

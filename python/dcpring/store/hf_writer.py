@@ -34,7 +34,8 @@ from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
 from dcpring.move.pending import Pending
-from dcpring.move.save import ResultList, source_of
+from dcpring.move.save.results import ResultList
+from dcpring.move.save.sources import source_of
 from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats

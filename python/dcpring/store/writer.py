@@ -39,7 +39,9 @@ from dcpring.format.unpickler import Safe
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.pending import Pending
-from dcpring.move.save import ResultList, Results, Saving, Source
+from dcpring.move.save.results import ResultList, Results
+from dcpring.move.save.saving import Saving
+from dcpring.move.save.sources import Source
 from dcpring.move.staging import StagingBuffer
 from dcpring.move.unchanged import LEAST_KEPT_BYTES
 from dcpring.names.key_map import (

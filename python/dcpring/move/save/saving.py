@@ -1,193 +1,39 @@
-"""One rank's write_data: what each item is, in which order it is written, and where it ended up.
+"""One rank's write_data: in which order items are written, by which way each, and where it ended up.
 
 Tensors that lie plainly in CPU memory go to the core as they are, those of an accelerator through pinned copies, and
-what only ``torch.save`` understands as the bytes it makes. A ``Source`` says what the items are: one takes them from
-DCP's WriteItems, one from a compact plan, without making any.
+what only ``torch.save`` understands as the bytes it makes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcpring import _C
-from dcpring.base.memory import NOTHING, is_lazy_view, same_memory
+from dcpring.base.memory import same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
-from dcpring.format.ledger import NO_PLAN, Place, identity_of, plan_of
-from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed, storage_info
+from dcpring.format.ledger import Place
+from dcpring.format.metadata import BYTES, OPAQUE, TENSOR
 from dcpring.move.device import Downloader, Piece
 from dcpring.move.objects import Judge
+from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
+from dcpring.move.save.results import ResultList, Results, place_at, results_of
+from dcpring.move.save.sources import TableSource, source_of
 from dcpring.options import IOStats
-from dcpring.plan.items import Items
-from dcpring.plan.placements import check_chunk
-from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
-from dcpring.torchside.tensors import PLAIN_TYPES, are_plain
+from dcpring.plan.save_planner import makes_tensors
 
 WINDOW_BYTES = 32 << 20
 """How much a planner that makes new tensors in ``resolve_data`` is asked for at a time."""
 
 _RECORD_BYTES = 1024
 """A record's head and tail, roughly; for the size hint."""
-
-
-class Source(Protocol):
-    """The items of a plan, by position."""
-
-    objects: list[int]
-    tensors: list[int]
-
-    def name(self, position: int) -> str: ...
-    def plan(self) -> bytes:
-        """What tells the plan from others, 16 bytes; zeros where only its items do."""
-        ...
-
-    def identity(self, position: int) -> bytes:
-        """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
-        ...
-
-    def planned_bytes(self, position: int) -> int:
-        """Of the tensor as it was planned; 0 for objects."""
-        ...
-
-    def item(self, position: int) -> WriteItem: ...
-    def resolve(self, positions: Sequence[int]) -> list[Any]:
-        """The tensors, or the pickled objects, at these positions."""
-        ...
-
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
-        ...
-
-
-def source_of(items: Any, planner: SavePlanner) -> Source:
-    if isinstance(items, Items) and items.untouched and not makes_tensors(planner):
-        return TableSource(items, planner)
-    made = list(items)
-    if not makes_tensors(planner) and not isinstance(planner, RingSavePlanner):
-        _check_chunks(made, planner)
-    return ItemSource(made, planner)
-
-
-def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
-    """Items of DTensors must be what the planner will hand out for them: this rank's part of each."""
-    values = getattr(planner, "state_dict", None) or {}
-    for item in items:
-        if item.type == WriteItemType.SHARD and item.tensor_data is not None:
-            name, lengths = item.index.fqn, item.tensor_data.chunk.sizes
-            offsets = item.tensor_data.chunk.offsets
-            check_chunk(name, values.get(name), offsets, (0,) * len(lengths), lengths, "RingSavePlanner")
-
-
-class ItemSource:
-    """WriteItems, which the planner resolves one by one."""
-
-    def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
-        self._items = items
-        self._planner = planner
-        self.objects = [i for i, item in enumerate(items) if item.type == WriteItemType.BYTE_IO]
-        self.tensors = [i for i, item in enumerate(items) if item.type != WriteItemType.BYTE_IO]
-
-    def name(self, position: int) -> str:
-        return self._items[position].index.fqn
-
-    def plan(self) -> bytes:
-        return NO_PLAN
-
-    def identity(self, position: int) -> bytes:
-        data = self._items[position].tensor_data
-        assert data is not None
-        chunk = data.chunk
-        return identity_of(self.name(position), chunk.offsets, chunk.sizes, str(data.properties.dtype))
-
-    def planned_bytes(self, position: int) -> int:
-        data = self._items[position].tensor_data
-        return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-    def item(self, position: int) -> WriteItem:
-        return self._items[position]
-
-    def resolve(self, positions: Sequence[int]) -> list[Any]:
-        return [self._planner.resolve_data(self._items[position]) for position in positions]
-
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        data = self._items[position].tensor_data
-        return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
-
-
-class TableSource:
-    """A compact plan of a planner that hands out what is in the state dict: nothing is made for plain tensors."""
-
-    def __init__(self, items: Items, planner: SavePlanner) -> None:
-        self._items = items
-        self._planner = planner
-        self._state_dict: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-        self._rows = rows = [kept if isinstance(kept, int) else kept[0] for kept in items.kept]
-        names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
-        self._names = [names[row] for row in rows]
-        self._scattered = has_scattered(names)
-        self._bytes = [sizes[row] for row in rows]
-        self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
-        for position in self._cut:
-            row, _, length = items.kept[position]  # type: ignore[misc]
-            self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
-        self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
-        self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
-
-    def name(self, position: int) -> str:
-        return self._names[position]
-
-    def plan(self) -> bytes:
-        return plan_of(*self._items.encoded())
-
-    def identity(self, position: int) -> bytes:
-        table = self._items.table
-        name, _, _, offsets, lengths, properties, _ = table.row(self._rows[position])
-        if position in self._cut:
-            _, start, rows = self._items.kept[position]  # type: ignore[misc]
-            offsets, lengths = (offsets[0] + start, *offsets[1:]), (rows, *lengths[1:])
-        return identity_of(name, offsets, lengths, self._dtypes[properties])
-
-    @functools.cached_property
-    def _dtypes(self) -> list[str]:
-        """By the number of the properties."""
-        return [encoded.partition(b"\0")[0].decode() for encoded in self._items.table.properties()]
-
-    def planned_bytes(self, position: int) -> int:
-        return self._bytes[position]
-
-    def item(self, position: int) -> WriteItem:
-        return self._items.make(position)
-
-    def resolve(self, positions: Sequence[int]) -> list[Any]:
-        names, state_dict = self._names, self._state_dict
-        values = [state_dict[names[position]] for position in positions]
-        for index, (value, plain) in enumerate(zip(values, are_plain(values), strict=True)):
-            if not plain or (self._cut and positions[index] in self._cut):
-                values[index] = self._resolve_one(positions[index], value)
-        return values
-
-    def _resolve_one(self, position: int, value: Any) -> Any:
-        """Of a DTensor its part on this rank; of what is cut the part that this rank writes; else what stock has."""
-        tensor = memory_of_row(self._items.table, self._rows[position], value, self._scattered)
-        if tensor is None:
-            return self._planner.resolve_data(self.item(position))
-        if position in self._cut:
-            _, start, rows = self._items.kept[position]  # type: ignore[misc]
-            return tensor.detach().narrow(0, start, rows)
-        return tensor
-
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        return True
 
 
 class Looked(NamedTuple):
@@ -294,7 +140,7 @@ class Saving:
         """DCP's WriteResults; of a compact plan, in compact form."""
         if isinstance(self.source, TableSource) and not self._transforms.extensions:
             return Results(self.storage.encode(), self._stats, self._items, ledger)
-        return ResultList(_results_of(self._items, self.storage, self._descriptors), self._stats, ledger)
+        return ResultList(results_of(self._items, self.storage, self._descriptors), self._stats, ledger)
 
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""
@@ -321,7 +167,7 @@ class Saving:
             return
         looked = self.look(positions)
         self._looked = None
-        in_memory = {index: looked.tensors[index] for index, kind in enumerate(looked.kinds) if kind != _OTHER}
+        in_memory = {index: looked.tensors[index] for index, kind in enumerate(looked.kinds) if kind != OTHER}
         if same := same_memory(in_memory):
             self._write_once(file, positions, looked.tensors, same)
         else:
@@ -354,16 +200,16 @@ class Saving:
         if not any(kinds):
             self._write_plain(file, positions, tensors, handles)
             return
-        in_memory = [index for index, kind in enumerate(kinds) if kind in (PLAIN, _LAZY)]
-        for window in windows(in_memory, lambda i: tensors[i].nbytes if kinds[i] == _LAZY else 0, WINDOW_BYTES):
+        in_memory = [index for index, kind in enumerate(kinds) if kind in (PLAIN, LAZY)]
+        for window in windows(in_memory, lambda i: tensors[i].nbytes if kinds[i] == LAZY else 0, WINDOW_BYTES):
             made = [tensors[i].resolve_conj().resolve_neg() for i in window]
             self._write_plain(file, [positions[i] for i in window], made)
             made.clear()  # before the next are made
-        on_device = [index for index, kind in enumerate(kinds) if kind == _DEVICE]
+        on_device = [index for index, kind in enumerate(kinds) if kind == DEVICE]
         for device in dict.fromkeys(tensors[i].device for i in on_device):
             chosen = [i for i in on_device if tensors[i].device == device]
             self._write_from_device(file, [positions[i] for i in chosen], [tensors[i].detach() for i in chosen])
-        other = [positions[index] for index, kind in enumerate(kinds) if kind == _OTHER]
+        other = [positions[index] for index, kind in enumerate(kinds) if kind == OTHER]
         self._write_pickled_tensors(file, other)
 
     def _checked(self, positions: Sequence[int], tensors: list[Any]) -> list[Tensor]:
@@ -466,91 +312,3 @@ class Saving:
         stream.close()
         self._descriptors[position] = descriptors
         return out
-
-
-PLAIN, _DEVICE, _OTHER, _LAZY = 0, 1, 2, 3
-
-
-def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
-    """The tensors for the core, and how each can be taken: as it lies in memory, through a copy from its device, only
-    by torch.save, or once it has been made what it stands for: a conjugate or negative view in CPU memory.
-    """
-    strange = {index: _OTHER for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES}
-    for index, tensor in enumerate(tensors):
-        if is_lazy_view(tensor) and tensor.device.type == "cpu" and index not in strange:
-            strange[index] = _LAZY
-    if not strange:
-        handles = _C.Tensors(tensors)
-        return handles, handles.kinds()
-    handles = _C.Tensors([NOTHING if index in strange else tensor for index, tensor in enumerate(tensors)])
-    kinds = bytearray(handles.kinds())
-    for index, kind in strange.items():
-        kinds[index] = kind
-    return handles, bytes(kinds)
-
-
-# ---- results ----
-
-
-class ResultList(list[WriteResult]):
-    """WriteResults with what the coordinator wants to know of the rank besides.
-
-    Attributes:
-        stats: of the rank's ``write_data``.
-        ledger: what a later save of the rank wants to know, encoded; empty if there is to be none.
-    """
-
-    def __init__(self, results: Iterable[WriteResult], stats: IOStats, ledger: bytes = b"") -> None:
-        super().__init__(results)
-        self.stats = stats
-        self.ledger = ledger
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ResultList, (list(self), self.stats, self.ledger)
-
-
-class Results(Sequence[WriteResult]):
-    """What a rank reports of a compact plan: DCP's WriteResults, made when they are looked at.
-
-    Attributes:
-        packed: the encoded storage index of its items, in order.
-        stats, ledger: as of a ``ResultList``.
-    """
-
-    def __init__(self, packed: bytes, stats: IOStats, items: Items | None = None, ledger: bytes = b"") -> None:
-        self.packed = packed
-        self.stats = stats
-        self.ledger = ledger
-        self._items = items
-
-    def of(self, items: Any) -> list[WriteResult]:
-        """The results, given the items they are for."""
-        return list(_results_of(items, _C.decode_storage_index(self.packed), {}))
-
-    def __len__(self) -> int:
-        return len(_C.decode_storage_index(self.packed))
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._items is None:
-            raise CheckpointError(
-                "a rank sent its write results in compact form: only dcpring.RingWriter can take them"
-            )
-        return self.of(self._items)[index]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Results, (self.packed, self.stats, None, self.ledger)
-
-
-def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
-    place = storage.get(index)
-    if place is None:
-        raise CheckpointError("a rank reported an item as not stored")
-    return place
-
-
-def _results_of(
-    items: Iterable[WriteItem], storage: _C.StorageIndex, descriptors: Mapping[int, list[str]]
-) -> Iterator[WriteResult]:
-    for position, item in enumerate(items):
-        placed = Placed(*place_at(storage, position))._replace(descriptors=descriptors.get(position))
-        yield WriteResult(index=item.index, size_in_bytes=placed.length, storage_data=storage_info(placed))

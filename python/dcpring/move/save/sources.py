@@ -1,0 +1,167 @@
+"""What the items of a plan are, by position: from DCP's WriteItems, or from a compact plan, without making any."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from dcpring.format.ledger import NO_PLAN, identity_of, plan_of
+from dcpring.plan.items import Items
+from dcpring.plan.placements import check_chunk
+from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
+from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
+from dcpring.torchside.tensors import are_plain
+
+
+class Source(Protocol):
+    """The items of a plan, by position."""
+
+    objects: list[int]
+    tensors: list[int]
+
+    def name(self, position: int) -> str: ...
+    def plan(self) -> bytes:
+        """What tells the plan from others, 16 bytes; zeros where only its items do."""
+        ...
+
+    def identity(self, position: int) -> bytes:
+        """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
+        ...
+
+    def planned_bytes(self, position: int) -> int:
+        """Of the tensor as it was planned; 0 for objects."""
+        ...
+
+    def item(self, position: int) -> WriteItem: ...
+    def resolve(self, positions: Sequence[int]) -> list[Any]:
+        """The tensors, or the pickled objects, at these positions."""
+        ...
+
+    def as_planned(self, position: int, tensor: Tensor) -> bool:
+        """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
+        ...
+
+
+def source_of(items: Any, planner: SavePlanner) -> Source:
+    if isinstance(items, Items) and items.untouched and not makes_tensors(planner):
+        return TableSource(items, planner)
+    made = list(items)
+    if not makes_tensors(planner) and not isinstance(planner, RingSavePlanner):
+        _check_chunks(made, planner)
+    return ItemSource(made, planner)
+
+
+def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
+    """Items of DTensors must be what the planner will hand out for them: this rank's part of each."""
+    values = getattr(planner, "state_dict", None) or {}
+    for item in items:
+        if item.type == WriteItemType.SHARD and item.tensor_data is not None:
+            name, lengths = item.index.fqn, item.tensor_data.chunk.sizes
+            offsets = item.tensor_data.chunk.offsets
+            check_chunk(name, values.get(name), offsets, (0,) * len(lengths), lengths, "RingSavePlanner")
+
+
+class ItemSource:
+    """WriteItems, which the planner resolves one by one."""
+
+    def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
+        self._items = items
+        self._planner = planner
+        self.objects = [i for i, item in enumerate(items) if item.type == WriteItemType.BYTE_IO]
+        self.tensors = [i for i, item in enumerate(items) if item.type != WriteItemType.BYTE_IO]
+
+    def name(self, position: int) -> str:
+        return self._items[position].index.fqn
+
+    def plan(self) -> bytes:
+        return NO_PLAN
+
+    def identity(self, position: int) -> bytes:
+        data = self._items[position].tensor_data
+        assert data is not None
+        chunk = data.chunk
+        return identity_of(self.name(position), chunk.offsets, chunk.sizes, str(data.properties.dtype))
+
+    def planned_bytes(self, position: int) -> int:
+        data = self._items[position].tensor_data
+        return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+    def item(self, position: int) -> WriteItem:
+        return self._items[position]
+
+    def resolve(self, positions: Sequence[int]) -> list[Any]:
+        return [self._planner.resolve_data(self._items[position]) for position in positions]
+
+    def as_planned(self, position: int, tensor: Tensor) -> bool:
+        data = self._items[position].tensor_data
+        return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
+
+
+class TableSource:
+    """A compact plan of a planner that hands out what is in the state dict: nothing is made for plain tensors."""
+
+    def __init__(self, items: Items, planner: SavePlanner) -> None:
+        self._items = items
+        self._planner = planner
+        self._state_dict: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+        self._rows = rows = [kept if isinstance(kept, int) else kept[0] for kept in items.kept]
+        names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
+        self._names = [names[row] for row in rows]
+        self._scattered = has_scattered(names)
+        self._bytes = [sizes[row] for row in rows]
+        self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
+        for position in self._cut:
+            row, _, length = items.kept[position]  # type: ignore[misc]
+            self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
+        self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
+        self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
+
+    def name(self, position: int) -> str:
+        return self._names[position]
+
+    def plan(self) -> bytes:
+        return plan_of(*self._items.encoded())
+
+    def identity(self, position: int) -> bytes:
+        table = self._items.table
+        name, _, _, offsets, lengths, properties, _ = table.row(self._rows[position])
+        if position in self._cut:
+            _, start, rows = self._items.kept[position]  # type: ignore[misc]
+            offsets, lengths = (offsets[0] + start, *offsets[1:]), (rows, *lengths[1:])
+        return identity_of(name, offsets, lengths, self._dtypes[properties])
+
+    @functools.cached_property
+    def _dtypes(self) -> list[str]:
+        """By the number of the properties."""
+        return [encoded.partition(b"\0")[0].decode() for encoded in self._items.table.properties()]
+
+    def planned_bytes(self, position: int) -> int:
+        return self._bytes[position]
+
+    def item(self, position: int) -> WriteItem:
+        return self._items.make(position)
+
+    def resolve(self, positions: Sequence[int]) -> list[Any]:
+        names, state_dict = self._names, self._state_dict
+        values = [state_dict[names[position]] for position in positions]
+        for index, (value, plain) in enumerate(zip(values, are_plain(values), strict=True)):
+            if not plain or (self._cut and positions[index] in self._cut):
+                values[index] = self._resolve_one(positions[index], value)
+        return values
+
+    def _resolve_one(self, position: int, value: Any) -> Any:
+        """Of a DTensor its part on this rank; of what is cut the part that this rank writes; else what stock has."""
+        tensor = memory_of_row(self._items.table, self._rows[position], value, self._scattered)
+        if tensor is None:
+            return self._planner.resolve_data(self.item(position))
+        if position in self._cut:
+            _, start, rows = self._items.kept[position]  # type: ignore[misc]
+            return tensor.detach().narrow(0, start, rows)
+        return tensor
+
+    def as_planned(self, position: int, tensor: Tensor) -> bool:
+        return True

@@ -446,7 +446,7 @@ def fail_on_one(root: Path, blocking: bool) -> tuple[list[str], int | None, bool
     texts = []
     is_at_fault = dist.get_rank() == 3
     with Checkpointer(root, training.components()) as checkpointer:
-        for what in ("dcpring.names.state_dict._get_model", "dcpring.store.writer.RingWriter.write_data"):
+        for what in ("dcpring.names.state_dict.interface.get_model", "dcpring.store.writer.RingWriter.write_data"):
             with mock.patch(what, side_effect=OSError(28, "full")) if is_at_fault else contextlib.nullcontext():
                 started = time.monotonic()
                 try:

@@ -29,7 +29,7 @@ from dcpring import (
     load_pretrained,
     save_pretrained_weights,
 )
-from dcpring.names.state_dict import get_model_state_dict
+from dcpring.state_dict import get_model_state_dict
 
 
 class Net(nn.Module):

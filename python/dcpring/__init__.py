@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
     from dcpring.integrations.install import Installation, install, uninstall
     from dcpring.move.kept import empty_cache
-    from dcpring.names.state_dict import (
+    from dcpring.names.state_dict.interface import (
         get_model_state_dict,
         get_optimizer_state_dict,
         get_state_dict,
@@ -143,7 +143,7 @@ _MODULES = {
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),
     "move.kept": ("empty_cache",),
-    "names.state_dict": (
+    "names.state_dict.interface": (
         "get_model_state_dict",
         "get_optimizer_state_dict",
         "get_state_dict",

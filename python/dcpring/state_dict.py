@@ -1,6 +1,6 @@
 """Mirrors of ``torch.distributed.checkpoint.state_dict``: the public path of ``dcpring.names.state_dict``."""
 
-from dcpring.names.state_dict import (
+from dcpring.names.state_dict.interface import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,

@@ -42,7 +42,7 @@ def test_each_call_fails_once(tmp_path: Path, name: str, options: dict[str, Any]
     calls = _C.disarm_fault()
     assert content(target) == sums["new.pt"]
     before, failures = open_descriptors(), 0
-    for nth in range(1, calls + 1, max(1, calls // 12)):
+    for nth in (1, 2, *range(3, calls + 1, max(1, calls // 12))):  # the first ones open the source: all of them fail
         convert(tmp_path / "old.pt", target, overwrite=True, **options)
         failed = False
         with fault(None, nth):
@@ -54,5 +54,5 @@ def test_each_call_fails_once(tmp_path: Path, name: str, options: dict[str, Any]
         found = content(target)
         assert found == sums["new.pt"] or (failed and found == sums["old.pt"])
         assert not [path.name for path in tmp_path.rglob("*.tmp*")]
-    assert failures > 1  # a busy machine's calls wait more often, and a wait does not fail
+    assert failures > 2  # not of every call: a wait that fails is waited for again
     assert not leaks_descriptors(before)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from dcpring.names.state_dict import (
-    get_model_state_dict,
+from dcpring.names.state_dict.by_name import (
     has_flat_parameters,
-    is_numbered,
     load_named_optimizer_state,
     named_optimizer_state,
     named_parameters,
-    same_value,
-    set_model_state_dict,
 )
+from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
+from dcpring.names.state_dict.optimizers import is_numbered
+from dcpring.names.state_dict.set_optimizers import same_value
 from dcpring.plan.load_planner import RingLoadPlanner as LoadPlanner
 from dcpring.plan.replicas import fingerprints, is_hashed
 from dcpring.plan.save_planner import RingSavePlanner as SavePlanner

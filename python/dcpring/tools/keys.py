@@ -51,7 +51,7 @@ def diff_keys(
         ValueError: the state dict contains itself.
     """
     if isinstance(state_dict, nn.Module):
-        from dcpring.names.state_dict import get_model_state_dict
+        from dcpring.names.state_dict.interface import get_model_state_dict
 
         state_dict = get_model_state_dict(state_dict)
     if not isinstance(checkpoint, Metadata):

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.report import LoadReport, Metrics, PlanReport, RankReport, ReadReport
     from dcpring.resume.background import SaveHandle
-    from dcpring.resume.checkpointer import Checkpointer, ComponentReport, ResumeReport
+    from dcpring.resume.checkpointer import Checkpointer
     from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
     from dcpring.resume.pretrained import load_pretrained, save_pretrained_weights
+    from dcpring.resume.reports import ComponentReport, ResumeReport
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.single import load, save
@@ -125,7 +126,7 @@ _MODULES = {
     "tools.inspect.verify": ("Problem", "VerifyReport", "verify"),
     "watch.progress": ("Progress",),
     "resume.background": ("SaveHandle",),
-    "resume.checkpointer": ("Checkpointer", "ComponentReport", "ResumeReport"),
+    "resume.checkpointer": ("Checkpointer",),
     "resume.components": ("Elastic", "PerRank", "Replicated", "Sharded"),
     "resume.data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
     "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
@@ -139,6 +140,7 @@ _MODULES = {
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
     "resume.pretrained": ("load_pretrained", "save_pretrained_weights"),
+    "resume.reports": ("ComponentReport", "ResumeReport"),
     "resume.rng": ("RNG",),
     "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),

@@ -16,8 +16,9 @@ from typing import Any
 
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
-from dcpring.resume.checkpointer import Checkpointer, ResumeReport
+from dcpring.resume.checkpointer import Checkpointer
 from dcpring.resume.components import Replicated
+from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
 
 try:

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -22,72 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpring.base import random_states
-from dcpring.base.joint import Failure, described, failure_of
-from dcpring.base.text import ranks, some_keys, spans
+from dcpring.base.text import some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.resume import backend, exports, trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
-from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
+from dcpring.resume.components import Component, Place, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of, with_joined_parts
+from dcpring.resume.reports import ResumeReport, report_of
+from dcpring.resume.restore import Restore
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.watch.phases import Staging
 
-__all__ = ["Checkpointer", "ComponentReport", "ResumeReport"]
+__all__ = ["Checkpointer"]
 
 logger = logging.getLogger("dcpring")
 
 _SAVE_OPTIONS, _LOAD_OPTIONS = ("writers", "check_replicas", "split_bytes"), ("share",)
 """What users may give to the planners. What is saved, and under which names, a Checkpointer decides itself."""
-
-Action = Literal["loaded", "resharded", "skipped"]
-
-
-@dataclass(frozen=True)
-class ComponentReport:
-    """What became of one component.
-
-    Attributes:
-        kind: "sharded", "replicated", "per_rank", "elastic"; "" where the checkpoint does not say.
-        action: "loaded" as it was saved, "resharded" to other ranks or another mesh, or "skipped".
-        detail: in words.
-    """
-
-    kind: str
-    action: Action
-    detail: str
-
-
-@dataclass(frozen=True)
-class ResumeReport:
-    """What a load did; the same on every rank.
-
-    Attributes:
-        step: that was loaded; None if there was no checkpoint and ``missing_ok``.
-        path: its folder.
-        saved_world_size: ranks that saved it, None where it does not say.
-        world_size: ranks that loaded it.
-        components: by name.
-    """
-
-    step: int | None
-    path: str = ""
-    saved_world_size: int | None = None
-    world_size: int = 1
-    components: dict[str, ComponentReport] = field(default_factory=dict)
-
-    def names(self, action: Action) -> list[str]:
-        return [name for name, report in self.components.items() if report.action == action]
-
-    def __str__(self) -> str:
-        if self.step is None:
-            return "no checkpoint to load"
-        lines = [f"  {name}: {report.action}, {report.detail}" for name, report in self.components.items()]
-        saved = ranks(self.saved_world_size) if self.saved_world_size else "an unknown number of ranks"
-        return "\n".join([f"{self.path}: saved by {saved}, loaded by {ranks(self.world_size)}", *lines])
 
 
 class Checkpointer:
@@ -468,6 +422,10 @@ class Checkpointer:
         except Exception as error:
             logger.warning("older checkpoints stay in %s: %s", self.folder, error)
 
+    @property
+    def _syncs(self) -> bool:
+        return bool(self._writer_options.get("sync_files", True))
+
     # ---- load ----
 
     def load(
@@ -515,24 +473,12 @@ class Checkpointer:
         path = self.path(found)
         with joint.doing(f"cannot load {path}"):
             stored = Stored(OnceReader(path, **self._reader_options))
-            chosen = self._choose_components(stored, wanted, left_out)
-        if len(set(map(tuple, joint.gather("components", list(chosen))))) > 1:
-            raise CheckpointError(f"cannot load {path}: ranks chose different components; call load() alike on all")
-        try:
-            plans = self._plan(joint, stored, chosen)
-            self._read(joint, stored, plans, in_place=False)
-            ready = self._prepare(joint, stored, plans)
-            self._read(joint, stored, plans, in_place=True)
-            self._apply(joint, path, plans, ready)
-            self._remark(joint, plans)
-            if wanted is None:
-                self._base = found
-            self._last = found
-        finally:
-            for component in chosen.values():
-                component.forget()
+        plans = Restore(joint, self.components, stored, self._place, self._load_options).run(wanted, left_out)
+        if wanted is None:
+            self._base = found
+        self._last = found
         stored.reader.tell(self._place.rank)
-        return self._report(found, stored, plans)
+        return report_of(found, stored, plans, self.components, self._place)
 
     def _choose_step(self, joint: Operation, step: int | None) -> int | None:
         """The step that rank 0 sees, for all."""
@@ -545,140 +491,6 @@ class Checkpointer:
         if not all(there for _, _, there in found):
             raise CheckpointError(f"there is no checkpoint in {self.path(last or 0)}; there are steps {self.steps()}")
         return found[0][1]
-
-    def _choose_components(self, stored: Stored, asked: set[str] | None, left_out: set[str]) -> dict[str, Component]:
-        """Those to load, in the order in which they are applied."""
-        wanted = set(self.components) if asked is None else asked
-        for name, component in self.components.items():
-            if isinstance(component, ModelState) and stored.manifest is None:
-                stored.adopt_flat(name, set(component.state()), self.components)
-        known = self.components.keys() | stored.keys.keys()
-        unknown = sorted((wanted | left_out) - known)
-        if unknown:
-            raise CheckpointError(f"there is no component {some_keys(unknown)}; there are {', '.join(sorted(known))}")
-        foreign = sorted(wanted - self.components.keys())
-        if foreign:
-            raise CheckpointError(
-                f"{some_are(foreign)} in the checkpoint, but not among this Checkpointer's components; make the "
-                "Checkpointer with what is to be loaded, or do not ask for it"
-            )
-        unclaimed = stored.keys.keys() - self.components.keys() - left_out if asked is None else set()
-        chosen = {name: component for name, component in self.components.items() if name in wanted - left_out}
-        absent = [name for name in chosen if name not in stored.keys]
-        if unclaimed or absent:
-            raise CheckpointError(self._mismatch(stored, sorted(unclaimed), absent))
-        return dict(sorted(chosen.items(), key=lambda item: (item[1].is_whole, item[1].goes_last)))
-
-    def _mismatch(self, stored: Stored, unclaimed: list[str], absent: list[str]) -> str:
-        lines = [f"{stored.origin}, with other components:"]
-        lines += [f"  {name}: in the checkpoint, but not in this Checkpointer (removed since?)" for name in unclaimed]
-        lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
-        return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])
-
-    def _plan(self, joint: Operation, stored: Stored, chosen: dict[str, Component]) -> dict[str, Plan]:
-        plans: dict[str, Plan] = {}
-        for name, component in chosen.items():
-            try:
-                plans[name] = component.plan(name, stored, self._place)
-            except Exception as error:
-                logger.debug("planning the load of %s", name, exc_info=True)
-                plans[name] = Plan(problems=[failure_of(error).text])
-        seen = joint.gather("plans", {name: plan.without_targets() for name, plan in plans.items()})
-        problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
-        for name, plan in plans.items():
-            plan.change = "; ".join(_by_rank([[each[name].change] for each in seen]))
-            plan.resharded = any(each[name].resharded for each in seen)
-            plan.notes = _by_rank([each[name].notes for each in seen])
-        if any(problems.values()):
-            raise CheckpointError(self._refusal(stored, plans, problems))
-        return plans
-
-    def _refusal(self, stored: Stored, plans: dict[str, Plan], problems: dict[str, list[str]]) -> str:
-        """One report for all ranks of why nothing was loaded."""
-        bad = [name for name in plans if problems[name]]
-        lines = [
-            f"cannot load {stored.path} ({stored.origin}) on {ranks(self._place.world_size)}; nothing was changed:"
-        ]
-        for name, plan in plans.items():
-            kind = self.components[name].kind
-            outcome = "; ".join(problems[name]) if problems[name] else f"loads, {plan.outcome}"
-            lines.append(f"  {name} ({kind}): {outcome}")
-        return "\n".join([*lines, f"To load the rest: exclude={bad}"])
-
-    def _read(self, joint: Operation, stored: Stored, plans: dict[str, Plan], in_place: bool) -> None:
-        targets = {name: plan.in_place if in_place else plan.target for name, plan in plans.items()}
-        chosen = [name for name, target in targets.items() if target]
-        nested = _below_their_heads({key: value for target in targets.values() for key, value in target.items()})
-        changed = "; the components listed may have changed in part" if in_place else "; nothing was changed"
-        joint.run_dcp(
-            "reading in place" if in_place else "reading",
-            f"cannot load {stored.path}: reading {', '.join(chosen)}{changed}",
-            lambda group: backend.load(nested, stored.reader, self._planner(group), group),
-            is_wanted=bool(chosen),
-        )
-        for target in targets.values():
-            target |= {key: _taken(nested, key) for key in target}
-
-    @property
-    def _syncs(self) -> bool:
-        return bool(self._writer_options.get("sync_files", True))
-
-    def _planner(self, group: dist.ProcessGroup | None) -> backend.LoadPlanner:
-        """What a read leaves out is for the other read, or was looked at in the plans."""
-        return backend.LoadPlanner(process_group=group, unexpected="ignore", **self._load_options)
-
-    def _prepare(self, joint: Operation, stored: Stored, plans: dict[str, Plan]) -> dict[str, Any]:
-        ready: dict[str, Any] = {}
-        failures: dict[str, Failure] = {}
-        cause: Exception | None = None
-        for name, plan in plans.items():
-            try:
-                ready[name] = self.components[name].prepare(name, stored, plan.target, self._place)
-            except Exception as error:
-                failures[name], cause = failure_of(error), cause or error
-        seen = joint.gather("prepared", failures)
-        problems: dict[str, list[str]] = {name: [] for name in plans}
-        for name in {name for each in seen for name in each}:
-            problems[name] = [described({rank: each[name] for rank, each in enumerate(seen) if name in each})]
-        if any(problems.values()):
-            raise CheckpointError(self._refusal(stored, plans, problems)) from cause
-        return ready
-
-    def _apply(self, joint: Operation, path: Path, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
-        applied: list[Component] = []
-        failed: tuple[str, Exception] | None = None
-        for name in plans:
-            try:
-                self.components[name].apply(ready[name], applied)
-            except Exception as error:  # the others go on, too, as components may have collectives of their own
-                failed = failed or (name, error)
-            else:
-                applied.append(self.components[name])
-        if failed:
-            what = f"{path} was read, but could not be taken over; make the components anew"
-            with joint.doing(f"{what}: component {failed[0]!r}"):
-                raise failed[1]
-
-    def _remark(self, joint: Operation, plans: dict[str, Plan]) -> None:
-        """Notes what components have found out about how they were taken over."""
-        seen = joint.gather("remarks", {name: _remarks(self.components[name]) for name in plans})
-        for name, plan in plans.items():
-            found = _by_rank([each[name] for each in seen])
-            if found and self._place.rank == 0:
-                logger.warning("component %r was loaded, but %s", name, "; ".join(found))
-            plan.notes += found
-
-    def _report(self, step: int, stored: Stored, plans: dict[str, Plan]) -> ResumeReport:
-        reports: dict[str, ComponentReport] = {}
-        for name in dict.fromkeys([*self.components, *stored.keys]):
-            kind = self.components[name].kind if name in self.components else stored.entry(name).get("kind", "")
-            plan = plans.get(name)
-            if plan is None:
-                where = "left out" if name in stored.keys else "not in the checkpoint"
-                reports[name] = ComponentReport(kind, "skipped", where)
-            else:
-                reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.outcome)
-        return ResumeReport(step, stored.path, stored.world_size, self._place.world_size, reports)
 
     # ---- the end ----
 
@@ -740,23 +552,6 @@ def _recognised(components: Mapping[str, Any]) -> dict[str, Component]:
     return {name: as_component(name, value, models) for name, value in given.items()}
 
 
-def _below_their_heads(flat: dict[str, Any]) -> dict[str, Any]:
-    """The same names to DCP, but few of them at the top: it looks at each value there, which takes its time."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        head, _, rest = key.partition(".")
-        if rest and head not in flat:
-            nested.setdefault(head, {})[rest] = value
-        else:
-            nested[key] = value
-    return nested
-
-
-def _taken(nested: dict[str, Any], key: str) -> Any:
-    head, _, rest = key.partition(".")
-    return nested[key] if key in nested else nested[head][rest]
-
-
 def _refuse_other_calls(calls: Sequence[tuple[int, bool, exports.Format | None, list[str]]]) -> None:
     """All ranks save the same step of the same components, in the same order."""
     others = [rank for rank, call in enumerate(calls) if call != calls[0]]
@@ -767,33 +562,6 @@ def _refuse_other_calls(calls: Sequence[tuple[int, bool, exports.Format | None, 
             for step, blocking, export, names in (calls[0], calls[others[0]])
         )
         raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
-
-
-def _by_rank(texts: Sequence[Sequence[str]]) -> list[str]:
-    """What ranks have to say, each text once, with the ranks that say it if it is not all."""
-    by_text: dict[str, list[int]] = {}
-    for rank, own in enumerate(texts):
-        for text in own:
-            by_text.setdefault(text, []).append(rank)
-    return [text if len(at) == len(texts) else f"{spans(at)}: {text}" for text, at in by_text.items()]
-
-
-def _remarks(component: Component) -> list[str]:
-    try:
-        return component.remarks()
-    except Exception as error:
-        return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
-
-
-def _problems(component: Component, seen: Sequence[Plan]) -> list[str]:
-    """What any rank found wrong, and the keys that none has a place for."""
-    found = _by_rank([plan.problems for plan in seen])
-    nowhere = set.intersection(*(plan.unexpected for plan in seen))
-    if nowhere and not found and getattr(component, "strict", True):
-        found.append(
-            f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"
-        )
-    return found
 
 
 class _Copy:

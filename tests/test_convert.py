@@ -46,7 +46,7 @@ from dcpring.format.safetensors import DTYPES, NAMES
 from dcpring.format.zip import ZipStream
 from dcpring.sources.contents import open_contents
 from dcpring.sources.dcp import share_out
-from dcpring.sources.stream import WINDOW_BYTES, Item
+from dcpring.sources.stream import WINDOW_BYTES, SourceItem
 
 MIB = 1 << 20
 SUFFIX = {"dcp": "", "torch": ".pt", "safetensors": ".safetensors"}
@@ -325,8 +325,8 @@ def test_the_part_of_one_rank(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["rank1"], torch.ones(4))
 
 
-def _item(number: int, shape: tuple[int, ...]) -> Item:
-    return Item(str(number), str(number), (str(number),), shape, torch.float32, torch.float32)
+def _item(number: int, shape: tuple[int, ...]) -> SourceItem:
+    return SourceItem(str(number), str(number), (str(number),), shape, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("files", [1, 2, 3, 8])

@@ -23,7 +23,7 @@ from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base.memory import same_memory
 from dcpring.base.windows import split_box
 from dcpring.move import device as devices
-from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, Piece, Uploader
+from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, HostCopies, Uploader
 from dcpring.move.load import tensors
 from dcpring.plan import replicas, table
 from dcpring.plan.flatten import flatten
@@ -125,7 +125,7 @@ def _downloaded(tensors: list[Tensor], piece_bytes: int) -> list[bytes]:
     return [b"".join(parts[index]) for index in range(len(tensors))]
 
 
-def _check_piece(piece: Piece, tensors: list[Tensor]) -> None:
+def _check_piece(piece: HostCopies, tensors: list[Tensor]) -> None:
     if piece.whole:
         assert piece.part_offset == 0
         assert [host.shape for host in piece.tensors] == [tensors[index].shape for index in piece.indices]

@@ -103,7 +103,7 @@ def other_order(folder: Path) -> list[int]:
         return []
     with Checkpointer(folder, {"mine": PerRank(Counter(dist.get_rank()))}, process_group=group) as checkpointer:
         checkpointer.save(1)
-        return [checkpointer._place.rank, dist.get_rank(group)]
+        return [checkpointer._member.rank, dist.get_rank(group)]
 
 
 def test_the_order_of_the_group(tmp_path: Path) -> None:

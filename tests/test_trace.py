@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.options import IOOptions
 from dcpring.plan.run import _REPORTED, SaveRun
-from dcpring.tools.trace.read import Part, read_operations
+from dcpring.tools.trace.read import RankTrace, read_operations
 from dcpring.watch import trace_file as _trace_file
 
 SAVE = ["local plan", "gather plans", "global plan", "scatter plans", "write", "gather results", "commit", "clean-up"]
@@ -66,11 +66,11 @@ def _assert_lanes_nest(events: list[dict[str, Any]]) -> None:
             around.append(event["ts"] + event["dur"])
 
 
-def _phases(part: Part) -> list[str]:
+def _phases(part: RankTrace) -> list[str]:
     return [span.name for span in part.spans if span.kind == "phase"]
 
 
-def _parts(*paths: Path, rank: int = 0) -> list[Part]:
+def _parts(*paths: Path, rank: int = 0) -> list[RankTrace]:
     return [operation.parts[rank] for operation in read_operations(paths)[0]]
 
 

@@ -13,7 +13,7 @@ from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dcpring.names.key_map import KeyTable
-    from dcpring.tools.inspect.key_report import KeyReport, Row
+    from dcpring.tools.inspect.key_report import KeyLine, KeyReport
 
 _MOST_PLACES = 4
 
@@ -99,7 +99,7 @@ def _print_rows(out: Output, report: KeyReport) -> None:
     out.table(header, rows, right=(3 if mapped else 2,), styles={0: "bold", 1: "cyan", 2: "green" if mapped else ""})
 
 
-def _names(row: Row) -> tuple[str, ...]:
+def _names(row: KeyLine) -> tuple[str, ...]:
     return (row.key, row.canonical) if row.mapped is None else (row.key, row.canonical, row.mapped)
 
 

@@ -14,8 +14,8 @@ from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring.sources.contents import Entry
-    from dcpring.tools.inspect.inventory import DataFile, Inventory, Item, Sum
-    from dcpring.tools.inspect.outline import Row
+    from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed, Sum
+    from dcpring.tools.inspect.outline import Line
 
 _LINES_AROUND = 8
 """Of a screen, those that are left for what is not the tree."""
@@ -105,7 +105,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 # ---- the summary ----
 
 
-def _print_summary(out: Output, inventory: Inventory, items: Sequence[Item], files: Sequence[DataFile]) -> None:
+def _print_summary(out: Output, inventory: Inventory, items: Sequence[Listed], files: Sequence[DataFile]) -> None:
     from dcpring.tools.inspect.inventory import total
 
     out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
@@ -154,7 +154,7 @@ def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]
 # ---- keys ----
 
 
-def _print_flat(out: Output, items: Sequence[Item], refused: Mapping[str, str]) -> None:
+def _print_flat(out: Output, items: Sequence[Listed], refused: Mapping[str, str]) -> None:
     header = ("key", "shape", "dtype", "size", "chunks", "ranks", "files")
     parts = any(item.part is not None for item in items)
     rows: Iterator[tuple[str, ...]] = (_flat_row(item, refused) for item in items)
@@ -164,7 +164,7 @@ def _print_flat(out: Output, items: Sequence[Item], refused: Mapping[str, str]) 
     out.table(header, rows, right=(3, 4), styles={0: "bold", 1: "cyan", 2: "green"})
 
 
-def _flat_row(item: Item, refused: Mapping[str, str]) -> tuple[str, ...]:
+def _flat_row(item: Listed, refused: Mapping[str, str]) -> tuple[str, ...]:
     entry, files = item.entry, item.files
     ranks = item.ranks
     return (
@@ -196,7 +196,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _print_tree(
-    out: Output, inventory: Inventory, items: Sequence[Item], refused: Mapping[str, str], depth: int | None
+    out: Output, inventory: Inventory, items: Sequence[Listed], refused: Mapping[str, str], depth: int | None
 ) -> None:
     from dcpring.tools.inspect.outline import Outline
 
@@ -209,10 +209,10 @@ def _print_tree(
         out.note("there is more: --depth N and --keys PATTERN choose, --flat shows all")
 
 
-def _fitting(outline: Any, out: Output) -> tuple[list[Row], int]:
+def _fitting(outline: Any, out: Output) -> tuple[list[Line], int]:
     """The deepest tree that fits the screen, and whether anything of it is cut off."""
     room = max(out.screen[1] - _LINES_AROUND, _FEWEST_ROWS)
-    best: list[Row] = []
+    best: list[Line] = []
     for depth in range(1, _MOST_LEVELS + 1):
         rows = list(itertools.islice(outline.rows(depth), room + 1))
         if len(rows) > room:
@@ -223,14 +223,14 @@ def _fitting(outline: Any, out: Output) -> tuple[list[Row], int]:
     return best, 0
 
 
-def _ends(rows: Sequence[Row]) -> Iterator[Row]:
+def _ends(rows: Sequence[Line]) -> Iterator[Line]:
     """The rows with nothing drawn below them."""
     for row, after in itertools.zip_longest(rows, rows[1:]):
         if after is None or len(after.path) <= len(row.path):
             yield row
 
 
-def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
+def _name_pieces(row: Line, notes: dict[str, dict[str, Any]]) -> list[Piece]:
     lines = "".join("   " if last else "│  " for last in row.path[:-1]) + ("└─ " if row.path[-1] else "├─ ")
     name: list[Piece] = [(lines, "dim"), (row.name, "" if row.item else "bold")]
     if not row.inside and row.count > 1:
@@ -241,7 +241,7 @@ def _name_pieces(row: Row, notes: dict[str, dict[str, Any]]) -> list[Piece]:
     return name
 
 
-def _row_cells(row: Row, refused: Mapping[str, str]) -> list[Piece]:
+def _row_cells(row: Line, refused: Mapping[str, str]) -> list[Piece]:
     """Shape or number of keys, dtype, size, chunks, ranks."""
     from dcpring.tools.inspect.inventory import ranks_of, total
 
@@ -300,7 +300,7 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
 
 def _document(
     inventory: Inventory,
-    items: Sequence[Item],
+    items: Sequence[Listed],
     files: Sequence[DataFile],
     refused: Mapping[str, str],
     *,
@@ -352,7 +352,7 @@ def _file_document(file: DataFile) -> dict[str, Any]:
     }
 
 
-def _key_document(item: Item, refused: Mapping[str, str]) -> dict[str, Any]:
+def _key_document(item: Listed, refused: Mapping[str, str]) -> dict[str, Any]:
     entry = item.entry
     return {
         "key": entry.key,

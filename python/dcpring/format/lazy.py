@@ -116,7 +116,7 @@ class _Committed:
         return load_metadata(Path(self.path), trusted=True)[0]
 
 
-class _Source(Protocol):
+class _Origin(Protocol):
     def load(self) -> Metadata: ...
 
 
@@ -135,7 +135,7 @@ class LazyMetadata(Metadata):
         storage_meta: StorageMeta | None = None,
         version: str | None = None,
         *,
-        source: _Source | None = None,
+        source: _Origin | None = None,
     ) -> None:
         self._source = source
         self._values: dict[str, Any] = {}

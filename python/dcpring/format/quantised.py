@@ -17,7 +17,7 @@ import torch
 
 from dcpring.base.windows import Box
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import Model, Part, Stored
+from dcpring.format.safetensors import Model, Shard, Stored
 
 FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
@@ -47,8 +47,8 @@ class Quantised(NamedTuple):
         per_byte: codes in a byte.
     """
 
-    codes: Part
-    scales: Part
+    codes: Shard
+    scales: Shard
     scale_name: str
     shape: Ints
     dtype: torch.dtype
@@ -135,7 +135,7 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
     return Quantised(first, second, scales, found.shape, dtype, found.block, found.per_byte)
 
 
-def _only_part(model: Model, name: str) -> Part:
+def _only_part(model: Model, name: str) -> Shard:
     parts = model.tensors[name].parts
     if len(parts) > 1:
         raise CheckpointError(

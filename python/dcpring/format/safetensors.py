@@ -322,7 +322,7 @@ def files_of(path: Path) -> list[Path]:
 # ---- a model, in any number of files ----
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """What one file holds of a tensor: all of it, mostly.
 
     Attributes:
@@ -341,7 +341,7 @@ class Whole(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[Shard]
 
 
 class Model(NamedTuple):
@@ -424,11 +424,11 @@ def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[b
 
 def _joined(headers: Mapping[str, Header], listed: Mapping[str, str] | None, path: Path) -> dict[str, Whole]:
     """The tensors of all files, or those that an index lists, and those that are tied to them."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[Shard]] = {}
     for file, header in headers.items():
         for name, stored in _stored_under(header).items():
             if listed is None or listed.get(name, file if name in header.tied else None) == file:
-                parts.setdefault(name, []).append(Part(file, stored.offsets or (0,) * len(stored.shape), stored))
+                parts.setdefault(name, []).append(Shard(file, stored.offsets or (0,) * len(stored.shape), stored))
     return {name: _whole(name, found, path) for name, found in parts.items()}
 
 
@@ -437,7 +437,7 @@ def _stored_under(header: Header) -> dict[str, Stored]:
     return header.tensors | {name: header.tensors[first] for name, first in header.tied.items()}
 
 
-def _whole(name: str, parts: list[Part], path: Path) -> Whole:
+def _whole(name: str, parts: list[Shard], path: Path) -> Whole:
     """The tensor that parts make up."""
     first = parts[0].stored
     if len(parts) == 1 and not any(parts[0].offsets):

@@ -28,7 +28,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, 
 
 
 @dataclass
-class _Entry:
+class _ZipEntry:
     name: bytes
     size: int
     header: int
@@ -45,16 +45,16 @@ class ZipStream:
 
     def __init__(self) -> None:
         self.position = 0
-        self._entries: list[_Entry] = []
+        self._entries: list[_ZipEntry] = []
 
     def small(self, name: str, data: bytes) -> bytes:
         """A complete entry."""
-        entry = _Entry(name.encode(), len(data), self.position, 0, _C.crc32(data))
+        entry = _ZipEntry(name.encode(), len(data), self.position, 0, _C.crc32(data))
         return self._count(self._opened(entry, b"") + data)
 
     def begin(self, name: str, size: int) -> bytes:
         """What comes before a payload, which is then aligned in the file: large ones to whole pages."""
-        entry = _Entry(name.encode(), size, self.position, _CRC_FOLLOWS)
+        entry = _ZipEntry(name.encode(), size, self.position, _CRC_FOLLOWS)
         extra = struct.pack("<HHQQ", _ZIP64_ID, 16, 0, 0) if entry.is_large else b""
         alignment = _C.ALIGNMENT_BYTES if size >= _C.LARGE_PAYLOAD_BYTES else _SMALL_ALIGNMENT
         padding = -(self.position + _LOCAL.size + len(entry.name) + len(extra)) % alignment
@@ -84,7 +84,7 @@ class ZipStream:
         sizes = (min(len(central), _LIMIT), min(begin, _LIMIT))
         return self._count(central + end + _END.pack(0x06054B50, 0, 0, count, count, *sizes, 0))
 
-    def _opened(self, entry: _Entry, extra: bytes) -> bytes:
+    def _opened(self, entry: _ZipEntry, extra: bytes) -> bytes:
         self._entries.append(entry)
         version = _VERSION_ZIP64 if entry.is_large else _VERSION_PLAIN
         size = _LIMIT if entry.is_large else 0 if entry.flags else entry.size
@@ -96,7 +96,7 @@ class ZipStream:
         return data
 
 
-def _central(entry: _Entry) -> bytes:
+def _central(entry: _ZipEntry) -> bytes:
     numbers = [value for value in (entry.size, entry.size, entry.header) if value >= _LIMIT]
     extra = struct.pack(f"<HH{len(numbers)}Q", _ZIP64_ID, 8 * len(numbers), *numbers) if numbers else b""
     version = _VERSION_ZIP64 if numbers else _VERSION_PLAIN

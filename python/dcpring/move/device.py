@@ -94,7 +94,7 @@ class _Side:
 
 
 @dataclass
-class Piece:
+class HostCopies:
     """Host copies of some tensors, valid until the next piece is asked for.
 
     Either whole tensors (``part_offset`` 0 and shapes as on the device), or one contiguous part of one tensor.
@@ -128,7 +128,7 @@ class Downloader:
         self._piece_bytes = 1 << (max(piece_bytes, _ALIGNMENT).bit_length() - 1)
         self._sides: list[_Side] = []
 
-    def pieces(self, tensors: list[Tensor]) -> Generator[Piece, None, None]:
+    def pieces(self, tensors: list[Tensor]) -> Generator[HostCopies, None, None]:
         """The tensors, all of one device, in order. Close it where not all pieces are asked for."""
         if not tensors:
             return
@@ -137,7 +137,7 @@ class Downloader:
         device = tensors[0].device
         stream = accelerators.active.stream(device)
         stream.wait_stream(accelerators.active.current_stream(device))
-        pending: tuple[_Side, Piece] | None = None
+        pending: tuple[_Side, HostCopies] | None = None
         try:
             for turn, (piece, sources) in enumerate(self._cut(tensors)):
                 side = self._sides[turn % 2]
@@ -152,22 +152,22 @@ class Downloader:
             for side in self._sides:
                 side.wait()
 
-    def _cut(self, tensors: list[Tensor]) -> Iterator[tuple[Piece, list[Tensor]]]:
+    def _cut(self, tensors: list[Tensor]) -> Iterator[tuple[HostCopies, list[Tensor]]]:
         """Pieces with their device sources; small tensors share a piece, large ones come in parts."""
         for window in windows(range(len(tensors)), lambda index: padded(tensors[index].nbytes), self._piece_bytes):
             chosen = [tensors[index] for index in window]
             if chosen[0].nbytes > self._piece_bytes:
                 yield from self._cut_large(window[0], chosen[0])
             else:
-                yield Piece(window, []), chosen
+                yield HostCopies(window, []), chosen
 
-    def _cut_large(self, index: int, tensor: Tensor) -> Iterator[tuple[Piece, list[Tensor]]]:
+    def _cut_large(self, index: int, tensor: Tensor) -> Iterator[tuple[HostCopies, list[Tensor]]]:
         start = 0
         for part in parts_of(tensor, self._piece_bytes):
-            yield Piece([index], [], start, whole=False), [part]
+            yield HostCopies([index], [], start, whole=False), [part]
             start += part.nbytes
 
-    def _start(self, stream: torch.Stream, side: _Side, piece: Piece, sources: list[Tensor]) -> None:
+    def _start(self, stream: torch.Stream, side: _Side, piece: HostCopies, sources: list[Tensor]) -> None:
         side.wait()
         event = accelerators.active.event(sources[0].device)
         with stream:
@@ -178,7 +178,7 @@ class Downloader:
         side.events.append(event)
 
     @staticmethod
-    def _arrived(side: _Side, piece: Piece) -> Piece:
+    def _arrived(side: _Side, piece: HostCopies) -> HostCopies:
         for event in side.events:
             event.synchronize()
         return piece

@@ -31,11 +31,11 @@ from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
+from dcpring.move.save.items import PlanItems
 from dcpring.move.save.kinds import handles_and_kinds
-from dcpring.move.save.sources import Source
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
-from dcpring.plan.stripes import ROUNDS_IN_MEMORY, Box, FilePart, Laid, Layout, Part, Shared
+from dcpring.plan.stripes import ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0
@@ -72,11 +72,11 @@ class _Patches(NamedTuple):
     tensors: _C.Tensors
 
 
-def _meeting(part: Part, group: dist.ProcessGroup) -> groups.Meeting:
+def _meeting(part: Assignment, group: dist.ProcessGroup) -> groups.Meeting:
     return groups.Meeting(f"dcpring/stripes/{part.token}", dist.get_world_size(group))
 
 
-def stay_away(part: Part, group: dist.ProcessGroup | None) -> None:
+def stay_away(part: Assignment, group: dist.ProcessGroup | None) -> None:
     """This rank cannot write: the others need not wait for it."""
     if part.has_rounds and group is not None:
         meeting = _meeting(part, group)
@@ -88,7 +88,7 @@ class StripeSaving:
     """See the module's docstring. One is made for every write_data.
 
     Args:
-        source: the items.
+        items: of the plan.
         boxes: what each of them is of its tensor.
         part: what the coordinator has given this rank.
         path: directory of the files.
@@ -99,9 +99,9 @@ class StripeSaving:
 
     def __init__(
         self,
-        source: Source,
+        items: PlanItems,
         boxes: Sequence[Box | str],
-        part: Part,
+        part: Assignment,
         *,
         path: str,
         options: IOOptions,
@@ -111,7 +111,7 @@ class StripeSaving:
         stats: IOStats,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._source = source
+        self._items = items
         self._part = part
         self._path = path
         self._run = run
@@ -125,7 +125,7 @@ class StripeSaving:
         self._sums: Sums = []
         places = {laid.name: (number, laid) for number, file in enumerate(part.files) for laid in file.tensors}
         self._held: list[list[_Held]] = [[] for _ in part.files]
-        for position in source.tensors:
+        for position in items.tensors:
             box = boxes[position]
             assert isinstance(box, Box)
             if math.prod(box.lengths) and box.name not in part.omitted:
@@ -164,7 +164,7 @@ class StripeSaving:
         return self._sums
 
     @contextlib.contextmanager
-    def _writing(self, layout: Layout, part: FilePart) -> Iterator[_C.StripeFile | None]:
+    def _writing(self, layout: Layout, part: FileStripes) -> Iterator[_C.StripeFile | None]:
         """The file, which is being made durable at the end; None where this rank writes none of it."""
         if not part.writes_bytes:
             yield None
@@ -186,7 +186,7 @@ class StripeSaving:
 
     # ---- writing ----
 
-    def _write_own(self, turn: _Turn, part: FilePart) -> None:
+    def _write_own(self, turn: _Turn, part: FileStripes) -> None:
         blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._part.block_bytes)]
         batches = windows(blocks, lambda block: block[1] - block[0], turn.window_bytes)
         with contextlib.closing(
@@ -218,7 +218,7 @@ class StripeSaving:
         return dtypes == [one.laid.dtype for one in held] and not any(handles_and_kinds(tensors)[1])
 
     def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
-        tensors = self._source.resolve([one.position for one in held])
+        tensors = self._items.resolve([one.position for one in held])
         for one, tensor in zip(held, tensors, strict=True):
             wrong = _wrong(one.box, tensor)
             if wrong:
@@ -312,7 +312,9 @@ class _Rounds:
         joint: with all ranks.
     """
 
-    def __init__(self, saving: StripeSaving, joint: Joint, part: Part, workers: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, saving: StripeSaving, joint: Joint, part: Assignment, workers: int, group: dist.ProcessGroup
+    ) -> None:
         self._saving, self._joint, self._group, self._workers = saving, joint, group, workers
         self._rank = dist.get_rank(group)
         self._block_bytes = part.block_bytes
@@ -332,7 +334,7 @@ class _Rounds:
     def close(self) -> None:
         self._writer.shutdown(cancel_futures=True)
 
-    def run(self, turn: _Turn, part: FilePart) -> None:
+    def run(self, turn: _Turn, part: FileStripes) -> None:
         """All rounds of a file. Whatever comes, nothing is being written to it afterwards."""
         try:
             for stripes in part.rounds:

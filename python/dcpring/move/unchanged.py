@@ -67,17 +67,17 @@ class Keeping:
     def __init__(
         self, saving: Saving, earlier: Ledger | None, is_frozen: Callable[[str], bool], trusts: bool, workers: int
     ) -> None:
-        source = saving.source
-        self._count = len(source.tensors) + len(source.objects)
+        items = saving.items
+        self._count = len(items.tensors) + len(items.objects)
         self.seed = new_seed() if earlier is None else earlier.seed
         self.key = key_of(self.seed)
         self._saving = saving
-        self._source = source
+        self._items = items
         self._earlier = earlier
         self._is_frozen = is_frozen
         self._trusts = trusts
         self._workers = workers
-        self._plan = source.plan()
+        self._plan = items.plan()
         self._is_same_plan = (
             earlier is not None and self._plan != NO_PLAN and self._plan == earlier.plan and len(earlier) == self._count
         )
@@ -98,15 +98,15 @@ class Keeping:
             self._states[position] = SAMPLED
         rows = self._find_rows(positions)
         if rows is None:
-            self._staying = {position for position in positions if self._is_frozen(self._source.name(position))}
+            self._staying = {position for position in positions if self._is_frozen(self._items.name(position))}
         else:
             self._decide(tensors, self._candidates(positions, rows))
 
     def _plain(self) -> tuple[list[int], _C.Tensors]:
         """The tensors that lie as they are in CPU memory."""
-        source, looked = self._source, self._saving.look(self._source.tensors)
+        items, looked = self._items, self._saving.look(self._items.tensors)
         fits = [
-            kind == PLAIN and source.as_planned(position, tensor)
+            kind == PLAIN and items.as_planned(position, tensor)
             for position, tensor, kind in zip(looked.positions, looked.tensors, looked.kinds, strict=True)
         ]
         if all(fits):
@@ -123,7 +123,7 @@ class Keeping:
             self._misses[:], self._waits[:] = earlier.misses, earlier.waits
             return [position if states[position] else -1 for position in positions]
         by_identity = {earlier.identity(row): row for row in range(len(earlier)) if states[row]}
-        rows = [by_identity.get(self._source.identity(position), -1) for position in positions]
+        rows = [by_identity.get(self._items.identity(position), -1) for position in positions]
         for position, row in zip(positions, rows, strict=True):
             if row >= 0:
                 self._misses[position], self._waits[position] = earlier.misses[row], earlier.waits[row]
@@ -140,7 +140,7 @@ class Keeping:
         found: list[tuple[int, int, int]] = []
         for index, (position, row) in enumerate(zip(positions, rows, strict=True)):
             if row < 0:
-                if self._is_frozen(self._source.name(position)):
+                if self._is_frozen(self._items.name(position)):
                     self._staying.add(position)
             elif states[row] == KEPT:
                 self._rows[position] = row
@@ -159,7 +159,7 @@ class Keeping:
 
     def _is_trusted(self, position: int, row: int) -> bool:
         earlier = self._earlier
-        is_frozen = self._trusts and self._is_frozen(self._source.name(position))
+        is_frozen = self._trusts and self._is_frozen(self._items.name(position))
         return is_frozen and earlier is not None and self._offset(position, earlier.place(row)) is not None
 
     def _miss(self, position: int) -> None:
@@ -190,7 +190,7 @@ class Keeping:
     def _offset(self, position: int, place: Place) -> int | None:
         """Where a tensor's bytes begin in its file; None if these cannot be its own, whatever the ledger says."""
         _, kind, _, _, offset, size, _ = place
-        return offset if kind == TENSOR and size == self._source.planned_bytes(position) else None
+        return offset if kind == TENSOR and size == self._items.planned_bytes(position) else None
 
     # ---- what becomes of them ----
 
@@ -226,7 +226,7 @@ class Keeping:
         """Of the tensors that are to be written those that may change, and those that get files of their own."""
         positions = list(written)
         staying = [position for position in positions if position in self._staying or position in self._unchanged]
-        if sum(map(self._source.planned_bytes, staying)) < least_bytes:
+        if sum(map(self._items.planned_bytes, staying)) < least_bytes:
             return positions, []
         kept = set(staying)
         return [position for position in positions if position not in kept], staying
@@ -254,5 +254,5 @@ class Keeping:
     def _identities(self) -> bytes:
         if self._is_same_plan and self._earlier is not None:
             return self._earlier.identities
-        known = (self._source.identity(at) if self._states[at] else NO_IDENTITY for at in range(self._count))
+        known = (self._items.identity(at) if self._states[at] else NO_IDENTITY for at in range(self._count))
         return b"".join(known)

@@ -39,7 +39,7 @@ PERHAPS_PARTS = {"module": "DDP or AveragedModel", "base_layer": "an adapter (Lo
 PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
 
 
-class Entry(NamedTuple):
+class KeyDescription(NamedTuple):
     """What a key stands for.
 
     Attributes:
@@ -74,8 +74,8 @@ class Different:
     """A key that both sides have, with another shape or dtype."""
 
     key: str
-    wanted: Entry
-    stored: Entry
+    wanted: KeyDescription
+    stored: KeyDescription
 
 
 @dataclass
@@ -104,7 +104,7 @@ class KeyDiff:
 # ---- finding ----
 
 
-def entries_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Entry]:
+def describe_state_dict(state_dict: Mapping[str, Any]) -> dict[str, KeyDescription]:
     """The keys of a state dict as DCP flattens it.
 
     Raises:
@@ -113,25 +113,25 @@ def entries_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Entry]:
     """
     check_state_dict(state_dict)
     flat, _ = flatten_state_dict(dict(state_dict))
-    return {key: entry_of_value(value) for key, value in flat.items()}
+    return {key: describe_value(value) for key, value in flat.items()}
 
 
-def entries_of_metadata(metadata: Metadata) -> dict[str, Entry]:
+def describe_metadata(metadata: Metadata) -> dict[str, KeyDescription]:
     """The keys of a checkpoint."""
-    return {key: _entry_of_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
+    return {key: _describe_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
 
 
-def entry_of_value(value: Any) -> Entry:
+def describe_value(value: Any) -> KeyDescription:
     """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
     if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
-        return Entry(tuple(global_size(value)), value.dtype)
-    return Entry(None, None)
+        return KeyDescription(tuple(global_size(value)), value.dtype)
+    return KeyDescription(None, None)
 
 
-def _entry_of_metadata(entry: Any) -> Entry:
+def _describe_metadata(entry: Any) -> KeyDescription:
     if isinstance(entry, TensorStorageMetadata):
-        return Entry(tuple(entry.size), entry.properties.dtype)
-    return Entry(None, None)
+        return KeyDescription(tuple(entry.size), entry.properties.dtype)
+    return KeyDescription(None, None)
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -159,8 +159,10 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
         stack.append((id(value), here, iter(items)))
 
 
-def diff_entries(
-    wanted: Mapping[str, Entry], stored: Mapping[str, Entry], cause: Callable[[str, str], str] | None = None
+def diff_described(
+    wanted: Mapping[str, KeyDescription],
+    stored: Mapping[str, KeyDescription],
+    cause: Callable[[str, str], str] | None = None,
 ) -> KeyDiff:
     """Compares by name; what has no counterpart gets the closest name of the other side that has none either.
 
@@ -391,6 +393,6 @@ def _report(diff: KeyDiff, store: str) -> Iterator[str]:
 
 def describe_names(missing: Sequence[str], unexpected: Sequence[str], store: str = "state dict") -> str:
     """A report where only names are known: ``missing`` from the store, and ``unexpected`` in it."""
-    nothing = Entry(None, None)
-    diff = diff_entries(dict.fromkeys(missing, nothing), dict.fromkeys(unexpected, nothing))
+    nothing = KeyDescription(None, None)
+    diff = diff_described(dict.fromkeys(missing, nothing), dict.fromkeys(unexpected, nothing))
     return "\n".join(_report(diff, store))

@@ -19,9 +19,9 @@ from dcpring.names.diff import (
     KeyDiff,
     bare_forms,
     compressed,
-    diff_entries,
-    entries_of_metadata,
-    entry_of_value,
+    describe_metadata,
+    describe_value,
+    diff_described,
 )
 from dcpring.names.key_map import KeyMap
 from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
@@ -98,8 +98,8 @@ class LoadPolicy:
         Raises:
             KeyMismatchError: everything that is missing, unexpected or of another shape on this rank.
         """
-        diff = diff_entries(
-            {key: entry_of_value(value) for key, value in wanted.items()}, entries_of_metadata(metadata)
+        diff = diff_described(
+            {key: describe_value(value) for key, value in wanted.items()}, describe_metadata(metadata)
         )
         fatal_keys = set(self.not_allowed([item.key for item in diff.missing], wanted))
         diff.missing = [item for item in diff.missing if item.key in fatal_keys]

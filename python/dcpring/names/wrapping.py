@@ -236,7 +236,7 @@ class _Branch:
         return nodes
 
 
-class Entry(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of a model, under one of its names.
 
     Attributes:
@@ -260,14 +260,14 @@ def _join(prefix: str, name: str) -> str:
 
 def _entries(
     module: nn.Module, view: _View, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
-) -> Iterator[Entry]:
+) -> Iterator[NamedTensor]:
     """The tensors that ``state_dict()`` shows, in its order; a flat parameter (FSDP1) as the parameters in it."""
     hidden = _hidden_children(module, view)
     for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items()):
         if tensor is None or not modules.is_saved(module, name):
             continue
         for one, shape in modules.flat_parts(name, tensor):
-            yield Entry(_join(path, name), _join(raw, one), tensor, shape, chain)
+            yield NamedTensor(_join(path, name), _join(raw, one), tensor, shape, chain)
     for name, child in modules.children(module).items():
         if child is None:
             continue
@@ -289,7 +289,7 @@ class ModelKeys:
     """
 
     nodes: list[_Node]
-    entries: list[Entry]
+    entries: list[NamedTensor]
     view: _View
     names: list[str] = field(init=False)
     slots: dict[Tensor, list[list[str]]] = field(init=False)

@@ -149,7 +149,7 @@ class Shared(NamedTuple):
 
 
 @dataclass
-class FilePart:
+class FileStripes:
     """One rank's part of a file.
 
     Attributes:
@@ -164,7 +164,7 @@ class FilePart:
 
 
 @dataclass
-class Part:
+class Assignment:
     """What the coordinator tells a rank.
 
     Attributes:
@@ -178,7 +178,7 @@ class Part:
     """
 
     files: list[Layout]
-    parts: list[FilePart]
+    parts: list[FileStripes]
     hosts: list[str]
     token: str
     omitted: frozenset[str]
@@ -248,9 +248,9 @@ class _Assignment:
         self._round_bytes = round_bytes
         self._last = (-1, -1)
 
-    def parts(self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]) -> list[FilePart]:
+    def parts(self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]) -> list[FileStripes]:
         """All ranks' parts of a file; ``boxes`` by the names of its tensors."""
-        parts = [FilePart() for _ in self._load]
+        parts = [FileStripes() for _ in self._load]
         segments = (one for laid in layout.tensors if laid.size_bytes for one in _segments(laid, boxes[laid.name]))
         used = self._round_bytes
         for lo, hi, held in _stripes(layout, segments):
@@ -296,7 +296,7 @@ def round_bytes(hosts: Sequence[str]) -> int:
 
 def assign(
     layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int, round_bytes: int
-) -> list[list[FilePart]]:
+) -> list[list[FileStripes]]:
     """By rank, its part of each file.
 
     Args:

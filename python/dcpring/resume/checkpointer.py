@@ -26,7 +26,7 @@ from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.resume import backend, exports, trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
-from dcpring.resume.components import Component, Place, some_are
+from dcpring.resume.components import Component, Member, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of, with_joined_parts
@@ -97,7 +97,7 @@ class Checkpointer:
         export_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranks = Ranks(process_group)
-        self._place = Place(self._ranks.rank, self._ranks.world_size)
+        self._member = Member(self._ranks.rank, self._ranks.world_size)
         try:
             with self._ranks.operation("Checkpointer"):
                 for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
@@ -110,7 +110,7 @@ class Checkpointer:
                 if problem:
                     raise CheckpointError(problem)
                 self.folder = Path(folder)
-                if self._place.rank == 0 and is_read_only(self.folder):
+                if self._member.rank == 0 and is_read_only(self.folder):
                     logger.warning("nothing can be written into %s: a save there will fail", self.folder)
                 self._steps = Steps(self.folder)
                 self._base: int | None = None  # the step that training comes from, where a load has told
@@ -232,7 +232,7 @@ class Checkpointer:
                     states[name] = component.state()
                     if component.is_whole:
                         self._check_plain(states[name])
-                    notes[name] = component.note(states[name], self._place)
+                    notes[name] = component.note(states[name], self._member)
                 except Exception as error:  # the others go on, too, as components may have collectives of their own
                     failed = failed or (name, error)
         if failed:
@@ -245,7 +245,7 @@ class Checkpointer:
         self._raise_disagreements(joint, step, states, by_name)
         with joint.doing(f"cannot save step {step}"):
             parts = {
-                name: component.to_save(states[name], by_name[name], self._place)
+                name: component.to_save(states[name], by_name[name], self._member)
                 for name, component in self.components.items()
             }
             state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
@@ -253,14 +253,14 @@ class Checkpointer:
                 self._frozen = {
                     (name, key) for name, component in self.components.items() for key in component.frozen(states[name])
                 }
-            if self._place.rank == 0:
+            if self._member.rank == 0:
                 state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
         return state
 
     def _add_details(self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]) -> None:
         """Adds to the notes what components want to be seen besides, where the notes of ranks differ."""
         with joint.doing(f"cannot save step {step}"):
-            asked = {name: one.detail(states[name], notes[name], self._place) for name, one in self.components.items()}
+            asked = {name: one.detail(states[name], notes[name], self._member) for name, one in self.components.items()}
         own = {name: detail for name, detail in asked.items() if detail is not None}
         if not own:  # on no rank
             return
@@ -292,7 +292,7 @@ class Checkpointer:
             name: {"kind": component.kind, "type": component.type_name, **component.entry(notes[name])}
             for name, component in self.components.items()
         }
-        return Manifest(step, self._place.world_size, entries)
+        return Manifest(step, self._member.world_size, entries)
 
     def _known_to_load(self) -> dict[str, Any]:
         """For the writer: what loads here will not refuse."""
@@ -319,7 +319,7 @@ class Checkpointer:
     ) -> None:
         what = f"cannot save {self.path(step)}"
         with joint.doing(what):
-            if self._place.rank == 0:
+            if self._member.rank == 0:
                 self._steps.before(step, self._base, self._syncs)
             options = self._known_to_load() | self._about_unchanged() | self._writer_options
             writer = RingWriter(self.path(step), **options)
@@ -337,7 +337,7 @@ class Checkpointer:
         """Exports what was committed. What another checkpoint of this step has left there goes."""
         folder = self.path(step)
         if export is None:
-            if self._place.rank == 0:
+            if self._member.rank == 0:
                 exports.remove(folder)
             return
         what = f"{folder} is saved, but cannot be exported"
@@ -350,7 +350,7 @@ class Checkpointer:
         planner = backend.SavePlanner(**self._save_options)
         joint.run_dcp("exporting", what, lambda group: backend.save(one.tensors, one.writer, planner, group))
         with joint.doing(what):
-            if self._place.rank == 0:
+            if self._member.rank == 0:
                 one.finish()
 
     def synchronize(self) -> None:
@@ -414,7 +414,7 @@ class Checkpointer:
 
     def _remove_old(self, saved: int) -> None:
         """Removes what a checkpoint that was just committed makes superfluous; a failure is none of the save."""
-        if self._place.rank != 0:
+        if self._member.rank != 0:
             return
         try:
             self._steps.after(self._syncs)
@@ -469,16 +469,16 @@ class Checkpointer:
                 )
             if not missing_ok:
                 raise CheckpointError(f"there is no checkpoint in {self.folder}")
-            return ResumeReport(None, world_size=self._place.world_size)
+            return ResumeReport(None, world_size=self._member.world_size)
         path = self.path(found)
         with joint.doing(f"cannot load {path}"):
             stored = Stored(OnceReader(path, **self._reader_options))
-        plans = Restore(joint, self.components, stored, self._place, self._load_options).run(wanted, left_out)
+        plans = Restore(joint, self.components, stored, self._member, self._load_options).run(wanted, left_out)
         if wanted is None:
             self._base = found
         self._last = found
-        stored.reader.tell(self._place.rank)
-        return report_of(found, stored, plans, self.components, self._place)
+        stored.reader.tell(self._member.rank)
+        return report_of(found, stored, plans, self.components, self._member)
 
     def _choose_step(self, joint: Operation, step: int | None) -> int | None:
         """The step that rank 0 sees, for all."""

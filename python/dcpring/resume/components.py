@@ -31,14 +31,14 @@ from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
 from dcpring.torchside.dcp import flatten_state_dict
 from dcpring.torchside.tensors import ShardedTensor, global_size, is_whole, local_tensor
 
-__all__ = ["Component", "Elastic", "PerRank", "Place", "Plan", "Replicated", "Sharded"]
+__all__ = ["Component", "ComponentPlan", "Elastic", "Member", "PerRank", "Replicated", "Sharded"]
 
 AS_SAVED, HANDED_OVER = "as saved", "handed over as saved"
 """How a component comes back on the same ranks: taken over, or nobody knows what the object has made of it."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Member:
     """A rank among those that save or load."""
 
     rank: int
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass
-class Plan:
+class ComponentPlan:
     """What one rank wants of a component, and whether it is there.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
         """How it comes back, in words."""
         return f"{self.change}, but {'; '.join(self.notes)}" if self.notes else self.change
 
-    def without_targets(self) -> Plan:
+    def without_targets(self) -> ComponentPlan:
         """What other ranks are told."""
         return replace(self, target={}, in_place={})
 
@@ -103,10 +103,10 @@ class Component:
     def state(self) -> Any:
         return self.stateful.state_dict()
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         raise NotImplementedError
 
-    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any] | None:
+    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any] | None:
         """What this rank adds to its note, a dict, now that it knows all notes; None, on all ranks, for nothing."""
         return None
 
@@ -114,7 +114,7 @@ class Component:
         """Why what the ranks have cannot be one checkpoint."""
         return []
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
         """What this rank hands to DCP below the component's name; below "" for all of it; empty if nothing."""
         raise NotImplementedError
 
@@ -128,10 +128,10 @@ class Component:
 
     # ---- load ----
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         raise NotImplementedError
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         """What ``apply`` takes, out of what was read. Changes nothing; raises CheckpointError if it does not fit."""
         raise NotImplementedError
 
@@ -185,10 +185,10 @@ class Sharded(Component):
         self._given: Any = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         return meshes(state)
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
         return dict(state)
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
@@ -197,15 +197,15 @@ class Sharded(Component):
             found += [mesh for mesh in note if mesh not in found]
         return {"meshes": found}
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         state = dict(self.state())
         plan = self.plan_for(name, stored, state)
         self.describe(plan, stored, name, state)
         return plan
 
-    def plan_for(self, name: str, stored: Stored, state: dict[str, Any]) -> Plan:
+    def plan_for(self, name: str, stored: Stored, state: dict[str, Any]) -> ComponentPlan:
         """What is to be read into a state, and what is not there."""
-        plan = Plan(problems=self._kind_problems(name, stored))
+        plan = ComponentPlan(problems=self._kind_problems(name, stored))
         self._nested = {name: state}
         if name in stored.flat:
             self._nested = state
@@ -218,7 +218,7 @@ class Sharded(Component):
         self.note_missing(plan, {key for key in flat if key not in there})
         return plan
 
-    def add(self, plan: Plan, key: str, value: Any, stored: Stored) -> None:
+    def add(self, plan: ComponentPlan, key: str, value: Any, stored: Stored) -> None:
         """Plans to read a key into a value: a tensor, or what an object takes the place of."""
         plan.problems += _misfits(key, value, stored)
         if isinstance(value, Tensor | ShardedTensor):
@@ -226,13 +226,13 @@ class Sharded(Component):
         else:
             plan.target[key] = None
 
-    def note_missing(self, plan: Plan, missing: set[str]) -> None:
+    def note_missing(self, plan: ComponentPlan, missing: set[str]) -> None:
         if missing and self.strict:
             plan.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
         elif missing:
             plan.notes.append(f"{some_are(missing)} not in the checkpoint, left as it was")
 
-    def describe(self, plan: Plan, stored: Stored, name: str, own: Any) -> None:
+    def describe(self, plan: ComponentPlan, stored: Stored, name: str, own: Any) -> None:
         """Says how the state comes back, from which meshes and in which types."""
         saved, here = stored.entry(name).get("meshes"), meshes(own)
         if saved is None:
@@ -244,7 +244,7 @@ class Sharded(Component):
         pairs = ((stored.tensor(key)[0], value.dtype) for key, value in plan.in_place.items() if stored.is_tensor(key))
         plan.notes += cast_notes(pairs)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         for key, value in target.items():
             _set_at(self._nested, self._paths[key], value)
         return self._nested if name in stored.flat else self._nested[name]
@@ -383,15 +383,15 @@ class ModelState(Sharded):
     def state(self) -> Any:
         return backend.get_model_state_dict(self.stateful)
 
-    def note(self, state: Any, place: Place) -> Any:
-        return {"meshes": super().note(state, place), "names": digest_of_names(state)}
+    def note(self, state: Any, member: Member) -> Any:
+        return {"meshes": super().note(state, member), "names": digest_of_names(state)}
 
-    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any] | None:
+    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any] | None:
         """Where ranks have different layers, fingerprints of the parameters that are whole on this one."""
         first = first_with([note["names"] for note in notes])
         if len(first) == 1:
             return None
-        if place.rank not in first.values():
+        if member.rank not in first.values():
             return {}
         parameters = self._held(state, self.stateful.parameters())
         names = [key for key in state if key in parameters and is_whole(state[key]) and backend.is_hashed(state[key])]
@@ -452,7 +452,7 @@ class Replicated(Component):
     def state(self) -> Any:
         return dict(self.stateful) if isinstance(self.stateful, MutableMapping) else self.stateful.state_dict()
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         return trees.digest(state)
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
@@ -461,16 +461,16 @@ class Replicated(Component):
             return []
         return [f"{spans(others)} differ from rank 0; {self.cure}"]
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
-        return {"": trees.encode(state)} if place.rank == 0 else {}
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
+        return {"": trees.encode(state)} if member.rank == 0 else {}
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         problems = self._kind_problems(name, stored)
         if stored.rank_keys(name) and not problems:
             problems = [f"it holds states of {ranks(len(stored.rank_keys(name)))}; wrap it in PerRank() or Elastic()"]
-        return Plan(stored.blank(stored.keys.get(name, [])), problems)
+        return ComponentPlan(stored.blank(stored.keys.get(name, [])), problems)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         return stored.rebuilt(target, depth=1)
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
@@ -506,7 +506,7 @@ class Elastic(Component):
         self.merge = merge
         self._given: Any = None
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         return state
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
@@ -526,21 +526,21 @@ class Elastic(Component):
             raise CheckpointError(f"the progress of {spans(others)} is not that of rank 0")
         return states[0]
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
-        return {"": trees.encode(self._combined(notes))} if place.rank == 0 else {}
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
+        return {"": trees.encode(self._combined(notes))} if member.rank == 0 else {}
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         by_rank = stored.rank_keys(name)
         problems = self._kind_problems(name, stored, accepted=[PerRank.kind] if by_rank else [])
         if not by_rank:
-            return Plan(stored.blank(stored.keys.get(name, [])), problems, *self._from_to(stored, place))
+            return ComponentPlan(stored.blank(stored.keys.get(name, [])), problems, *self._from_to(stored, member))
         keys, found = _keys_of_ranks(name, stored, by_rank)
         if self.merge is None:
             found.append(f"it holds states of {ranks(len(by_rank))} of their own; pass Elastic(..., merge=)")
         change = f"merged from the states of {ranks(len(by_rank))}"
-        return Plan(stored.blank(keys), problems + found, change, True)
+        return ComponentPlan(stored.blank(keys), problems + found, change, True)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         by_rank = stored.rank_keys(name)
         if by_rank and self.merge is not None:
             state = self.merge(_states_of_ranks(stored, by_rank, target), len(by_rank))
@@ -551,11 +551,11 @@ class Elastic(Component):
             check(state)
         return state
 
-    def _from_to(self, stored: Stored, place: Place) -> tuple[str, bool]:
+    def _from_to(self, stored: Stored, member: Member) -> tuple[str, bool]:
         old = stored.world_size
-        if old is None or old == place.world_size:
+        if old is None or old == member.world_size:
             return AS_SAVED if self._is_own else HANDED_OVER, False
-        return f"from {ranks(old)} to {place.world_size}", True
+        return f"from {ranks(old)} to {member.world_size}", True
 
     @property
     def _is_own(self) -> bool:
@@ -605,19 +605,19 @@ class PerRank(Component):
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: the rank must be from 0 to world_size - 1")
         self.reshard = reshard
-        self._own_place = Place(rank, world_size) if rank is not None and world_size is not None else None
+        self._own_member = Member(rank, world_size) if rank is not None and world_size is not None else None
 
-    def place(self, place: Place) -> Place:
+    def member(self, member: Member) -> Member:
         """This process among those that have a state of their own."""
-        return self._own_place or place
+        return self._own_member or member
 
     def state(self) -> Any:
         is_generator = isinstance(self.stateful, torch.Generator)
         return {"state": self.stateful.get_state()} if is_generator else self.stateful.state_dict()
 
-    def note(self, state: Any, place: Place) -> Any:
-        own = self.place(place)
-        return own.rank, own.world_size, trees.digest(state) if own != place else ""
+    def note(self, state: Any, member: Member) -> Any:
+        own = self.member(member)
+        return own.rank, own.world_size, trees.digest(state) if own != member else ""
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         worlds = {world for _, world, _ in notes}
@@ -632,16 +632,16 @@ class PerRank(Component):
             return [f"{spans(different)} differ from the first process that has the same PerRank rank"]
         return []
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
-        own = self.place(place).rank
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
+        own = self.member(member).rank
         writer = next(index for index, note in enumerate(notes) if note[0] == own)
-        return {rank_key(own): trees.encode(state)} if writer == place.rank else {}
+        return {rank_key(own): trees.encode(state)} if writer == member.rank else {}
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
         return {"world_size": notes[0][1]}
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        own, by_rank = self.place(place), stored.rank_keys(name)
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        own, by_rank = self.member(member), stored.rank_keys(name)
         problems = self._kind_problems(name, stored)
         keys, found = _keys_of_ranks(name, stored, by_rank)
         problems += found
@@ -652,16 +652,16 @@ class PerRank(Component):
             self._has_rank_in_its_state = not problems and self._gives(own_keys, stored)
             if self._has_rank_in_its_state:
                 own_keys = own_keys + [key for key in stored.keys[name] if key not in set(keys)]
-            return Plan(stored.blank(own_keys), problems, change)
+            return ComponentPlan(stored.blank(own_keys), problems, change)
         if self.reshard is None:
             problems.append(
                 f"it belongs to ranks, and was saved by {ranks(old)}, not {own.world_size}; "
                 "pass PerRank(..., reshard=), or leave it out"
             )
-        return Plan(stored.blank(keys), problems, f"from {ranks(old)} to {own.world_size}", True)
+        return ComponentPlan(stored.blank(keys), problems, f"from {ranks(old)} to {own.world_size}", True)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        own, by_rank = self.place(place), stored.rank_keys(name)
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        own, by_rank = self.member(member), stored.rank_keys(name)
         if self._has_rank_in_its_state:
             _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)  # it unpickles that itself: plain data only
             return stored.rebuilt(target, depth=1)

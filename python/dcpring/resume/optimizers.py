@@ -30,7 +30,7 @@ from dcpring.names.first_step import (
     wrapped,
 )
 from dcpring.resume import backend, trees
-from dcpring.resume.components import Component, Place, Plan, Sharded, cast_notes, digest_of_names, first_with
+from dcpring.resume.components import Component, ComponentPlan, Member, Sharded, cast_notes, digest_of_names, first_with
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
@@ -150,7 +150,7 @@ class _Grouped(Sharded):
 
     def _note(self, state: Any, optimizers: Sequence[Optimizer], is_named: bool) -> dict[str, Any]:
         noted = {
-            "meshes": super().note(state, Place(0, 1)),
+            "meshes": super().note(state, Member(0, 1)),
             "param_groups": sum(len(one.param_groups) for one in optimizers),
             "fresh": all(map(is_fresh, optimizers)),
         }
@@ -158,17 +158,17 @@ class _Grouped(Sharded):
             noted[_MEMBERS] = digest_of_names(members(state[_GROUPS]))
         return noted
 
-    def detail(self, state: Any, notes: Sequence[Any], place: Place) -> Any:
+    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> Any:
         """The groups, if ranks have different ones: of each that differs, those of the first rank that has them."""
         first = first_with([note.get(_MEMBERS) for note in notes])
         if len(first) == 1:
             return None
-        return {_OWN_GROUPS: state[_GROUPS]} if place.rank in first.values() and _MEMBERS in notes[place.rank] else {}
+        return {_OWN_GROUPS: state[_GROUPS]} if member.rank in first.values() and _MEMBERS in notes[member.rank] else {}
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         return _joined(notes)[1]
 
-    def to_save(self, state: Any, notes: Sequence[Any], place: Place) -> dict[str, Any]:
+    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
         groups, _ = _joined(notes)
         return {**state, _GROUPS: groups} if groups else dict(state)
 
@@ -227,12 +227,12 @@ class OptimizerState(_Grouped):
             )
         return raw
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         return self._note(state, [self.stateful], is_named=not self._has_own_form)
 
     # ---- load: what is needed ----
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         self.forget()
         self._saved_fresh = bool(stored.entry(name).get("fresh", False))
         raw = self._ask()
@@ -272,7 +272,7 @@ class OptimizerState(_Grouped):
         return [*self._saved.groups, *(key for options in self._saved.options.values() for key in options.values())]
 
     def _plan_state(
-        self, name: str, stored: Stored, slots: list[tuple[Tensor, Names]], is_known: bool, plan: Plan
+        self, name: str, stored: Stored, slots: list[tuple[Tensor, Names]], is_known: bool, plan: ComponentPlan
     ) -> None:
         saved_type = stored.entry(name).get("type", self.type_name)
         if self._saved.state and not is_known and saved_type != self.type_name:
@@ -310,7 +310,7 @@ class OptimizerState(_Grouped):
         return {**raw, _STATE: {**raw[_STATE], **added}}, True
 
     def _plan_parameter(
-        self, owner: str, saved: str, parameter: Tensor, stored: Stored, plan: Plan, saved_type: str
+        self, owner: str, saved: str, parameter: Tensor, stored: Stored, plan: ComponentPlan, saved_type: str
     ) -> set[Any]:
         """Plans the state of one parameter; returns the parts of it that the checkpoint lacks."""
         own = self._current.get(owner, {})
@@ -331,7 +331,7 @@ class OptimizerState(_Grouped):
         _mapped(keys, own, target)
         return lacking
 
-    def _made(self, key: str, parameter: Tensor, stored: Stored, plan: Plan) -> Any:
+    def _made(self, key: str, parameter: Tensor, stored: Stored, plan: ComponentPlan) -> Any:
         """What to read into where the optimizer has nothing: spread as the parameter is, or whole."""
         if not stored.is_tensor(key):
             return None
@@ -344,10 +344,10 @@ class OptimizerState(_Grouped):
 
     # ---- load: what was read ----
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         if self._has_own_form:
             self._flat_options(self._inner_groups() if self._saved.options else [], target)
-            return super().prepare(name, stored, target, place)
+            return super().prepare(name, stored, target, member)
         slots = backend.named_parameters(self.model, self.stateful)
         groups = [[names for _, names in group] for group in slots]
         options = self._flat_options(groups, target) if self._saved.is_flat else self._options(groups, stored, target)
@@ -355,7 +355,7 @@ class OptimizerState(_Grouped):
         kept = {name for here, there in zip(own, options, strict=True) if there for name in here.keys() - there.keys()}
         self._kept = kept - self.stateful.defaults.keys() - set(SCHEDULED)
         return {
-            **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, place),
+            **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, member),
             _STATE: {} if self._saved_fresh else self._read_state(target),
             _GROUPS: [
                 {**here, **there, **_own_names(group), PARAMS: [names[0] for names in members]}
@@ -485,12 +485,12 @@ class OptimizerStates(_Grouped):
                     raise CheckpointError(f"its optimizers have different values of {name!r}")
         return whole
 
-    def note(self, state: Any, place: Place) -> Any:
+    def note(self, state: Any, member: Member) -> Any:
         return self._note(state, self.stateful, is_named=isinstance(state.get(_GROUPS), list))
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plans = [one.plan(name, stored, place) for one in self.each]
-        return Plan(
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        plans = [one.plan(name, stored, member) for one in self.each]
+        return ComponentPlan(
             target={key: value for plan in plans for key, value in plan.target.items()},
             problems=_each_once(plan.problems for plan in plans),
             change="; ".join(_each_once([plan.change] for plan in plans)),
@@ -500,8 +500,8 @@ class OptimizerStates(_Grouped):
             notes=_each_once(plan.notes for plan in plans),
         )
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        return [one.prepare(name, stored, target, place) for one in self.each]
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        return [one.prepare(name, stored, target, member) for one in self.each]
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         for one, own in zip(self.each, state, strict=True):

@@ -27,7 +27,7 @@ from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError
 from dcpring.format.quantised import FLOAT8
-from dcpring.names.diff import Entry, KeyDiff, diff_entries, entries_of_metadata, entries_of_state_dict
+from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.names.wrapping import model_keys
@@ -226,7 +226,7 @@ def _load(
         names = match_names(KeyMap(key_map), list(target.state), list(metadata.state_dict_metadata))
         metadata = rename_metadata(metadata, names, storage=False)
         key_map = key_map if any(old != new for old, new in names.items()) else None
-    stored = {name: entry for name, entry in entries_of_metadata(metadata).items() if name not in reader.made_of}
+    stored = {name: entry for name, entry in describe_metadata(metadata).items() if name not in reader.made_of}
     given = target.given(stored)
     diff = _compare(target, stored, given, policy, str(reader.path))
     bare = list(_bare_modules(model, given, initialize))
@@ -257,7 +257,9 @@ def _made_of_codes(model: nn.Module) -> torch.dtype | None:
     return torch.float32 if own.isdisjoint((torch.uint8, *FLOAT8)) else None
 
 
-def _compare(target: _Target, stored: Mapping[str, Entry], given: set[str], policy: LoadPolicy, path: str) -> KeyDiff:
+def _compare(
+    target: _Target, stored: Mapping[str, KeyDescription], given: set[str], policy: LoadPolicy, path: str
+) -> KeyDiff:
     """How the model differs from what is stored.
 
     Args:
@@ -266,7 +268,7 @@ def _compare(target: _Target, stored: Mapping[str, Entry], given: set[str], poli
     Raises:
         KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
     """
-    diff = diff_entries(entries_of_state_dict(target.wanted(stored)), stored)
+    diff = diff_described(describe_state_dict(target.wanted(stored)), stored)
     tied = {name for names in _slots(target.model) if not given.isdisjoint(names) for name in names}
     diff.missing = [item for item in diff.missing if item.key not in tied]
     fatal = KeyDiff(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dcpring.base.text import ranks
-from dcpring.resume.components import Component, Place, Plan
+from dcpring.resume.components import Component, ComponentPlan, Member
 from dcpring.resume.manifest import Stored
 
 Action = Literal["loaded", "resharded", "skipped"]
@@ -58,7 +58,7 @@ class ResumeReport:
 
 
 def report_of(
-    step: int, stored: Stored, plans: Mapping[str, Plan], components: Mapping[str, Component], place: Place
+    step: int, stored: Stored, plans: Mapping[str, ComponentPlan], components: Mapping[str, Component], member: Member
 ) -> ResumeReport:
     reports: dict[str, ComponentReport] = {}
     for name in dict.fromkeys([*components, *stored.keys]):
@@ -69,4 +69,4 @@ def report_of(
             reports[name] = ComponentReport(kind, "skipped", where)
         else:
             reports[name] = ComponentReport(kind, "resharded" if plan.resharded else "loaded", plan.outcome)
-    return ResumeReport(step, stored.path, stored.world_size, place.world_size, reports)
+    return ResumeReport(step, stored.path, stored.world_size, member.world_size, reports)

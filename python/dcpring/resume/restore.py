@@ -17,7 +17,7 @@ from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend
-from dcpring.resume.components import Component, ModelState, Place, Plan, some_are
+from dcpring.resume.components import Component, ComponentPlan, Member, ModelState, some_are
 from dcpring.resume.manifest import Stored
 from dcpring.resume.ranks import Operation
 
@@ -32,16 +32,16 @@ class Restore:
         joint: Operation,
         components: Mapping[str, Component],
         stored: Stored,
-        place: Place,
+        member: Member,
         options: Mapping[str, Any],
     ) -> None:
         self._joint = joint
         self._components = components
         self._stored = stored
-        self._place = place
+        self._member = member
         self._options = options
 
-    def run(self, wanted: set[str] | None, left_out: set[str]) -> dict[str, Plan]:
+    def run(self, wanted: set[str] | None, left_out: set[str]) -> dict[str, ComponentPlan]:
         """Loads these components (None: all) but those; what came of it, by component."""
         doing = f"cannot load {self._stored.path}"
         with self._joint.doing(doing):
@@ -89,14 +89,14 @@ class Restore:
         lines += [f"  {name}: in this Checkpointer, but not in the checkpoint (added since?)" for name in absent]
         return "\n".join([*lines, f"To load the rest: exclude={[*unclaimed, *absent]}"])
 
-    def _plan(self, chosen: dict[str, Component]) -> dict[str, Plan]:
-        plans: dict[str, Plan] = {}
+    def _plan(self, chosen: dict[str, Component]) -> dict[str, ComponentPlan]:
+        plans: dict[str, ComponentPlan] = {}
         for name, component in chosen.items():
             try:
-                plans[name] = component.plan(name, self._stored, self._place)
+                plans[name] = component.plan(name, self._stored, self._member)
             except Exception as error:
                 logger.debug("planning the load of %s", name, exc_info=True)
-                plans[name] = Plan(problems=[failure_of(error).text])
+                plans[name] = ComponentPlan(problems=[failure_of(error).text])
         seen = self._joint.gather("plans", {name: plan.without_targets() for name, plan in plans.items()})
         problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
         for name, plan in plans.items():
@@ -107,10 +107,10 @@ class Restore:
             raise CheckpointError(self._refusal(plans, problems))
         return plans
 
-    def _refusal(self, plans: dict[str, Plan], problems: dict[str, list[str]]) -> str:
+    def _refusal(self, plans: dict[str, ComponentPlan], problems: dict[str, list[str]]) -> str:
         """One report for all ranks of why nothing was loaded."""
         bad = [name for name in plans if problems[name]]
-        where = f"{self._stored.path} ({self._stored.origin}) on {ranks(self._place.world_size)}"
+        where = f"{self._stored.path} ({self._stored.origin}) on {ranks(self._member.world_size)}"
         lines = [f"cannot load {where}; nothing was changed:"]
         for name, plan in plans.items():
             kind = self._components[name].kind
@@ -118,7 +118,7 @@ class Restore:
             lines.append(f"  {name} ({kind}): {outcome}")
         return "\n".join([*lines, f"To load the rest: exclude={bad}"])
 
-    def _read(self, plans: dict[str, Plan], in_place: bool) -> None:
+    def _read(self, plans: dict[str, ComponentPlan], in_place: bool) -> None:
         targets = {name: plan.in_place if in_place else plan.target for name, plan in plans.items()}
         chosen = [name for name, target in targets.items() if target]
         nested = _below_their_heads({key: value for target in targets.values() for key, value in target.items()})
@@ -136,13 +136,13 @@ class Restore:
         """What a read leaves out is for the other read, or was looked at in the plans."""
         return backend.LoadPlanner(process_group=group, unexpected="ignore", **self._options)
 
-    def _prepare(self, plans: dict[str, Plan]) -> dict[str, Any]:
+    def _prepare(self, plans: dict[str, ComponentPlan]) -> dict[str, Any]:
         ready: dict[str, Any] = {}
         failures: dict[str, Failure] = {}
         cause: Exception | None = None
         for name, plan in plans.items():
             try:
-                ready[name] = self._components[name].prepare(name, self._stored, plan.target, self._place)
+                ready[name] = self._components[name].prepare(name, self._stored, plan.target, self._member)
             except Exception as error:
                 failures[name], cause = failure_of(error), cause or error
         seen = self._joint.gather("prepared", failures)
@@ -153,7 +153,7 @@ class Restore:
             raise CheckpointError(self._refusal(plans, problems)) from cause
         return ready
 
-    def _apply(self, plans: dict[str, Plan], ready: dict[str, Any]) -> None:
+    def _apply(self, plans: dict[str, ComponentPlan], ready: dict[str, Any]) -> None:
         applied: list[Component] = []
         failed: tuple[str, Exception] | None = None
         for name in plans:
@@ -168,12 +168,12 @@ class Restore:
             with self._joint.doing(f"{what}: component {failed[0]!r}"):
                 raise failed[1]
 
-    def _remark(self, plans: dict[str, Plan]) -> None:
+    def _remark(self, plans: dict[str, ComponentPlan]) -> None:
         """Notes what components have found out about how they were taken over."""
         seen = self._joint.gather("remarks", {name: _remarks(self._components[name]) for name in plans})
         for name, plan in plans.items():
             found = _by_rank([each[name] for each in seen])
-            if found and self._place.rank == 0:
+            if found and self._member.rank == 0:
                 logger.warning("component %r was loaded, but %s", name, "; ".join(found))
             plan.notes += found
 
@@ -211,7 +211,7 @@ def _remarks(component: Component) -> list[str]:
         return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
 
 
-def _problems(component: Component, seen: Sequence[Plan]) -> list[str]:
+def _problems(component: Component, seen: Sequence[ComponentPlan]) -> list[str]:
     """What any rank found wrong, and the keys that none has a place for."""
     found = _by_rank([plan.problems for plan in seen])
     nowhere = set.intersection(*(plan.unexpected for plan in seen))

@@ -14,7 +14,7 @@ import torch
 from dcpring.base import random_states
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, PerRank, Place, Plan
+from dcpring.resume.components import Component, ComponentPlan, Member, PerRank
 from dcpring.resume.manifest import Stored
 
 __all__ = ["RNG"]
@@ -64,14 +64,14 @@ class RNG(PerRank):
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
         return {**super().entry(notes), "seed": self.seed, "derived": self.derived}
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plan = super().plan(name, stored, place)
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        plan = super().plan(name, stored, member)
         if plan.resharded:
             plan.change += ", new seeds derived from the one that was saved"
         return plan
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        state = super().prepare(name, stored, target, place)
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        state = super().prepare(name, stored, target, member)
         if not isinstance(state, dict) or not {"seed", "derived"} <= state.keys():
             raise CheckpointError("it was not saved from an RNG")
         return state

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, Place, Plan, Replicated
+from dcpring.resume.components import Component, ComponentPlan, Member, Replicated
 from dcpring.resume.manifest import Stored
 from dcpring.torchside.optim import inner_schedulers
 
@@ -62,8 +62,8 @@ class LRSchedule(Replicated):
         self._steps: int | None = None
         self._has_position_only = False
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plan = super().plan(name, stored, place)
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        plan = super().plan(name, stored, member)
         self._options = [_scheduled(group) for group in self.stateful.optimizer.param_groups]
         self._has_position_only = {stored.paths[key][1:] for key in stored.keys.get(name, ())} == {("last_epoch",)}
         if self._has_position_only:
@@ -76,26 +76,26 @@ class LRSchedule(Replicated):
         self._check_is_new("rescale", plan)
         if stored.world_size is None and self.rescale == "world_size":
             plan.problems.append('rescale="world_size", but the checkpoint does not say its world size; give a number')
-        plan.change, plan.resharded = f"rescaled by {self._ratio(stored, place)}", True
+        plan.change, plan.resharded = f"rescaled by {self._ratio(stored, member)}", True
         return plan
 
-    def _check_is_new(self, what: str, plan: Plan) -> None:
+    def _check_is_new(self, what: str, plan: ComponentPlan) -> None:
         if any(isinstance(each, ReduceLROnPlateau) for each in _schedulers(self.stateful)):
             plan.problems.append(f"{what} is not enough for ReduceLROnPlateau, which follows a metric")
         elif _position(self.stateful.state_dict()) != 0:
             plan.problems.append(f"{what} needs a scheduler that has not been stepped; make a new one")
 
-    def _ratio(self, stored: Stored, place: Place) -> Fraction:
+    def _ratio(self, stored: Stored, member: Member) -> Fraction:
         if self.rescale == "world_size":
-            return Fraction(stored.world_size or place.world_size, place.world_size)
+            return Fraction(stored.world_size or member.world_size, member.world_size)
         return Fraction(self.rescale or 1).limit_denominator(1 << 20)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        state = super().prepare(name, stored, target, place)
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        state = super().prepare(name, stored, target, member)
         own = self.stateful.state_dict()
         self._steps = None
         if self._has_position_only:
-            self._steps = round(_position(state) * self._ratio(stored, place))
+            self._steps = round(_position(state) * self._ratio(stored, member))
             return state
         if not isinstance(state, dict) or _settings(state) != _settings(own):
             raise CheckpointError(f"it was not saved from a {self.type_name}: {_difference(state, own)}")
@@ -104,7 +104,7 @@ class LRSchedule(Replicated):
         if saved != groups:
             raise CheckpointError(f"saved with {saved} parameter groups, here the optimizer has {groups}")
         if self.rescale is not None:
-            self._steps = round(_position(state) * self._ratio(stored, place))
+            self._steps = round(_position(state) * self._ratio(stored, member))
         return state
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
@@ -155,12 +155,12 @@ class LRSchedules(Replicated):
             )
         return states[0]
 
-    def plan(self, name: str, stored: Stored, place: Place) -> Plan:
-        plans = [one.plan(name, stored, place) for one in self.each]
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        plans = [one.plan(name, stored, member) for one in self.each]
         return replace(plans[0], problems=list(dict.fromkeys(text for plan in plans for text in plan.problems)))
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], place: Place) -> Any:
-        return [one.prepare(name, stored, copy.deepcopy(target), place) for one in self.each]
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        return [one.prepare(name, stored, copy.deepcopy(target), member) for one in self.each]
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         for one, own in zip(self.each, state, strict=True):

@@ -93,7 +93,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """A part of a tensor.
 
     Attributes:
@@ -185,10 +185,10 @@ class Contents(Mapping[str, Entry]):
             CorruptCheckpointError: bytes are damaged or missing, or no chunk has some of them.
             OSError: with errno and path.
         """
-        (part,) = self.read_all([Part(key, offsets, lengths)])
+        (part,) = self.read_all([Slice(key, offsets, lengths)])
         return part
 
-    def read_all(self, parts: Sequence[Part]) -> list[Tensor]:
+    def read_all(self, parts: Sequence[Slice]) -> list[Tensor]:
         """Parts of tensors, in CPU memory: as ``read``, but one read for all, which many small ones need."""
         places: list[tuple[str, tuple[int, ...], Tensor]] = []
         for key, offsets, lengths in parts:

@@ -22,7 +22,17 @@ from dcpring.plan.flatten import path_code
 from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing
 from dcpring.sources.contents import Contents, Entry, open_contents
-from dcpring.sources.stream import PLAIN_DTYPES, Item, Part, Path, Piece, Run, Source, first_names, stream
+from dcpring.sources.stream import (
+    PLAIN_DTYPES,
+    Path,
+    Run,
+    Source,
+    SourceItem,
+    SourcePart,
+    TargetPart,
+    first_names,
+    stream,
+)
 from dcpring.store import layout
 
 _LEAST_CUT_BYTES = 4 << 20
@@ -48,10 +58,10 @@ class ContentsSource:
         whole = _not_in_parts(self._contents)
         self.items = [_item(entry, paths.get(key, (key,)), key in whole) for key, entry in self._contents.items()]
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, parts: Sequence[SourcePart]) -> None:
         self._contents.read_into([(part.item.source, part.offsets, part.tensor) for part in parts])
 
-    def object_bytes(self, item: Item) -> bytes:
+    def object_bytes(self, item: SourceItem) -> bytes:
         if len(self._contents[item.source].records) != 1:
             raise CheckpointError(
                 f"{item.source!r} is a sharded tensor of a kind that only torch.save understands; load it in the "
@@ -59,7 +69,7 @@ class ContentsSource:
             )
         return self._contents.read_object(item.source).getvalue()
 
-    def object_value(self, item: Item) -> Any:
+    def object_value(self, item: SourceItem) -> Any:
         archive = io.BytesIO(self.object_bytes(item))
         return torch.load(archive, "cpu", weights_only=False) if self._trusted else load(archive, Safe()).value
 
@@ -97,26 +107,26 @@ def _not_in_parts(contents: Contents) -> set[str]:
     return found | {key for (key, _), where in zip(unknown, located, strict=True) if where is None}
 
 
-def _item(entry: Entry, path: Path, whole: bool) -> Item:
+def _item(entry: Entry, path: Path, whole: bool) -> SourceItem:
     is_plain = entry.layout == torch.strided and entry.dtype in PLAIN_DTYPES
     # RingWriter leaves to torch.save what is not elements side by side: it stays as it is.
     if not is_plain or any(record.place.kind == BYTES and not record.place.descriptors for record in entry.records):
-        return Item(entry.key, entry.key, path)
+        return SourceItem(entry.key, entry.key, path)
     # What is empty lies where the next begins, in a file of safetensors.
     place = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records if entry.nbytes)
-    return Item(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place or None, whole)
+    return SourceItem(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place or None, whole)
 
 
 # ---- writing ----
 
 
-def share_out(items: Sequence[Item], files: int) -> list[list[Piece]]:
+def share_out(items: Sequence[SourceItem], files: int) -> list[list[TargetPart]]:
     """Tensors given to files in order, the same number of bytes to each; large ones are cut along dimension 0."""
     total = sum(item.nbytes for item in items)
-    shares: list[list[Piece]] = [[] for _ in range(files)]
+    shares: list[list[TargetPart]] = [[] for _ in range(files)]
     at = number = 0
     for item in items:
-        piece = Piece.all_of(item)
+        piece = TargetPart.all_of(item)
         while number < files - 1 and at + piece.nbytes > (end := total * (number + 1) // files):
             rows = _rows_up_to(piece, end - at)
             if rows == 0 and 2 * (end - at) > piece.nbytes:
@@ -131,17 +141,17 @@ def share_out(items: Sequence[Item], files: int) -> list[list[Piece]]:
     return shares
 
 
-def _rows_up_to(piece: Piece, limit: int) -> int:
+def _rows_up_to(piece: TargetPart, limit: int) -> int:
     """How many of its rows fit in so many bytes; 0 where it is not to be cut."""
     if piece.item.whole or piece.item.nbytes < _LEAST_CUT_BYTES or not piece.lengths or piece.lengths[0] < 2:
         return 0
     return min(limit // (piece.nbytes // piece.lengths[0]), piece.lengths[0] - 1)
 
 
-def _cut(piece: Piece, rows: int) -> tuple[Piece, Piece]:
+def _cut(piece: TargetPart, rows: int) -> tuple[TargetPart, TargetPart]:
     (start, *offsets), (length, *lengths) = piece.offsets, piece.lengths
-    first = Piece(piece.item, piece.offsets, (rows, *lengths))
-    return first, Piece(piece.item, (start + rows, *offsets), (length - rows, *lengths))
+    first = TargetPart(piece.item, piece.offsets, (rows, *lengths))
+    return first, TargetPart(piece.item, (start + rows, *offsets), (length - rows, *lengths))
 
 
 class DcpTarget:
@@ -150,14 +160,14 @@ class DcpTarget:
     format = "dcp"
     is_directory = True
 
-    def __init__(self, path: FilePath, items: Sequence[Item], files: int) -> None:
+    def __init__(self, path: FilePath, items: Sequence[SourceItem], files: int) -> None:
         self._path = path
         self._items = items
         self._first = first_names(items)
         self._owners = {item.name: item for item in items if self._first[item.name] == item.name}
         self._objects = [item for item in items if item.shape is None]
         self._shares = share_out([item for item in self._owners.values() if item.shape is not None], files)
-        self._placed: dict[str, list[tuple[Piece | None, Placed]]] = {item.name: [] for item in items}
+        self._placed: dict[str, list[tuple[TargetPart | None, Placed]]] = {item.name: [] for item in items}
         self.nbytes = sum(item.nbytes for item in self._owners.values())
         self.tied = len(items) - len(self._owners)
         self.files: list[str] = []
@@ -176,8 +186,8 @@ class DcpTarget:
         directory: str,
         number: int,
         source: Source,
-        pieces: Sequence[Piece],
-        objects: Sequence[Item],
+        pieces: Sequence[TargetPart],
+        objects: Sequence[SourceItem],
         watch: _C.Watch | None,
     ) -> None:
         name = layout.data_file_name(number, 0, new_tag())
@@ -199,8 +209,8 @@ class DcpTarget:
         for run, row in zip(runs, rows, strict=False):
             self._placed[run.piece.item.name].append((run.piece, Placed(name, TENSOR, *row)))
 
-    def _write_objects(self, file: _C.FileWriter, name: str, source: Source, objects: Sequence[Item]) -> None:
-        batch: list[Item] = []
+    def _write_objects(self, file: _C.FileWriter, name: str, source: Source, objects: Sequence[SourceItem]) -> None:
+        batch: list[SourceItem] = []
         data: list[bytes] = []
         for number, item in enumerate(objects):
             batch.append(item)
@@ -240,5 +250,5 @@ def _plain_path(path: Path) -> tuple[str | int, ...]:
     return tuple(step if isinstance(step, (str, int)) else str(step) for step in path)
 
 
-def _padding(piece: Piece) -> int:
+def _padding(piece: TargetPart) -> int:
     return _C.ALIGNMENT_BYTES if piece.nbytes >= _C.LARGE_PAYLOAD_BYTES else 0

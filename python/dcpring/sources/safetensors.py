@@ -12,7 +12,7 @@ from dcpring.base.files import unfinished_name
 from dcpring.base.windows import windows
 from dcpring.format import safetensors
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
-from dcpring.sources.stream import Item, Piece, Source, first_names, stream
+from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 
 
@@ -25,7 +25,7 @@ class SafetensorsTarget:
     format = "safetensors"
 
     def __init__(
-        self, path: FilePath, items: Sequence[Item], notes: Mapping[str, str], shard_bytes: int | None
+        self, path: FilePath, items: Sequence[SourceItem], notes: Mapping[str, str], shard_bytes: int | None
     ) -> None:
         safetensors.check_entries({item.name: item.dtype for item in items})
         self._path = path
@@ -73,12 +73,12 @@ class SafetensorsTarget:
         finally:
             remove_files(directory, [name for name in left if (directory / name).exists()])
 
-    def _fill(self, out: _C.FileWriter, items: Sequence[Item], source: Source) -> None:
+    def _fill(self, out: _C.FileWriter, items: Sequence[SourceItem], source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.
         items = sorted(items, key=lambda item: -(item.dtype or torch.uint8).itemsize)
         entries = [(item.name, item.dtype, item.shape) for item in items if item.dtype and item.shape is not None]
         here = {item.name for item in items}
         tied = {name: first for name, first in self._first.items() if name != first and first in here}
         out.write_bytes([safetensors.make_header(entries, {**tied, **self._notes})])
-        for runs in stream(source, map(Piece.all_of, items)):
+        for runs in stream(source, map(TargetPart.all_of, items)):
             out.write_bytes([run.part.memory for run in runs])

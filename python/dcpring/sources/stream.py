@@ -50,7 +50,7 @@ Path = tuple["str | int | DictKey", ...]
 
 
 @dataclass(frozen=True)
-class Item:
+class SourceItem:
     """A tensor or an object to be converted.
 
     Attributes:
@@ -83,7 +83,7 @@ class Item:
         return 0 if self.dtype is None else self.numel * self.dtype.itemsize
 
 
-def first_names(items: Iterable[Item]) -> dict[str, str]:
+def first_names(items: Iterable[SourceItem]) -> dict[str, str]:
     """For each item's name the first one of the same tensor, which is its own where it is the only one."""
     first: dict[Hashable, str] = {}
     found = {}
@@ -93,7 +93,7 @@ def first_names(items: Iterable[Item]) -> dict[str, str]:
     return found
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """A box of an item's tensor, in contiguous memory.
 
     Attributes:
@@ -103,7 +103,7 @@ class Part(NamedTuple):
         memory: the same bytes.
     """
 
-    item: Item
+    item: SourceItem
     offsets: tuple[int, ...]
     tensor: Tensor
     memory: memoryview
@@ -120,11 +120,11 @@ class Source(Protocol):
     """
 
     format: str
-    items: list[Item]
+    items: list[SourceItem]
     notes: Mapping[str, str]
     files: int
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, parts: Sequence[SourcePart]) -> None:
         """Fills tensors, which have the stored dtype. The parts of one item come in row-major order, without gaps.
 
         Raises:
@@ -132,22 +132,22 @@ class Source(Protocol):
         """
         ...
 
-    def object_bytes(self, item: Item) -> bytes:
+    def object_bytes(self, item: SourceItem) -> bytes:
         """An object as ``torch.save`` writes it."""
         ...
 
-    def object_value(self, item: Item) -> Any: ...
+    def object_value(self, item: SourceItem) -> Any: ...
 
 
-class Piece(NamedTuple):
+class TargetPart(NamedTuple):
     """What of an item a target stores in one place: all of it, or some of its rows."""
 
-    item: Item
+    item: SourceItem
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, item: Item) -> Piece:
+    def all_of(cls, item: SourceItem) -> TargetPart:
         assert item.shape is not None
         return cls(item, (0,) * len(item.shape), item.shape)
 
@@ -166,9 +166,9 @@ class Run(NamedTuple):
         part: the data, in the target's dtype.
     """
 
-    piece: Piece
+    piece: TargetPart
     start: int
-    part: Part
+    part: SourcePart
 
     @property
     def is_whole(self) -> bool:
@@ -176,19 +176,19 @@ class Run(NamedTuple):
 
 
 class _Box(NamedTuple):
-    piece: Piece
+    piece: TargetPart
     start: int
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
-def _room(item: Item, numel: int) -> int:
+def _room(item: SourceItem, numel: int) -> int:
     """Bytes that so many elements take in a window's buffers."""
     assert item.stored is not None and item.dtype is not None
     return numel * max(item.stored.itemsize, item.dtype.itemsize) + ALIGNMENT
 
 
-def _boxes(piece: Piece) -> Iterator[_Box]:
+def _boxes(piece: TargetPart) -> Iterator[_Box]:
     """A piece cut into boxes that fit a window, which follow each other in row-major order."""
     item, start = piece.item, 0
     assert item.dtype is not None
@@ -201,7 +201,7 @@ def _boxes(piece: Piece) -> Iterator[_Box]:
         start += math.prod(lengths) * item.dtype.itemsize
 
 
-def _windows(pieces: Iterable[Piece]) -> Iterator[list[_Box]]:
+def _windows(pieces: Iterable[TargetPart]) -> Iterator[list[_Box]]:
     """Whole pieces together as long as they fit; each part of a larger one alone."""
 
     def size(box: _Box) -> int:
@@ -226,12 +226,12 @@ class _Slot:
             self.cast.clear()
         return [Run(box.piece, box.start, self._cast(part)) for box, part in zip(window, parts, strict=True)]
 
-    def _part(self, box: _Box) -> Part:
+    def _part(self, box: _Box) -> SourcePart:
         item = box.piece.item
         assert item.stored is not None
-        return Part(item, box.offsets, *self.stored.take(box.lengths, item.stored))
+        return SourcePart(item, box.offsets, *self.stored.take(box.lengths, item.stored))
 
-    def _cast(self, part: Part) -> Part:
+    def _cast(self, part: SourcePart) -> SourcePart:
         item = part.item
         if item.dtype == item.stored:
             return part
@@ -239,10 +239,10 @@ class _Slot:
         self.cast = self.cast or Buffer(WINDOW_BYTES)
         tensor, memory = self.cast.take(tuple(part.tensor.shape), item.dtype)
         tensor.copy_(part.tensor)
-        return Part(item, part.offsets, tensor, memory)
+        return SourcePart(item, part.offsets, tensor, memory)
 
 
-def stream(source: Source, pieces: Iterable[Piece]) -> Iterator[list[Run]]:
+def stream(source: Source, pieces: Iterable[TargetPart]) -> Iterator[list[Run]]:
     """The data of tensors, in order: many small pieces at once, or one part of a large one.
 
     What is yielded is good until the next is asked for.

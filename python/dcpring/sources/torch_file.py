@@ -32,7 +32,18 @@ from dcpring.move.objects import entries_of, load_with_torch
 from dcpring.options import IOOptions
 from dcpring.plan.flatten import is_terminal
 from dcpring.sources.beside import file_beside
-from dcpring.sources.stream import PLAIN_DTYPES, WINDOW_BYTES, DictKey, Item, Part, Path, Piece, Run, Source, stream
+from dcpring.sources.stream import (
+    PLAIN_DTYPES,
+    WINDOW_BYTES,
+    DictKey,
+    Path,
+    Run,
+    Source,
+    SourceItem,
+    SourcePart,
+    TargetPart,
+    stream,
+)
 from dcpring.torchside.serialization import (
     described,
     forget_unfinished_load,
@@ -50,7 +61,7 @@ _MOST_LEAVES = 1 << 21
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
-class _Record(NamedTuple):
+class _ZipEntry(NamedTuple):
     """A stored entry of the zip file: the data of a storage, or what describes them."""
 
     offset: int
@@ -62,7 +73,7 @@ class _Record(NamedTuple):
 class _View(NamedTuple):
     """A tensor in a record; offset and strides in elements."""
 
-    record: _Record
+    record: _ZipEntry
     offset: int
     stride: tuple[int, ...]
 
@@ -94,7 +105,7 @@ class TorchSource:
         self._records = _records(path)
         self._views: dict[str, _View] = {}
         self._sums = RunningCrcs()
-        self._checked: set[_Record] = set()
+        self._checked: set[_ZipEntry] = set()
         self._held: tuple[str, Tensor] | None = None
         self.notes: Mapping[str, str] = {}
         for record in self._records.values():
@@ -169,23 +180,23 @@ class TorchSource:
             raise CheckpointError(f"{self._path}: it holds more than {_MOST_LEAVES:,} values")
         return leaves
 
-    def _item(self, path: Path, value: Any) -> Item:
+    def _item(self, path: Path, value: Any) -> SourceItem:
         name = ".".join(map(str, path))
         if name in self._views:
             raise CheckpointError(f"{self._path}: two of its values would be called {name!r}")
         if not _is_plain(value):
             self._views[name] = _NOWHERE
-            return Item(name, name, path)
+            return SourceItem(name, name, path)
         self._views[name] = view = self._view(name, value)
         place = (view.record.offset, view.offset, view.stride)
-        return Item(name, name, path, tuple(value.shape), value.dtype, value.dtype, place)
+        return SourceItem(name, name, path, tuple(value.shape), value.dtype, value.dtype, place)
 
     def _view(self, name: str, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
         offset, size = self._place_of(storage), storage.nbytes()
         record = self._records.get(offset, _NOWHERE.record)
         if size == 0 and self._maps:  # of which nothing is mapped
-            record = _Record(0, 0, 0)
+            record = _ZipEntry(0, 0, 0)
         view = _View(record, int(tensor.storage_offset()), tensor.stride())
         if record.size != size or record is _NOWHERE.record:
             raise self._damaged(name, "the zip file has no data where its pickle says")
@@ -214,10 +225,10 @@ class TorchSource:
         leaves = self._leaves(self._load("cpu"))
         return {name: value for path, value in leaves if self._views[name := ".".join(map(str, path))] is _NOWHERE}
 
-    def object_value(self, item: Item) -> Any:
+    def object_value(self, item: SourceItem) -> Any:
         return self._values[item.source]
 
-    def object_bytes(self, item: Item) -> bytes:
+    def object_bytes(self, item: SourceItem) -> bytes:
         value = self._values[item.source]
         out = io.BytesIO()
         torch.save(value.clone() if isinstance(value, Tensor) else value, out)
@@ -225,7 +236,7 @@ class TorchSource:
 
     # ---- tensors ----
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, parts: Sequence[SourcePart]) -> None:
         straight = [part for part in parts if self._is_contiguous(part.item) and part.tensor.numel()]
         reads = [self._read_of(part) for part in straight]
         self._run([part.item.source for part in straight], reads, [part.tensor for part in straight])
@@ -236,7 +247,7 @@ class TorchSource:
                 whole = self._whole(part.item)
                 part.tensor.copy_(whole[tuple(map(slice, part.offsets, _ends(part)))])
 
-    def _is_contiguous(self, item: Item) -> bool:
+    def _is_contiguous(self, item: SourceItem) -> bool:
         stride = 1
         for size, found in zip(reversed(item.shape or ()), reversed(self._views[item.source].stride), strict=True):
             if size != 1 and found != stride:
@@ -244,7 +255,7 @@ class TorchSource:
             stride *= size
         return True
 
-    def _read_of(self, part: Part) -> tuple[Any, ...]:
+    def _read_of(self, part: SourcePart) -> tuple[Any, ...]:
         item, view = part.item, self._views[part.item.source]
         assert item.stored is not None
         start = view.record.offset + view.offset * item.stored.itemsize
@@ -258,7 +269,7 @@ class TorchSource:
             index = getattr(error, "item", None)
             raise self._damaged(names[index or 0], error.args[0]) from error
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: SourcePart) -> None:
         """Sums up a tensor that is all of its record; the record of any other is read through once for it."""
         item, view = part.item, self._views[part.item.source]
         assert item.stored is not None
@@ -271,7 +282,7 @@ class TorchSource:
         if not self._sums.add(item.source, start * item.stored.itemsize, part.memory, size, view.record.crc):
             raise self._wrong_sum(item.source, view.record)
 
-    def _check_record(self, whose: str, record: _Record) -> None:
+    def _check_record(self, whose: str, record: _ZipEntry) -> None:
         if record in self._checked:
             return
         for start in range(0, record.size, WINDOW_BYTES):
@@ -281,10 +292,10 @@ class TorchSource:
                 raise self._wrong_sum(whose, record)
         self._checked.add(record)
 
-    def _wrong_sum(self, whose: str, record: _Record) -> CorruptCheckpointError:
+    def _wrong_sum(self, whose: str, record: _ZipEntry) -> CorruptCheckpointError:
         return self._damaged(whose, "its CRC-32 does not match", record.offset)
 
-    def _whole(self, item: Item) -> Tensor:
+    def _whole(self, item: SourceItem) -> Tensor:
         """A tensor that is not contiguous, as it was saved; the last one asked for stays in memory."""
         if self._held is None or self._held[0] != item.source:
             view = self._views[item.source]
@@ -299,11 +310,11 @@ class TorchSource:
         return self._held[1]
 
 
-_NOWHERE = _View(_Record(-1, -1, 0), 0, ())
+_NOWHERE = _View(_ZipEntry(-1, -1, 0), 0, ())
 """Of what is no plain tensor."""
 
 
-def _ends(part: Part) -> tuple[int, ...]:
+def _ends(part: SourcePart) -> tuple[int, ...]:
     return tuple(a + n for a, n in zip(part.offsets, part.tensor.shape, strict=True))
 
 
@@ -344,7 +355,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _records(path: FilePath) -> dict[int, _Record]:
+def _records(path: FilePath) -> dict[int, _ZipEntry]:
     """The stored entries of a zip file, by where their data begin."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -354,7 +365,7 @@ def _records(path: FilePath) -> dict[int, _Record]:
                 file.seek(info.header_offset)
                 name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-                found[start] = _Record(start, info.file_size, info.CRC, "/data/" in info.filename)
+                found[start] = _ZipEntry(start, info.file_size, info.CRC, "/data/" in info.filename)
             size = file.seek(0, io.SEEK_END)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise CorruptCheckpointError(f"the zip file is damaged ({error})", str(path)) from error
@@ -387,7 +398,7 @@ _STORAGES = {
 class _Storage:
     """Stands for the data of an item in the pickle."""
 
-    def __init__(self, key: str, item: Item) -> None:
+    def __init__(self, key: str, item: SourceItem) -> None:
         assert item.dtype is not None
         name = _STORAGES.get(item.dtype)
         kind = getattr(torch, name) if name else torch.storage.UntypedStorage
@@ -397,7 +408,7 @@ class _Storage:
 class _Stub:
     """Stands for a tensor: pickles as a contiguous one does."""
 
-    def __init__(self, item: Item, storage: _Storage) -> None:
+    def __init__(self, item: SourceItem, storage: _Storage) -> None:
         self._item = item
         self._storage = storage
 
@@ -485,11 +496,11 @@ class TorchTarget:
     format = "torch"
     is_directory = False
 
-    def __init__(self, path: FilePath, items: Sequence[Item]) -> None:
+    def __init__(self, path: FilePath, items: Sequence[SourceItem]) -> None:
         self._path = path
         self._items = items
         self._storages: dict[Hashable, _Storage] = {}
-        self._owners: list[Item] = []
+        self._owners: list[SourceItem] = []
         self._stubs = {item.name: self._stub(item) for item in items if item.shape is not None}
         self.nbytes = sum(item.nbytes for item in self._owners)
         self.tied = len(self._stubs) - len(self._owners)
@@ -497,7 +508,7 @@ class TorchTarget:
         self._zip = ZipStream()
         self._crc = 0
 
-    def _stub(self, item: Item) -> _Stub:
+    def _stub(self, item: SourceItem) -> _Stub:
         same = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)
         if same not in self._storages:
             self._storages[same] = _Storage(str(len(self._owners)), item)
@@ -518,7 +529,7 @@ class TorchTarget:
         with file_beside(self._path, overwrite, hint, watch) as file:
             file.write_bytes(head)
             number = 0
-            for runs in stream(source, map(Piece.all_of, self._owners)):
+            for runs in stream(source, map(TargetPart.all_of, self._owners)):
                 number = self._write_runs(file, runs, number)
             for key, storage in pickler.storages.items():
                 data = buffer_at(storage.data_ptr(), storage.nbytes())

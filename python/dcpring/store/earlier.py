@@ -145,7 +145,7 @@ class Keeper:
 
     def to_write(self, least_bytes: int) -> tuple[list[int], list[int]]:
         """The tensors that may change, and those that are expected to stay, if they have so many bytes."""
-        left = [position for position in self._saving.source.tensors if position not in self._linked]
+        left = [position for position in self._saving.items.tensors if position not in self._linked]
         return self._keeping.split(left, least_bytes)
 
     def ledger(self) -> bytes:

@@ -34,14 +34,14 @@ from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
 from dcpring.move.pending import Pending
+from dcpring.move.save.items import items_of
 from dcpring.move.save.results import ResultList
-from dcpring.move.save.sources import source_of
 from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
-from dcpring.plan.stripes import Box, Laid, Layout, Part, assign, boxes_of, round_bytes
+from dcpring.plan.stripes import Assignment, Box, Laid, Layout, assign, boxes_of, round_bytes
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
@@ -194,7 +194,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         room = round_bytes(hosts)
         by_rank = assign(model.layouts, kept, block_bytes, room)
         self._create(model.layouts)
-        parts = [Part(model.layouts, parts, hosts, token, frozenset(ties), block_bytes, room) for parts in by_rank]
+        parts = [
+            Assignment(model.layouts, parts, hosts, token, frozenset(ties), block_bytes, room) for parts in by_rank
+        ]
         self._run.plans = [
             dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
         ]
@@ -285,7 +287,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
         part = plan.storage_data
-        if not isinstance(part, Part):
+        if not isinstance(part, Assignment):
             raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
         group = group_of_caller()
         is_synced = self.sync_files and world_size() > 1  # else the syncs of the headers are those of the data, too
@@ -307,13 +309,13 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self,
         plan: SavePlan,
         planner: SavePlanner,
-        part: Part,
+        part: Assignment,
         stats: IOStats,
         group: dist.ProcessGroup | None,
         pending: Pending,
     ) -> StripeSaving:
         saving = StripeSaving(
-            source_of(plan.items, planner),
+            items_of(plan.items, planner),
             list(boxes_of(plan.items)),
             part,
             path=str(self.path),

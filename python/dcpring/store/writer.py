@@ -39,9 +39,9 @@ from dcpring.format.unpickler import Safe
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.pending import Pending
+from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import ResultList, Results
 from dcpring.move.save.saving import Saving
-from dcpring.move.save.sources import Source
 from dcpring.move.staging import StagingBuffer
 from dcpring.move.unchanged import LEAST_KEPT_BYTES
 from dcpring.names.key_map import (
@@ -323,7 +323,7 @@ class RingWriter(FileSystemWriter):
                     keeper.link_files(pending, lambda: layout.data_file_name(rank, len(pending.names), tag))
                 if watch is not None:
                     watch.add(stats.linked_bytes)
-            for some, objects, key in self._files(saving.source, keeper):
+            for some, objects, key in self._files(saving.items, keeper):
                 name = layout.data_file_name(rank, len(pending.names), tag)
                 pending.names.append(name)
                 with self._phases.core(watch, f"file {name}", [name]):
@@ -343,19 +343,19 @@ class RingWriter(FileSystemWriter):
         is_alone = world_size() == 1 or not self.use_collectives
         return is_alone and type(self).finish is RingWriter.finish
 
-    def _files(self, source: Source, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
+    def _files(self, items: PlanItems, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
-        tensors, kept, key = source.tensors, list[int](), None
+        tensors, kept, key = items.tensors, list[int](), None
         if keeper is not None:
             least_bytes = self._least_kept_bytes if self.single_file_per_rank else 0
             (tensors, kept), key = keeper.to_write(least_bytes), keeper.key
         if self.single_file_per_rank:
-            files = [(tensors, source.objects, None), (kept, [], key)]
+            files = [(tensors, items.objects, None), (kept, [], key)]
             return [file for file in files if file[0] or file[1]]
-        objects, alone = set(source.objects), set(kept)
+        objects, alone = set(items.objects), set(kept)
         return [
             ([], [at], None) if at in objects else ([at], [], key if at in alone else None)
-            for at in sorted([*tensors, *kept, *source.objects])
+            for at in sorted([*tensors, *kept, *items.objects])
         ]
 
     def _keeper(self, saving: Saving, planner: SavePlanner, rank: int) -> Keeper | None:

@@ -18,7 +18,7 @@ from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
 from dcpring.sources.beside import check_target
 from dcpring.sources.dcp import ContentsSource, DcpTarget
 from dcpring.sources.safetensors import SafetensorsTarget
-from dcpring.sources.stream import Item, Source
+from dcpring.sources.stream import Source, SourceItem
 from dcpring.sources.torch_file import TorchSource, TorchTarget
 from dcpring.store.safetensors import is_model
 from dcpring.tools.inspect.select import check_patterns, key_filter
@@ -185,7 +185,7 @@ def _is_directory(target: Path, goal: Format) -> bool:
 
 
 def _target(
-    goal: Format, path: Path, items: Sequence[Item], source: Source, files: int | None, shard_bytes: int | None
+    goal: Format, path: Path, items: Sequence[SourceItem], source: Source, files: int | None, shard_bytes: int | None
 ) -> DcpTarget | TorchTarget | SafetensorsTarget:
     if goal == "dcp":
         kept = source.files if source.format == "dcp" else 1
@@ -196,7 +196,7 @@ def _target(
     return SafetensorsTarget(path, items, source.notes, shards)
 
 
-def _check_sizes(items: Sequence[Item], source: str) -> None:
+def _check_sizes(items: Sequence[SourceItem], source: str) -> None:
     """What a source says of shapes is not believed before it has been looked at."""
     strange = [item.source for item in items if min(item.shape or (0,)) < 0]
     if strange or sum(item.nbytes for item in items) >= _MOST_BYTES:
@@ -204,7 +204,7 @@ def _check_sizes(items: Sequence[Item], source: str) -> None:
         raise CorruptCheckpointError(what, source)
 
 
-def _chosen(items: list[Item], only: list[str], exclude: list[str], source: str) -> list[Item]:
+def _chosen(items: list[SourceItem], only: list[str], exclude: list[str], source: str) -> list[SourceItem]:
     is_chosen, is_excluded = key_filter(only), key_filter(exclude)
     found = [item for item in items if is_chosen(item.source) and not (exclude and is_excluded(item.source))]
     names = [item.source for item in items]
@@ -217,7 +217,7 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _renamed(items: list[Item], key_map: KeyMapLike) -> list[Item]:
+def _renamed(items: list[SourceItem], key_map: KeyMapLike) -> list[SourceItem]:
     if key_map is None:
         return items
     names = KeyMap(key_map).rename(item.source for item in items)
@@ -226,7 +226,7 @@ def _renamed(items: list[Item], key_map: KeyMapLike) -> list[Item]:
     ]
 
 
-def _cast(items: list[Item], dtype: torch.dtype | None) -> list[Item]:
+def _cast(items: list[SourceItem], dtype: torch.dtype | None) -> list[SourceItem]:
     if dtype is None:
         return items
     for item in {item.stored: item for item in items if _is_float(item)}.values():
@@ -238,7 +238,7 @@ def _cast(items: list[Item], dtype: torch.dtype | None) -> list[Item]:
     return [replace(item, dtype=dtype) if _is_float(item) else item for item in items]
 
 
-def _is_float(item: Item) -> bool:
+def _is_float(item: SourceItem) -> bool:
     return item.stored is not None and item.stored.is_floating_point
 
 

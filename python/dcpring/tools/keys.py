@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpring.format.metadata import METADATA_NAME, read_trailer
-from dcpring.names.diff import Different, KeyDiff, Unmatched, diff_entries, entries_of_metadata, entries_of_state_dict
+from dcpring.names.diff import Different, KeyDiff, Unmatched, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, KeyTable, load_tables, rename_metadata
 from dcpring.names.wrapping import model_keys, register_wrapper
 from dcpring.store import layout
@@ -58,7 +58,7 @@ def diff_keys(
         checkpoint = metadata_of(Path(checkpoint))
     if key_map is not None:
         checkpoint = rename_metadata(checkpoint, KeyMap(key_map).rename(checkpoint.state_dict_metadata))
-    return diff_entries(entries_of_state_dict(state_dict), entries_of_metadata(checkpoint))
+    return diff_described(describe_state_dict(state_dict), describe_metadata(checkpoint))
 
 
 def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -> KeyTable | None:

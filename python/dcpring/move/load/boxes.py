@@ -16,7 +16,7 @@ from dcpring.move.crc import RunningCrcs, box_start, buffer_at
 from dcpring.torchside.tensors import narrowed
 
 
-class Source(NamedTuple):
+class Payload(NamedTuple):
     """A plain tensor in a file, as the core reads it."""
 
     file: int
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def stored(self) -> tuple[Source, ...]:
+    def stored(self) -> tuple[Payload, ...]:
         """What is read of files for it."""
         return (self,)
 
@@ -47,7 +47,7 @@ class Coded(NamedTuple):
     """
 
     form: Quantised
-    stored: tuple[Source, Source]
+    stored: tuple[Payload, Payload]
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
@@ -62,50 +62,50 @@ class Box(NamedTuple):
 
     Attributes:
         position: of what is wanted.
-        source: the tensor.
+        payload: the tensor.
         offsets, lengths: in the tensor.
     """
 
     position: int
-    source: Source | Coded
+    payload: Payload | Coded
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     memory: Tensor
 
 
-def read_bytes(source: Source | Coded, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+def read_bytes(payload: Payload | Coded, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> int:
     """What is read of files for a box of it."""
-    if isinstance(source, Source):
-        return math.prod(lengths) * source.dtype.itemsize
-    boxes = source.form.boxes(offsets, lengths)
-    sizes = (stored.dtype.itemsize for stored in source.stored)
+    if isinstance(payload, Payload):
+        return math.prod(lengths) * payload.dtype.itemsize
+    boxes = payload.form.boxes(offsets, lengths)
+    sizes = (stored.dtype.itemsize for stored in payload.stored)
     return sum(math.prod(part) * size for (_, part), size in zip(boxes, sizes, strict=True))
 
 
-def ends_of(position: int, source: Source | Coded) -> list[tuple[int, int, int]]:
-    """The position, the file, and where in the file that ends which the source is read from."""
-    return [(position, one.file, one.payload_offset + one.payload_bytes) for one in source.stored]
+def ends_of(position: int, payload: Payload | Coded) -> list[tuple[int, int, int]]:
+    """The position, the file, and where in the file that ends which the payload is read from."""
+    return [(position, one.file, one.payload_offset + one.payload_bytes) for one in payload.stored]
 
 
-def source_of(box: Box) -> Source:
-    assert isinstance(box.source, Source)
-    return box.source
+def payload_of(box: Box) -> Payload:
+    assert isinstance(box.payload, Payload)
+    return box.payload
 
 
 def coded_of(box: Box) -> Coded:
-    assert isinstance(box.source, Coded)
-    return box.source
+    assert isinstance(box.payload, Coded)
+    return box.payload
 
 
 def host_bytes(box: Box) -> int:
     """What a host copy of it takes in an Uploader's window."""
-    return device.padded(math.prod(box.lengths) * box.source.dtype.itemsize)
+    return device.padded(math.prod(box.lengths) * box.payload.dtype.itemsize)
 
 
 def scale_bytes(box: Box) -> int:
-    source = coded_of(box)
-    (_, lengths) = source.form.boxes(box.offsets, box.lengths)[1]
-    return math.prod(lengths) * source.stored[1].dtype.itemsize
+    payload = coded_of(box)
+    (_, lengths) = payload.form.boxes(box.offsets, box.lengths)[1]
+    return math.prod(lengths) * payload.stored[1].dtype.itemsize
 
 
 def parts_of(box: Box, most_elements: int) -> Iterator[Box]:
@@ -123,13 +123,13 @@ def with_bounded_scales(box: Box) -> Iterator[Box]:
 
 def sum_up(sums: RunningCrcs, file: str, box: Box) -> bool:
     """Takes what was read of a box; False: its record is damaged."""
-    source = source_of(box)
-    if source.whole_crc is None or box.lengths == source.sizes:
+    payload = payload_of(box)
+    if payload.whole_crc is None or box.lengths == payload.sizes:
         return True
-    start = box_start(source.sizes, box.offsets, box.lengths)
+    start = box_start(payload.sizes, box.offsets, box.lengths)
     if start is None:
         return True
     data = box.memory.contiguous()
     part = buffer_at(data.data_ptr(), data.nbytes)
-    record = file, source.payload_offset
-    return sums.add(record, start * data.itemsize, part, source.payload_bytes, source.whole_crc)
+    record = file, payload.payload_offset
+    return sums.add(record, start * data.itemsize, part, payload.payload_bytes, payload.whole_crc)

@@ -23,7 +23,7 @@ from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
 from dcpring.format.quantised import Quantised
 from dcpring.format.unpickler import Trust
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load.boxes import Coded, Source, read_bytes
+from dcpring.move.load.boxes import Coded, Payload, read_bytes
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange
 from dcpring.move.load.inputs import Inputs
@@ -43,7 +43,7 @@ from dcpring.plan.run import LoadRun
 class Loader:
     """See the module's docstring. One is made for every read_data.
 
-    Everything that is loaded goes by its position among the items: in ``Wanted``, among the sources, and in errors.
+    Everything that is loaded goes by its position among the items: in ``Wanted``, among the payloads, and in errors.
 
     With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
     share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``. ``quantised`` tensors
@@ -78,12 +78,12 @@ class Loader:
         self._quantised = quantised or {}
         self._matched: Matched | None = None
         self._wanted: dict[int, Wanted] = {}
-        self._sources: dict[int, Source | Coded] = {}
+        self._payloads: dict[int, Payload | Coded] = {}
         self._explain = Explainer(path, rank, self._item)
         self._reads = Reads(options, run, stats, self._explain)
         self._targets = Targets(casts, self._explain)
         checks: dict[str, Any] = {"targets": self._targets, "is_checked": options.checksum}
-        self._tensors = PlainTensors(planner, self._reads, self._wanted, self._sources, sums=sums, **checks)
+        self._tensors = PlainTensors(planner, self._reads, self._wanted, self._payloads, sums=sums, **checks)
         self._records = Records(
             planner,
             self._reads,
@@ -116,7 +116,7 @@ class Loader:
                 self._records.check_tensors(wholes)
             self._tensors.check()
             if self._makes_tensors or self._matched is not None:
-                self._tensors.check_ends(self._sources)  # of which the core will only see one window after the other
+                self._tensors.check_ends(self._payloads)  # of which the core will only see one window after the other
             self._meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
             hand_over = self._records.read_objects(objects)
             with self._explain.changes():
@@ -134,9 +134,9 @@ class Loader:
 
     def _wanted_bytes(self, wholes: list[int]) -> int:
         rest = sum(self._wanted[position].place.length for position in wholes)
-        for position, source in self._sources.items():
+        for position, payload in self._payloads.items():
             item = self._wanted[position].item
-            rest += read_bytes(source, item.storage_offsets, item.lengths)
+            rest += read_bytes(payload, item.storage_offsets, item.lengths)
         return rest if self._matched is None else rest + self._matched.wanted_bytes()
 
     def _files_of(self, place: Placed) -> list[str]:
@@ -159,7 +159,7 @@ class Loader:
             yield
 
     def _classify(self) -> tuple[list[int], list[int]]:
-        """Finds the sources of plain tensors; gives the positions of objects, and of records that are read whole."""
+        """Finds the payloads of plain tensors; gives the positions of objects, and of records that are read whole."""
         objects: list[int] = []
         wholes: list[int] = []
         unknown: list[int] = []
@@ -173,22 +173,22 @@ class Loader:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
             elif made is not None and place.kind == OPAQUE:
-                self._sources[position] = self._coded(made)
+                self._payloads[position] = self._coded(made)
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
             elif place.kind == TENSOR and stored is not None:
                 where = numbers[place.file], place.payload_offset, place.payload_bytes
-                self._sources[position] = Source(*where, place.crcs, None, *stored)
+                self._payloads[position] = Payload(*where, place.crcs, None, *stored)
             else:
                 unknown.append(position)
         return objects, wholes + self._locate(unknown)
 
     def _coded(self, made: Quantised) -> Coded:
-        sources = []
+        payloads = []
         for (file, _, stored), sizes in zip((made.codes, made.scales), made.stored_sizes, strict=True):
             where = self._reads.inputs.numbers[file], stored.begin, stored.end - stored.begin
-            sources.append(Source(*where, stored.crcs, None, sizes, stored.dtype))
-        return Coded(made, (sources[0], sources[1]), made.shape, made.dtype)
+            payloads.append(Payload(*where, stored.crcs, None, sizes, stored.dtype))
+        return Coded(made, (payloads[0], payloads[1]), made.shape, made.dtype)
 
     def _locate(self, unknown: list[int]) -> list[int]:
         """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""
@@ -208,7 +208,7 @@ class Loader:
                 path = self._reads.inputs.names[file]
                 raise CorruptCheckpointError(f"{self._explain.name(position)}: {shapes}", path, record)
             # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
-            self._sources[position] = Source(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
+            self._payloads[position] = Payload(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
         return [position for position, located in zip(unknown, found, strict=True) if located is None]
 
     def _range_of(self, position: int) -> Range:
@@ -219,19 +219,19 @@ class Loader:
     def _load_plain(self) -> None:
         matched = self._matched
         if matched is None:
-            self._tensors.load(self._sources)
+            self._tensors.load(self._payloads)
         elif matched.exchange is None:
             matched.read(self._reads, matched.mask)
             if matched.landing is not None:
                 matched.read_windows(self._reads, matched.landing)
-            self._tensors.load(self._sources)
+            self._tensors.load(self._payloads)
         else:
             self._load_handed_on(matched, matched.exchange)
 
     def _load_handed_on(self, matched: Matched, exchange: Exchange) -> None:
         def read(positions: set[int]) -> None:
             matched.read(self._reads, both(matched.mask, mask_of(len(matched.mask), positions)))
-            self._tensors.load([position for position in self._sources if position in positions])
+            self._tensors.load([position for position in self._payloads if position in positions])
 
         def read_pieces(pieces: list[tuple[Piece, Tensor]]) -> None:
             matched.read_pieces(self._reads, pieces)
@@ -240,5 +240,5 @@ class Loader:
             self._explain.filled.append([position for position, _, _ in taken])
             return matched.take(taken)
 
-        everything = {position for position, good in enumerate(matched.mask) if good} | self._sources.keys()
+        everything = {position for position, good in enumerate(matched.mask) if good} | self._payloads.keys()
         exchange.run(everything, read, read_pieces, take, self._stats, self._phases, self._meter.advance)

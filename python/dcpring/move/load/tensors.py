@@ -25,13 +25,13 @@ from dcpring.move.device import Uploader
 from dcpring.move.load.boxes import (
     Box,
     Coded,
-    Source,
+    Payload,
     coded_of,
     ends_of,
     host_bytes,
     parts_of,
+    payload_of,
     scale_bytes,
-    source_of,
     sum_up,
     with_bounded_scales,
 )
@@ -47,7 +47,7 @@ class PlainTensors:
 
     Args:
         wanted: by position.
-        sources: of those that are plain tensors, by position.
+        payloads: of those that are plain tensors, by position.
         sums: of records of which other loads read other parts; None: of this load alone.
         is_checked: whether CRCs are looked at.
     """
@@ -57,14 +57,14 @@ class PlainTensors:
         planner: LoadPlanner,
         reads: Reads,
         wanted: Mapping[int, Wanted],
-        sources: Mapping[int, Source | Coded],
+        payloads: Mapping[int, Payload | Coded],
         *,
         targets: Targets,
         sums: RunningCrcs | None,
         is_checked: bool,
     ) -> None:
         self._planner, self._reads, self._explain = planner, reads, reads.explain
-        self._wanted, self._sources = wanted, sources
+        self._wanted, self._payloads = wanted, payloads
         self._targets = targets
         self._resolved: dict[int, Tensor] = {}
         self._sums = sums
@@ -74,23 +74,23 @@ class PlainTensors:
     def check(self) -> None:
         """Whether all fit what they are filled into. A planner that makes tensors is asked window by window."""
         if self._most_bytes is None:
-            self._resolved = {position: self._resolve(position) for position in self._sources}
+            self._resolved = {position: self._resolve(position) for position in self._payloads}
 
     def _resolve(self, position: int) -> Tensor:
         target = self._planner.resolve_tensor(self._wanted[position].item).detach()
-        self._targets.check(position, target, self._sources[position].dtype)
+        self._targets.check(position, target, self._payloads[position].dtype)
         self._targets.check_plain(position, target)
         return target
 
     def check_ends(self, positions: Iterable[int]) -> None:
-        self._reads.check_ends([end for position in positions for end in ends_of(position, self._sources[position])])
+        self._reads.check_ends([end for position in positions for end in ends_of(position, self._payloads[position])])
 
     def load(self, positions: Iterable[int]) -> None:
         for window in windows(positions, self._target_bytes, self._most_bytes):
             self._load_window(window)
 
     def _target_bytes(self, position: int) -> int:
-        return math.prod(self._wanted[position].item.lengths) * self._sources[position].dtype.itemsize
+        return math.prod(self._wanted[position].item.lengths) * self._payloads[position].dtype.itemsize
 
     def _load_window(self, positions: list[int]) -> None:
         items = [self._wanted[position].item for position in positions]
@@ -99,12 +99,12 @@ class PlainTensors:
         in_place: list[Box] = []
         through_host: list[Box] = []
         for position, item, target, kind in zip(positions, items, targets, kinds, strict=True):
-            source = self._sources[position]
+            payload = self._payloads[position]
             plain = kind == 0 and type(target) is Tensor and is_plain_memory(target)
-            if isinstance(source, Coded):
-                source, plain = source.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
-            box = Box(position, source, item.storage_offsets, item.lengths, target)
-            (in_place if plain and target.dtype == source.dtype else through_host).append(box)
+            if isinstance(payload, Coded):
+                payload, plain = payload.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
+            box = Box(position, payload, item.storage_offsets, item.lengths, target)
+            (in_place if plain and target.dtype == payload.dtype else through_host).append(box)
         self.check_ends(box.position for box in through_host)
         self._read_boxes(in_place, self._sums, fills=True)
         bump_versions([box.memory for box in in_place])
@@ -117,8 +117,8 @@ class PlainTensors:
 
     def _read_boxes(self, boxes: list[Box], sums: RunningCrcs | None, fills: bool) -> None:
         """Reads into the boxes' memory; ``fills``: it is that of items."""
-        self._read_plain([box for box in boxes if isinstance(box.source, Source)], sums, fills)
-        coded = (part for box in boxes if isinstance(box.source, Coded) for part in with_bounded_scales(box))
+        self._read_plain([box for box in boxes if isinstance(box.payload, Payload)], sums, fills)
+        coded = (part for box in boxes if isinstance(box.payload, Coded) for part in with_bounded_scales(box))
         for window in windows(coded, scale_bytes, device.HOST_BYTES):
             self._read_coded(window, fills)
 
@@ -132,10 +132,10 @@ class PlainTensors:
             chosen = boxes
             if gaps is not None:
                 chosen = [
-                    box for box in boxes if (range_of_box(box.source.sizes, box.offsets, box.lengths) is None) == gaps
+                    box for box in boxes if (range_of_box(box.payload.sizes, box.offsets, box.lengths) is None) == gaps
                 ]
             if chosen:
-                wanted = [(*source_of(box).for_core(), box.offsets, box.lengths) for box in chosen]
+                wanted = [(*payload_of(box).for_core(), box.offsets, box.lengths) for box in chosen]
                 memory = [box.memory for box in chosen]
                 read = functools.partial(_C.load, self._reads.inputs.core, wanted, memory, options)
                 calls.append(Call([box.position for box in chosen], read))
@@ -163,12 +163,12 @@ class PlainTensors:
         if sums is None or not self._is_checked:
             return
         for box in boxes:
-            source = source_of(box)
-            name = self._reads.inputs.names[source.file]
+            payload = payload_of(box)
+            name = self._reads.inputs.names[payload.file]
             if not sum_up(sums, name, box):
-                why = f"CRC-32 of its {source.payload_bytes} bytes is not what it was when they were written"
+                why = f"CRC-32 of its {payload.payload_bytes} bytes is not what it was when they were written"
                 path = f"{self._explain.path}/{name}"
-                raise CorruptCheckpointError(f"{self._explain.name(box.position)}: {why}", path, source.payload_offset)
+                raise CorruptCheckpointError(f"{self._explain.name(box.position)}: {why}", path, payload.payload_offset)
 
     # ---- through the host ----
 
@@ -176,12 +176,12 @@ class PlainTensors:
         """Reads windows of host copies; a large tensor comes in several boxes."""
         sums = self._sums or RunningCrcs()
         for is_coded in (False, True):
-            chosen = [box for box in boxes if isinstance(box.source, Coded) == is_coded]
+            chosen = [box for box in boxes if isinstance(box.payload, Coded) == is_coded]
             if not chosen:
                 continue
             with Uploader([box.memory for box in chosen], sum(map(host_bytes, chosen))) as uploader:
                 cut = uploader.window_bytes
-                parts = (part for box in chosen for part in parts_of(box, cut // box.source.dtype.itemsize))
+                parts = (part for box in chosen for part in parts_of(box, cut // box.payload.dtype.itemsize))
                 made = functools.partial(self._host_window, uploader, is_coded, sums)
                 numbered = enumerate(windows(parts, host_bytes, cut))
                 self._reads.stream(uploader, itertools.starmap(made, numbered))
@@ -190,7 +190,7 @@ class PlainTensors:
         self, uploader: Uploader, is_coded: bool, sums: RunningCrcs, number: int, parts: list[Box]
     ) -> Window:
         uploader.turn(number)
-        hosts = uploader.take(number, ((part.lengths, part.source.dtype) for part in parts))
+        hosts = uploader.take(number, ((part.lengths, part.payload.dtype) for part in parts))
         boxes = [part._replace(memory=host) for part, host in zip(parts, hosts, strict=True)]
         pairs = [(part.memory, host) for part, host in zip(parts, hosts, strict=True)]
         positions = [part.position for part in parts]

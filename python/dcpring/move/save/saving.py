@@ -21,11 +21,11 @@ from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.ledger import Place
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR
-from dcpring.move.device import Downloader, Piece
+from dcpring.move.device import Downloader, HostCopies
 from dcpring.move.objects import Judge
+from dcpring.move.save.items import TableItems, items_of
 from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
 from dcpring.move.save.results import ResultList, Results, place_at, results_of
-from dcpring.move.save.sources import TableSource, source_of
 from dcpring.options import IOStats
 from dcpring.plan.save_planner import makes_tensors
 
@@ -55,7 +55,7 @@ class Saving:
     """One rank's items being written, to one file or more: in each tensors first, then what has to be pickled.
 
     Attributes:
-        source: the items.
+        items: of the plan.
         storage: where they are, by position.
         digests: of tensors that are expected to stay as they are, by position.
     """
@@ -72,9 +72,9 @@ class Saving:
         stats: IOStats,
         judge: Judge | None,
     ) -> None:
-        self.source = source_of(items, planner)
+        self.items = items_of(items, planner)
         self.storage = _C.StorageIndex(len(items))
-        self._items = items
+        self._given = items
         self._path = path
         self._options = options
         self._transforms = transforms
@@ -90,7 +90,7 @@ class Saving:
         self._written: list[int] = []
 
     def planned_bytes(self) -> int:
-        return sum(map(self.source.planned_bytes, self.source.tensors))
+        return sum(map(self.items.planned_bytes, self.items.tensors))
 
     @property
     def knows_tensors(self) -> bool:
@@ -123,7 +123,7 @@ class Saving:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
                 self._write_pickled(file, objects, self._object_bytes)
                 objects = []
-            for window in windows(tensors, self.source.planned_bytes, self._window_bytes):
+            for window in windows(tensors, self.items.planned_bytes, self._window_bytes):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self._object_bytes)
             file.finish(syncs)
@@ -138,13 +138,13 @@ class Saving:
 
     def results(self, ledger: bytes) -> Any:
         """DCP's WriteResults; of a compact plan, in compact form."""
-        if isinstance(self.source, TableSource) and not self._transforms.extensions:
-            return Results(self.storage.encode(), self._stats, self._items, ledger)
-        return ResultList(results_of(self._items, self.storage, self._descriptors), self._stats, ledger)
+        if isinstance(self.items, TableItems) and not self._transforms.extensions:
+            return Results(self.storage.encode(), self._stats, self._given, ledger)
+        return ResultList(results_of(self._given, self.storage, self._descriptors), self._stats, ledger)
 
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""
-        sizes = list(map(self.source.planned_bytes, tensors))
+        sizes = list(map(self.items.planned_bytes, tensors))
         padding = _C.ALIGNMENT_BYTES * sum(size >= _C.LARGE_PAYLOAD_BYTES for size in sizes)
         return sum(sizes) + padding + _RECORD_BYTES * len(sizes)
 
@@ -157,7 +157,7 @@ class Saving:
     def _key_of(self, error: OSError | ValueError) -> str | None:
         """The key that the core's item index stands for."""
         item = getattr(error, "item", None)
-        return self.source.name(self._written[item]) if item is not None and item < len(self._written) else None
+        return self.items.name(self._written[item]) if item is not None and item < len(self._written) else None
 
     # ---- tensors ----
 
@@ -177,7 +177,7 @@ class Saving:
         """The tensors at these positions, which are kept in case that they are written next."""
         if self._looked is None or self._looked.positions != positions:
             self._looked = None
-            tensors = self._checked(positions, self.source.resolve(positions))
+            tensors = self._checked(positions, self.items.resolve(positions))
             self._looked = Looked(positions, tensors, *handles_and_kinds(tensors))
         return self._looked
 
@@ -216,12 +216,12 @@ class Saving:
         for position, tensor in zip(positions, tensors, strict=True):
             if not isinstance(tensor, Tensor):
                 raise PlanError(
-                    f"cannot save {self.source.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
+                    f"cannot save {self.items.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
                     f"items, and it is a {type(tensor)}"
                 )
             if tensor.is_meta:
                 raise CheckpointError(
-                    f"cannot save {self.source.name(position)!r}: it is on the meta device and has no data"
+                    f"cannot save {self.items.name(position)!r}: it is on the meta device and has no data"
                 )
         return tensors
 
@@ -240,7 +240,7 @@ class Saving:
 
     def _note_tensors(self, positions: list[int], tensors: list[Tensor], rows: Iterable[Any]) -> None:
         """Of tensors that lie in the file: offsets, lengths and CRCs, as the core has given them."""
-        as_planned, name = self.source.as_planned, self._name
+        as_planned, name = self.items.as_planned, self._name
         entries = [
             (name, TENSOR if as_planned(position, tensor) else OPAQUE, *row)
             for position, tensor, row in zip(positions, tensors, rows, strict=True)
@@ -254,7 +254,7 @@ class Saving:
             for piece in pieces:
                 self._write_piece(file, piece, [positions[index] for index in piece.indices], tensors)
 
-    def _write_piece(self, file: _C.FileWriter, piece: Piece, positions: list[int], tensors: list[Tensor]) -> None:
+    def _write_piece(self, file: _C.FileWriter, piece: HostCopies, positions: list[int], tensors: list[Tensor]) -> None:
         if piece.whole:
             self._write_plain(file, positions, piece.tensors)
             return
@@ -267,16 +267,16 @@ class Saving:
     # ---- what is pickled ----
 
     def _object_bytes(self, position: int) -> io.BytesIO:
-        data = self.source.resolve([position])[0]
+        data = self.items.resolve([position])[0]
         if isinstance(data, io.BytesIO):
             return data
         raise PlanError(
-            f"cannot save {self.source.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
+            f"cannot save {self.items.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
             f"planner gave a {type(data)}"
         )
 
     def _tensor_bytes(self, position: int) -> io.BytesIO:
-        tensor = self._checked([position], self.source.resolve([position]))[0].detach().cpu()
+        tensor = self._checked([position], self.items.resolve([position]))[0].detach().cpu()
         if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
         out = io.BytesIO()
@@ -303,11 +303,11 @@ class Saving:
     def _judged(self, position: int, data: io.BytesIO) -> io.BytesIO:
         """What is written: looked at, and transformed."""
         if self._judge is not None:
-            self._judge.look(self.source.name(position), data)
+            self._judge.look(self.items.name(position), data)
         if not self._transforms.extensions:
             return data
         out = io.BytesIO()
-        stream, descriptors = self._transforms.transform_save_stream(self.source.item(position), out)
+        stream, descriptors = self._transforms.transform_save_stream(self.items.item(position), out)
         stream.write(data.getbuffer())
         stream.close()
         self._descriptors[position] = descriptors

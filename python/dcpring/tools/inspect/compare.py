@@ -27,7 +27,7 @@ from dcpring.move.buffer import ALIGNMENT, Buffer
 from dcpring.names import diff as names
 from dcpring.names.diff import KeyDiff
 from dcpring.names.key_map import KeyMap, KeyMapLike
-from dcpring.sources.contents import Contents, Entry, Part, open_all, open_contents
+from dcpring.sources.contents import Contents, Entry, Slice, open_all, open_contents
 from dcpring.store.layout import rank_of_metadata
 from dcpring.tools.inspect.compare_objects import difference
 from dcpring.tools.inspect.select import check_patterns, key_filter
@@ -189,7 +189,7 @@ class Comparison:
         self._a = _Side(a, rank, trusted, mapped, chosen)
         self._b = _Side(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
         check_patterns(only, self._a.names | self._b.names, "either")
-        self.result = CheckpointDiff(names.diff_entries(self._a.described(), self._b.described(), _cause))
+        self.result = CheckpointDiff(names.diff_described(self._a.described(), self._b.described(), _cause))
         different = {item.key for item in (*self.result.keys.shapes, *self.result.keys.dtypes)}
         common = [name for name in self._a.entries if name in self._b.entries and name not in different]
         self._tensors = [name for name in common if self._a.entries[name].shape is not None]
@@ -233,19 +233,19 @@ class Comparison:
                 self._compare_batch(batch, left, right)
                 advance(2 * sum(map(self._part_bytes, batch)))
 
-    def _part_bytes(self, part: Part) -> int:
+    def _part_bytes(self, part: Slice) -> int:
         entry = self._a.entries[part.key]
         return math.prod(part.lengths or ()) * (entry.dtype.itemsize if entry.dtype else 0)
 
-    def _boxes(self) -> Iterator[Part]:
+    def _boxes(self) -> Iterator[Slice]:
         for name, found in self._found.items():
             for offsets, lengths in split_box(found.entry.shape or (), _WINDOW_BYTES // found.dtype.itemsize):
                 if found.problem:  # of a part before this one: what is left would tell nothing new
                     break
-                yield Part(name, offsets, lengths)
+                yield Slice(name, offsets, lengths)
 
-    def _compare_batch(self, batch: list[Part], left: list[_Value], right: list[_Value]) -> None:
-        parts: list[Part] = []
+    def _compare_batch(self, batch: list[Slice], left: list[_Value], right: list[_Value]) -> None:
+        parts: list[Slice] = []
         lefts: list[Tensor] = []
         rights: list[Tensor] = []
         for part, a, b in zip(batch, left, right, strict=True):
@@ -328,15 +328,15 @@ class _Side:
                     self.names.add(name)
                     self._parts[prefix + name] = raw
 
-    def described(self) -> dict[str, names.Entry]:
-        return {name: names.Entry(entry.shape, entry.dtype) for name, entry in self.entries.items()}
+    def described(self) -> dict[str, names.KeyDescription]:
+        return {name: names.KeyDescription(entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
     def is_opaque(self, name: str) -> bool:
         """Whether a tensor is one record of a kind that may be anything, and not too large to be read as a whole."""
         records = self.entries[name].records
         return len(records) == 1 and records[0].place.kind != TENSOR and records[0].place.length <= _LARGEST_RECORD
 
-    def read_tensors(self, parts: list[Part]) -> list[_Value]:
+    def read_tensors(self, parts: list[Slice]) -> list[_Value]:
         """Of tensors; they are good until the next but one are read."""
         self._buffers.rotate()
         buffer = self._buffers[0]
@@ -407,7 +407,7 @@ class _Sum:
         self._where: tuple[int, ...] | None = None
         self._values: tuple[Any, Any] | None = None
 
-    def add(self, part: Part, found: _C._Difference, a: Tensor, b: Tensor) -> None:
+    def add(self, part: Slice, found: _C._Difference, a: Tensor, b: Tensor) -> None:
         first, farthest, distance, relative = found[4:]
         self._counts = [have + more for have, more in zip(self._counts, found[:4], strict=True)]
         self._relative = max(self._relative, relative)
@@ -417,7 +417,7 @@ class _Sum:
         elif first >= 0 and self._where is None:
             self._note(part, first, a, b)
 
-    def _note(self, part: Part, index: int, a: Tensor, b: Tensor) -> None:
+    def _note(self, part: Slice, index: int, a: Tensor, b: Tensor) -> None:
         assert part.offsets is not None and part.lengths is not None
         inside = []
         rest = index

@@ -23,7 +23,7 @@ from dcpring.store import layout
 _MOST_MANIFEST_BYTES = 16 << 20
 
 
-class Item(NamedTuple):
+class Listed(NamedTuple):
     """A key of one part of a checkpoint.
 
     Attributes:
@@ -140,16 +140,16 @@ class Inventory:
     manifest: Manifest | None = None
     problem: str = ""
 
-    def items(self, chosen: Callable[[str], bool] = lambda key: True) -> Iterator[Item]:
+    def items(self, chosen: Callable[[str], bool] = lambda key: True) -> Iterator[Listed]:
         """The keys, in the order of the metadata."""
         for number, contents in self._numbered():
-            yield from (Item(number, entry) for key, entry in contents.items() if chosen(key))
+            yield from (Listed(number, entry) for key, entry in contents.items() if chosen(key))
 
     def _numbered(self) -> Iterator[tuple[int | None, Contents]]:
         for contents in self.parts:
             yield layout.rank_of_metadata(contents.path.name), contents
 
-    def refused(self, items: Iterable[Item]) -> dict[str, str]:
+    def refused(self, items: Iterable[Listed]) -> dict[str, str]:
         """Of these keys those of objects that a load refuses by default, with what they hold."""
         found: dict[str, str] = {}
         by_part: dict[int | None, list[str]] = defaultdict(list)
@@ -179,7 +179,7 @@ class Inventory:
         """Of DCP's format; "" where the metadata does not say."""
         return ", ".join(sorted({contents.version for contents in self.parts} - {""}))
 
-    def files(self, items: Iterable[Item]) -> list[DataFile]:
+    def files(self, items: Iterable[Listed]) -> list[DataFile]:
         """The data files that keys lie in, and those that nothing refers to, sorted by name.
 
         Args:
@@ -216,7 +216,7 @@ def take_inventory(checkpoint: str | Path, *, rank: int | None = None, trusted: 
     return inventory
 
 
-def total(items: Iterable[Item]) -> Sum:
+def total(items: Iterable[Listed]) -> Sum:
     """Of all of them."""
     result = Sum()
     for item in items:
@@ -224,13 +224,13 @@ def total(items: Iterable[Item]) -> Sum:
     return result
 
 
-def ranks_of(items: Iterable[Item]) -> list[int]:
+def ranks_of(items: Iterable[Listed]) -> list[int]:
     """The ranks that wrote any of them, as far as the files' names tell."""
     files = {record.place.file for item in items for record in item.entry.records}
     return sorted({rank for file in files if (rank := rank_of_file(file)) is not None})
 
 
-def totals_by_component(items: Iterable[Item]) -> dict[str, Sum]:
+def totals_by_component(items: Iterable[Listed]) -> dict[str, Sum]:
     """Of each component, in the order in which they come."""
     result: dict[str, Sum] = defaultdict(Sum)
     for item in items:
@@ -270,7 +270,7 @@ def _data_file(name: str, there: Mapping[str, os.stat_result]) -> DataFile:
     return DataFile(name, rank_of_file(name), about.st_size, about.st_blocks * 512, about.st_nlink)
 
 
-def _files_of(items: Iterable[Item], there: Mapping[str, os.stat_result]) -> dict[str, DataFile]:
+def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> dict[str, DataFile]:
     files: dict[str, DataFile] = {}
     seen: set[tuple[str, int, int]] = set()
     for item in items:

@@ -43,7 +43,7 @@ class Origin:
     places: list[str] = field(default_factory=list)
 
 
-class Row(NamedTuple):
+class KeyLine(NamedTuple):
     """A key.
 
     Attributes:
@@ -71,7 +71,7 @@ class KeyReport:
         unused: rules of the key map that match no key, or whose matches are all another rule's.
     """
 
-    rows: list[Row]
+    rows: list[KeyLine]
     origins: list[Origin]
     clashes: dict[str, list[str]]
     collisions: dict[str, list[str]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def report_keys(keys: Iterable[str], key_map: KeyTable | str | None = None) -> K
             raise CheckpointError(str(error)) from error
         mapped = [new for new, _ in found]
         used.update(rule for _, rule in found if rule is not None)
-    rows = [Row(*fields) for fields in zip(names, canonical, ambiguous, mapped, strict=True)]
+    rows = [KeyLine(*fields) for fields in zip(names, canonical, ambiguous, mapped, strict=True)]
     report = KeyReport(rows, _origins(names), _several(zip(canonical, names, strict=True)))
     if key_map is not None:
         report.collisions = _several((row.mapped or "", row.key) for row in rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcpring.base.text import ranges
-from dcpring.tools.inspect.inventory import Item
+from dcpring.tools.inspect.inventory import Listed
 
 _MOST_PARTS = 64
 """What is behind so many dots is one part, however many more it has."""
@@ -29,11 +29,11 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
-        self.item: Item | None = None
+        self.item: Listed | None = None
         self.kind = 0
         """The same number for nodes with the same names, shapes and dtypes below."""
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[Listed]:
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -44,7 +44,7 @@ class _Node:
 
 
 @dataclass
-class Row:
+class Line:
     """A line of the tree.
 
     Attributes:
@@ -65,12 +65,12 @@ class Row:
         return len(self.nodes)
 
     @property
-    def item(self) -> Item | None:
+    def item(self) -> Listed | None:
         """The key (the first of those that are alike), if the row stands for a key, with nothing below it."""
         first = self.nodes[0]
         return None if first.children else first.item
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[Listed]:
         """All keys that the row stands for."""
         return (item for node in self.nodes for item in node.items())
 
@@ -78,7 +78,7 @@ class Row:
 class Outline:
     """The tree."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
+    def __init__(self, items: Iterable[Listed]) -> None:
         self._root = _Node()
         nodes = [self._root]
         for item in items:
@@ -92,11 +92,11 @@ class Outline:
             node.item = item
         _number_kinds(nodes)
 
-    def rows(self, depth: int) -> Iterator[Row]:
+    def rows(self, depth: int) -> Iterator[Line]:
         """The lines of the tree, down to names of ``depth`` parts."""
         return self._rows([self._root], (), depth, False)
 
-    def _rows(self, nodes: Sequence[_Node], path: tuple[bool, ...], depth: int, inside: bool) -> Iterator[Row]:
+    def _rows(self, nodes: Sequence[_Node], path: tuple[bool, ...], depth: int, inside: bool) -> Iterator[Line]:
         groups = _groups(nodes)
         for number, (name, members) in enumerate(groups):
             levels = depth - 1
@@ -106,13 +106,13 @@ class Outline:
                 part, members = following[0]
                 name = f"{name}.{part}"
                 levels -= 1
-            row = Row(name, (*path, number == len(groups) - 1), members, inside)
+            row = Line(name, (*path, number == len(groups) - 1), members, inside)
             yield row
             if levels and members[0].children:
                 yield from self._rows(members, row.path, levels, inside or len(members) > len(nodes))
 
 
-def _parts(item: Item) -> list[str]:
+def _parts(item: Listed) -> list[str]:
     parts = item.entry.key.split(".", _MOST_PARTS - 1)
     return parts if item.part is None else [f"(rank {item.part})", *parts]
 

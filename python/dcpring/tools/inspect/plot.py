@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpring.report import count, format_bytes
-from dcpring.tools.inspect.inventory import DataFile, Inventory, Item, Sum, imbalance, total
+from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed, Sum, imbalance, total
 from dcpring.tools.picture import drawable, drawing
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Shares:
     files: list[DataFile]
     ranks: dict[int, int] = field(default_factory=dict)
     components: Counter[str] = field(default_factory=Counter)
-    largest: list[Item] = field(default_factory=list)
+    largest: list[Listed] = field(default_factory=list)
     total: Sum = field(default_factory=Sum)
 
     @property
@@ -221,6 +221,6 @@ def _draw_largest(axes: Axes, shares: Shares, colours: dict[str, str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _shape(item: Item) -> str:
+def _shape(item: Listed) -> str:
     shape: Any = item.entry.shape
     return drawable(str(list(shape)), 32)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from dcpring.tools.trace.read import Operation, Part, Span
+from dcpring.tools.trace.read import Operation, RankTrace, Span
 from dcpring.watch.phases import (
     CLEAN_UP,
     COMMIT,
@@ -146,7 +146,7 @@ class Analysis:
 
     # ---- segments ----
 
-    def _row(self, part: Part) -> list[Segment]:
+    def _row(self, part: RankTrace) -> list[Segment]:
         begin, end = self.operation.begin, self.operation.end
         row = [Segment(LATE, begin, part.begin)] if part.begin > begin else []
         turns: dict[str, int] = defaultdict(int)
@@ -162,7 +162,7 @@ class Analysis:
             row.append(Segment(OTHERS, at, end, "all"))
         return row
 
-    def _waits(self, part: Part, name: str) -> Literal["", "coordinator", "all"]:
+    def _waits(self, part: RankTrace, name: str) -> Literal["", "coordinator", "all"]:
         if len(self.operation.parts) == 1 or part.is_alone:
             return ""
         if name in (GATHER_PLANS, GATHER_RESULTS):
@@ -301,7 +301,7 @@ def _clock_errors(operation: Operation) -> dict[int, int]:
     return errors
 
 
-def _clock_bounds(leader: Part, part: Part) -> tuple[int, int]:
+def _clock_bounds(leader: RankTrace, part: RankTrace) -> tuple[int, int]:
     """The least and the most that can be added to a rank's times: nothing is received before it is sent."""
     theirs, own = _phases_by_name(leader), _phases_by_name(part)
     least, most = [], []
@@ -313,7 +313,7 @@ def _clock_bounds(leader: Part, part: Part) -> tuple[int, int]:
     return max(least, default=-(1 << 62)), min(most, default=1 << 62)
 
 
-def _phases_by_name(part: Part) -> dict[str, Span]:
+def _phases_by_name(part: RankTrace) -> dict[str, Span]:
     return {span.name: span for span in part.spans if span.kind == "phase"}
 
 
@@ -322,7 +322,7 @@ def _by_one_clock(operation: Operation, errors: dict[int, int]) -> Operation:
     return replace(operation, parts=parts)
 
 
-def _moved(part: Part, error: int) -> Part:
+def _moved(part: RankTrace, error: int) -> RankTrace:
     spans, io = (
         [span._replace(begin=span.begin + error, end=span.end + error) for span in spans]
         for spans in (part.spans, part.io)
@@ -337,7 +337,7 @@ def _took(segment: Segment) -> int:
     return segment.end - segment.begin
 
 
-def _leaves(part: Part) -> list[tuple[str, int, int]]:
+def _leaves(part: RankTrace) -> list[tuple[str, int, int]]:
     """The phases, cut where they wait."""
     leaves: list[tuple[str, int, int]] = []
     waits = [span for span in part.spans if span.kind == "wait"]
@@ -352,7 +352,7 @@ def _leaves(part: Part) -> list[tuple[str, int, int]]:
     return leaves
 
 
-def time_in_parts(part: Part, begin: int, end: int) -> dict[str, int]:
+def time_in_parts(part: RankTrace, begin: int, end: int) -> dict[str, int]:
     """What a rank's time in a phase that moves data went into; see ``Step.parts``."""
     steps = [span for span in part.spans if span.kind == "step"]
     return _in_parts([*part.io, *steps], begin, end)

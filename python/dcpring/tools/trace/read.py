@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Part:
+class RankTrace:
     """What one rank did in an operation.
 
     Attributes:
@@ -90,7 +90,7 @@ class Operation:
     checkpoint: str
     identity: str
     world_size: int
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, RankTrace] = field(default_factory=dict)
     given: frozenset[int] = frozenset()
 
     @property
@@ -126,7 +126,7 @@ class Trace:
     process: int
     parent: int
     notes: list[str]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RankTrace] = field(default_factory=list)
 
     def is_of_same_run(self, other: Trace) -> bool:
         if {part.identity for part in self.parts} & {part.identity for part in other.parts}:
@@ -281,12 +281,12 @@ class _Checked:
                 self._lanes[_number(event, "tid", _LATEST)] = _AS_OTHERS.sub("", name)
         return events
 
-    def _part(self, trace: Trace, event: dict[str, Any]) -> Part:
+    def _part(self, trace: Trace, event: dict[str, Any]) -> RankTrace:
         args, span = event["args"], self._span(event)
         kind = _typed(args, "kind", str)
         if kind not in ("save", "load"):
             raise _Bad(f"an operation is a {kind!r}")
-        return Part(
+        return RankTrace(
             rank=trace.rank,
             host=trace.host,
             trace=self._path,

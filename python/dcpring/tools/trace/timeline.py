@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dcpring.errors import CheckpointError
 from dcpring.tools.picture import drawable, drawing
 from dcpring.tools.trace.critical import COMMITTING, LATE, OTHER, PLANNING, Analysis, Segment
-from dcpring.tools.trace.read import Part, Span
+from dcpring.tools.trace.read import RankTrace, Span
 from dcpring.watch.phases import GATHER_PLANS, GATHER_RESULTS, READ, SCATTER_PLANS, WRITE
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _lanes(analysis: Analysis) -> list[_Lane]:
     return [lane for _, part in sorted(parts.items()) for lane in _lanes_of(part, analysis, full)]
 
 
-def _lanes_of(part: Part, analysis: Analysis, full: bool) -> list[_Lane]:
+def _lanes_of(part: RankTrace, analysis: Analysis, full: bool) -> list[_Lane]:
     scale = _Scale(analysis)
     row = [_as_span(segment) for segment in analysis.rows[part.rank] if segment.name != LATE]
     failed = [("failed", span) for span in part.spans if span.kind == "phase" and span.failed]
@@ -121,7 +121,7 @@ class _Scale:
         return (micros - self.begin) / 1e6
 
 
-def _lane(part: Part, name: str, spans: Iterable[tuple[str, Span]], scale: _Scale) -> _Lane:
+def _lane(part: RankTrace, name: str, spans: Iterable[tuple[str, Span]], scale: _Scale) -> _Lane:
     return _Lane(part.rank, name, _bars(spans, scale))
 
 

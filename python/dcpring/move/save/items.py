@@ -17,7 +17,7 @@ from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.tensors import are_plain
 
 
-class Source(Protocol):
+class PlanItems(Protocol):
     """The items of a plan, by position."""
 
     objects: list[int]
@@ -46,13 +46,13 @@ class Source(Protocol):
         ...
 
 
-def source_of(items: Any, planner: SavePlanner) -> Source:
+def items_of(items: Any, planner: SavePlanner) -> PlanItems:
     if isinstance(items, Items) and items.untouched and not makes_tensors(planner):
-        return TableSource(items, planner)
+        return TableItems(items, planner)
     made = list(items)
     if not makes_tensors(planner) and not isinstance(planner, RingSavePlanner):
         _check_chunks(made, planner)
-    return ItemSource(made, planner)
+    return GivenItems(made, planner)
 
 
 def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
@@ -65,7 +65,7 @@ def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
             check_chunk(name, values.get(name), offsets, (0,) * len(lengths), lengths, "RingSavePlanner")
 
 
-class ItemSource:
+class GivenItems:
     """WriteItems, which the planner resolves one by one."""
 
     def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
@@ -101,7 +101,7 @@ class ItemSource:
         return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
 
 
-class TableSource:
+class TableItems:
     """A compact plan of a planner that hands out what is in the state dict: nothing is made for plain tensors."""
 
     def __init__(self, items: Items, planner: SavePlanner) -> None:

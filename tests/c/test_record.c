@@ -78,12 +78,12 @@ static void put_in_file(const struct record *r) {
 }
 
 static int locate(uint64_t offset, uint64_t length, struct dr_located *located, struct dr_error *error) {
-    struct dr_window window;
+    struct dr_view view;
     dr_error_clear(error);
-    CHECK_OK(dr_window_init(&window, -1, "memory", error), error);
+    CHECK_OK(dr_view_init(&view, -1, "memory", error), error);
     memset(located, 0xa5, sizeof *located);
-    int rc = dr_record_locate(&window, offset, length, located, error);
-    dr_window_destroy(&window);
+    int rc = dr_record_locate(&view, offset, length, located, error);
+    dr_view_destroy(&view);
     dr_sys.pread = dr_sys_real.pread;
     return rc;
 }
@@ -299,9 +299,9 @@ static void mutated(void) {
     }
 }
 
-/* One long window is read for records that lie near each other: two reads for each would be one too many. */
-static void window_is_reused(void) {
-    struct dr_window window;
+/* One long view is read for records that lie near each other: two reads for each would be one too many. */
+static void view_is_reused(void) {
+    struct dr_view view;
     struct dr_located located;
     struct dr_error error;
     struct record r;
@@ -322,14 +322,14 @@ static void window_is_reused(void) {
     holed.parts[0].data = file;
     holed.parts[1].size = 0;
     dr_error_clear(&error);
-    CHECK_OK(dr_window_init(&window, -1, "memory", &error), &error);
+    CHECK_OK(dr_view_init(&view, -1, "memory", &error), &error);
     for (int i = 0; i < COUNT; i++) {
-        CHECK_OK(dr_record_locate(&window, offsets[i], offsets[i + 1] - offsets[i], &located, &error), &error);
+        CHECK_OK(dr_record_locate(&view, offsets[i], offsets[i + 1] - offsets[i], &located, &error), &error);
         CHECK(located.plain);
         CHECK_EQ(located.crc, i);
         CHECK_EQ(located.payload_size, i);
     }
-    dr_window_destroy(&window);
+    dr_view_destroy(&view);
     dr_sys.pread = dr_sys_real.pread;
 }
 
@@ -338,4 +338,4 @@ CHECK_MAIN({"every_dtype", every_dtype}, {"every_number_of_dimensions", every_nu
            {"sizes_around_4_gib", sizes_around_4_gib}, {"empty_and_scalar", empty_and_scalar},
            {"impossible_shapes", impossible_shapes}, {"crc_is_in_the_tail", crc_is_in_the_tail},
            {"truncated", truncated}, {"short_and_failing_reads", short_and_failing_reads}, {"mutated", mutated},
-           {"window_is_reused", window_is_reused})
+           {"view_is_reused", view_is_reused})

@@ -6,15 +6,15 @@
 #include "record/record.h"
 
 static void locate(uint64_t offset, uint64_t length) {
-    struct dr_window window;
+    struct dr_view view;
     struct dr_located located;
     struct dr_error error;
     uint64_t bytes;
     dr_error_clear(&error);
     memset(&located, 0xa5, sizeof located);
-    FUZZ_CHECK(dr_window_init(&window, -1, "memory", &error) == 0);
-    int rc = dr_record_locate(&window, offset, length, &located, &error);
-    dr_window_destroy(&window);
+    FUZZ_CHECK(dr_view_init(&view, -1, "memory", &error) == 0);
+    int rc = dr_record_locate(&view, offset, length, &located, &error);
+    dr_view_destroy(&view);
     FUZZ_CHECK(rc == -error.err && (rc == 0 || !located.plain));
     if (!located.plain)
         return;

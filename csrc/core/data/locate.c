@@ -1,7 +1,7 @@
 /* Looking into records that the metadata says little about: dr_record_locate for many, file by file. See locate.h. */
 #include "data/locate.h"
 
-static int locate_all(struct dr_window *window, const struct dr_input_file *f, struct dr_lookup *lookups, size_t count,
+static int locate_all(struct dr_view *view, const struct dr_input_file *f, struct dr_lookup *lookups, size_t count,
                       struct dr_ticker *ticker, struct dr_error *error) {
     int rc = 0;
     for (size_t i = 0; i < count && rc == 0; i++) {
@@ -11,7 +11,7 @@ static int locate_all(struct dr_window *window, const struct dr_input_file *f, s
                                   "the record needs %llu bytes, the file has %llu",
                                   (unsigned long long)(lookup->offset + lookup->length), (unsigned long long)f->size);
         else
-            rc = dr_record_locate(window, lookup->offset, lookup->length, &lookup->located, error);
+            rc = dr_record_locate(view, lookup->offset, lookup->length, &lookup->located, error);
         if (rc < 0 && error->item == DR_NO_ITEM)
             error->item = (int64_t)i;
         if (rc == 0)
@@ -22,14 +22,14 @@ static int locate_all(struct dr_window *window, const struct dr_input_file *f, s
 
 static int locate_in_file(struct dr_input *input, size_t file, struct dr_lookup *lookups, size_t count,
                           struct dr_ticker *ticker, struct dr_error *error) {
-    struct dr_window window;
+    struct dr_view view;
     int fd, rc = dr_input_hold(input, file, &fd, error);
     if (rc < 0)
         return rc;
-    rc = dr_window_init(&window, fd, input->files[file].path, error);
+    rc = dr_view_init(&view, fd, input->files[file].path, error);
     if (rc == 0)
-        rc = locate_all(&window, &input->files[file], lookups, count, ticker, error);
-    dr_window_destroy(&window);
+        rc = locate_all(&view, &input->files[file], lookups, count, ticker, error);
+    dr_view_destroy(&view);
     dr_input_release(input, file);
     return rc;
 }

@@ -4,7 +4,7 @@
  *
  * 1. Files are looked at, records sorted by place; those that do not lie in their file, or share bytes with another,
  *    are noted, and not read.
- * 2. Large records' headers, by many threads, each with two windows.
+ * 2. Large records' headers, by many threads, each with two views.
  * 3. Blocks, by dr_stream: groups of small records, and the parts that step 2 found.
  * 4. CRCs of whole parts, from those of their blocks.
  */
@@ -105,7 +105,7 @@ static void choose(struct verify_run *run, const size_t *records, size_t count) 
             uint64_t from = c->offset > size ? c->offset : size;
             note_problem(run, records[i], from, c->offset + c->length - from, "the file ends before it", 0);
         } else if (c->length == 0) {
-            struct dr_window nothing = {.fd = -1, .fixed = true};
+            struct dr_view nothing = {.fd = -1, .fixed = true};
             uint64_t crc_ns = 0;
             dr_verify_record(v, records[i], &nothing, &nothing, &crc_ns);
         } else if (c->offset < end) {
@@ -151,9 +151,9 @@ static int plan_records(struct verify_run *run, const struct dr_control *control
 
 /* ---- 2: headers of large records ---- */
 
-/* A thread's two windows, and the file that they are over, which it holds. */
+/* A thread's two views, and the file that they are over, which it holds. */
 struct reader {
-    struct dr_window window, ahead;
+    struct dr_view view, ahead;
     size_t file;
     int fd; /* -1: none */
 };
@@ -170,10 +170,10 @@ static int turn_to_file(struct verify_run *run, struct reader *reader, size_t fi
         return 0;
     leave_file(run, reader);
     reader->file = file;
-    reader->window.filled = reader->ahead.filled = 0;
+    reader->view.filled = reader->ahead.filled = 0;
     int rc = dr_input_hold(input, file, &reader->fd, error);
-    reader->window.fd = reader->ahead.fd = reader->fd;
-    reader->window.path = reader->ahead.path = input->files[file].path;
+    reader->view.fd = reader->ahead.fd = reader->fd;
+    reader->view.path = reader->ahead.path = input->files[file].path;
     return rc;
 }
 
@@ -189,7 +189,7 @@ static int read_headers(struct verify_run *run, struct reader *reader, struct dr
         dr_error_clear(&why);
         int rc = turn_to_file(run, reader, c->file, &why);
         if (rc == 0) {
-            dr_verify_record(v, run->large[index], &reader->window, &reader->ahead, &crc_ns);
+            dr_verify_record(v, run->large[index], &reader->view, &reader->ahead, &crc_ns);
         } else if (is_our_lack(&why)) {
             *error = why;
             return rc;
@@ -203,14 +203,14 @@ static int read_headers(struct verify_run *run, struct reader *reader, struct dr
 static int read_some_headers(void *context, unsigned worker, struct dr_error *error) {
     struct reader reader = {.fd = -1};
     (void)worker;
-    int rc = dr_window_init(&reader.window, -1, NULL, error);
+    int rc = dr_view_init(&reader.view, -1, NULL, error);
     if (rc == 0)
-        rc = dr_window_init(&reader.ahead, -1, NULL, error);
+        rc = dr_view_init(&reader.ahead, -1, NULL, error);
     if (rc == 0)
         rc = read_headers(context, &reader, error);
     leave_file(context, &reader);
-    dr_window_destroy(&reader.window);
-    dr_window_destroy(&reader.ahead);
+    dr_view_destroy(&reader.view);
+    dr_view_destroy(&reader.ahead);
     return rc;
 }
 
@@ -322,18 +322,18 @@ static bool note_bad_ranges(struct verify_run *run, const struct bad_ranges *bad
 static void use_group(struct verify_run *run, const struct dr_block *block, const uint8_t *data,
                       const struct bad_ranges *bad, uint64_t *crc_ns) {
     struct dr_verify *v = &run->verify;
-    struct dr_window window = {.fd = -1,
-                               .fixed = true,
-                               .path = v->input->files[block->file].path,
-                               .data = (uint8_t *)(uintptr_t)data,
-                               .start = block->lo,
-                               .filled = block->hi - block->lo};
+    struct dr_view view = {.fd = -1,
+                           .fixed = true,
+                           .path = v->input->files[block->file].path,
+                           .data = (uint8_t *)(uintptr_t)data,
+                           .start = block->lo,
+                           .filled = block->hi - block->lo};
     for (size_t i = block->first; i < run->order_count && is_small(run, i); i++) {
         const struct dr_check *c = &v->checks[run->order[i]];
         if (c->file != block->file || c->offset + c->length > block->hi)
             break;
         if (!note_bad_ranges(run, bad, run->order[i], c->offset, c->offset + c->length))
-            dr_verify_record(v, run->order[i], &window, &window, crc_ns);
+            dr_verify_record(v, run->order[i], &view, &view, crc_ns);
     }
 }
 

@@ -2,7 +2,7 @@
  * Checking one record, whoever wrote it. See verify.h for what covers what.
  *
  * The same code looks at a record that is in memory and at one that is not:
- * headers are small enough for a window, and data that are not in it become
+ * headers are small enough for a view, and data that are not in it become
  * parts, which are streamed later.
  */
 #include "data/verify_record.h"
@@ -19,7 +19,7 @@ struct record {
     struct dr_verify *verify;
     size_t index;
     struct dr_check *check;
-    struct dr_window *window, *ahead;
+    struct dr_view *view, *ahead;
     struct dr_error error; /* of the last look */
     uint64_t *crc_ns;
 };
@@ -99,11 +99,11 @@ static void check_data(struct record *r, uint64_t offset, uint64_t size, const u
     struct dr_verify_part part = {r->index, offset, size, crcs, whole_crc, NULL, false};
     if (size == 0)
         return;
-    if (!r->window->fixed && (crcs || size > DR_WINDOW_BYTES / 2)) {
+    if (!r->view->fixed && (crcs || size > DR_VIEW_BYTES / 2)) {
         add_part(r, &part);
         return;
     }
-    const uint8_t *data = dr_window_look(r->ahead, offset, (size_t)size, offset + size, &r->error);
+    const uint8_t *data = dr_view_look(r->ahead, offset, (size_t)size, offset + size, &r->error);
     if (!data) {
         note_missing(r, offset, size, "is not in the record");
     } else if (crcs) {
@@ -118,9 +118,9 @@ static void check_data(struct record *r, uint64_t offset, uint64_t size, const u
 /* ---- our tensors ---- */
 
 /* The bytes at offset are these, or a problem says from where to where they are not. */
-static void check_bytes(struct record *r, struct dr_window *window, uint64_t offset, const uint8_t *expected,
-                        size_t size, const char *what) {
-    const uint8_t *data = dr_window_look(window, offset, size, offset + size, &r->error);
+static void check_bytes(struct record *r, struct dr_view *view, uint64_t offset, const uint8_t *expected, size_t size,
+                        const char *what) {
+    const uint8_t *data = dr_view_look(view, offset, size, offset + size, &r->error);
     if (!data) {
         note_missing(r, offset, size, what);
         return;
@@ -162,7 +162,7 @@ static void check_tensor(struct record *r) {
         return;
     }
     check_bytes(r, r->ahead, c->offset, head, head_size, "the head of its record is damaged");
-    check_bytes(r, r->window, c->payload_offset + c->payload_size, tail, tail_size,
+    check_bytes(r, r->view, c->payload_offset + c->payload_size, tail, tail_size,
                 "the tail of its record (the zip directory) is damaged");
     if (!c->crcs && c->payload_size > 0)
         mark_unverified(r, DR_UNVERIFIED_BARE);
@@ -271,7 +271,7 @@ static bool is_end_right(const struct dr_archive *a, const struct dr_directory *
 }
 
 /* A directory that is read from a file may have millions of entries. */
-static bool is_stopped(const struct record *r) { return !r->window->fixed && dr_workers_stopped(&r->verify->workers); }
+static bool is_stopped(const struct record *r) { return !r->view->fixed && dr_workers_stopped(&r->verify->workers); }
 
 static void check_entries(const struct archive *a, struct dr_directory *dir) {
     uint64_t length = a->directory.length, from = 0;
@@ -318,7 +318,7 @@ static void check_described(struct record *r) {
     struct dr_located located;
     if (!c->shape.dtype)
         return;
-    if (dr_record_locate(r->window, c->offset, c->length, &located, &r->error) < 0) {
+    if (dr_record_locate(r->view, c->offset, c->length, &located, &r->error) < 0) {
         note_missing(r, c->offset, c->length, "");
         return;
     }
@@ -330,7 +330,7 @@ static void check_described(struct record *r) {
 static void check_archive(struct record *r) {
     const struct dr_check *c = r->check;
     const struct archive a = {.record = r,
-                              .directory = {r->window, c->offset, c->length, &r->error},
+                              .directory = {r->view, c->offset, c->length, &r->error},
                               .entries = {r->ahead, c->offset, c->length, &r->error}};
     struct dr_directory dir;
     int archive = resembles_archive(&a);
@@ -346,11 +346,11 @@ static void check_archive(struct record *r) {
     }
 }
 
-void dr_verify_record(struct dr_verify *verify, size_t index, struct dr_window *window, struct dr_window *ahead,
+void dr_verify_record(struct dr_verify *verify, size_t index, struct dr_view *view, struct dr_view *ahead,
                       uint64_t *crc_ns) {
     struct dr_check *c = &verify->checks[index];
     struct record record = {
-        .verify = verify, .index = index, .check = c, .window = window, .ahead = ahead, .crc_ns = crc_ns};
+        .verify = verify, .index = index, .check = c, .view = view, .ahead = ahead, .crc_ns = crc_ns};
     dr_error_clear(&record.error);
     if (c->kind == DR_CHECK_TENSOR)
         check_tensor(&record);

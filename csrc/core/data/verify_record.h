@@ -35,10 +35,10 @@ struct dr_verify {
 };
 
 /*
- * Checks a record by its windows: `window` and `ahead` are two over the same bytes, for what lies at its end and at its
- * beginning. What does not fit in a window becomes a part.
+ * Checks a record by its views: `view` and `ahead` are two over the same bytes, for what lies at its end and at its
+ * beginning. What does not fit in a view becomes a part.
  */
-void dr_verify_record(struct dr_verify *verify, size_t check, struct dr_window *window, struct dr_window *ahead,
+void dr_verify_record(struct dr_verify *verify, size_t check, struct dr_view *view, struct dr_view *ahead,
                       uint64_t *crc_ns);
 
 /* Checks, or sums, the CRC blocks of a part that lie in [lo, hi), which data holds. */

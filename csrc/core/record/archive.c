@@ -5,7 +5,7 @@ const uint8_t *dr_archive_look(const struct dr_archive *a, uint64_t offset, size
     if (offset > a->length || size > a->length - offset)
         return NULL;
     uint64_t until = ahead < a->length - offset ? offset + ahead : a->length;
-    return dr_window_look(a->window, a->offset + offset, size, a->offset + until, a->error);
+    return dr_view_look(a->view, a->offset + offset, size, a->offset + until, a->error);
 }
 
 /* ---- the directory ---- */

@@ -10,16 +10,16 @@
 #define DCPRING_ARCHIVE_H
 
 #include "base/bytes.h"
-#include "io/window.h"
+#include "io/view.h"
 #include "record/zip.h"
 
 struct dr_archive {
-    struct dr_window *window;
+    struct dr_view *view;
     uint64_t offset, length; /* the record in the file */
     struct dr_error *error;
 };
 
-/* Bytes of the record, from its start; NULL when it has none there. `ahead` as for a window, but a length. */
+/* Bytes of the record, from its start; NULL when it has none there. `ahead` as for a view, but a length. */
 const uint8_t *dr_archive_look(const struct dr_archive *archive, uint64_t offset, size_t size, uint64_t ahead);
 
 /* All offsets count from the record's start. */

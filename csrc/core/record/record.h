@@ -59,7 +59,7 @@ struct dr_located {
  * Finds the payload of the record at [offset, offset + length), whoever wrote
  * it. A record of another kind is not an error: out->plain is false then.
  */
-int dr_record_locate(struct dr_window *window, uint64_t offset, uint64_t length, struct dr_located *out,
+int dr_record_locate(struct dr_view *view, uint64_t offset, uint64_t length, struct dr_located *out,
                      struct dr_error *error);
 
 #endif

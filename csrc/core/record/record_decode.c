@@ -252,9 +252,9 @@ static bool locate(const struct dr_archive *a, struct dr_located *out) {
     return pickle && parse_pickle(pickle, (size_t)members.pickle.size, out);
 }
 
-int dr_record_locate(struct dr_window *window, uint64_t offset, uint64_t length, struct dr_located *out,
+int dr_record_locate(struct dr_view *view, uint64_t offset, uint64_t length, struct dr_located *out,
                      struct dr_error *error) {
-    const struct dr_archive archive = {window, offset, length, error};
+    const struct dr_archive archive = {view, offset, length, error};
     out->plain = locate(&archive, out);
     return error->kind != DR_ERROR_NONE ? -error->err : 0;
 }

@@ -30,10 +30,12 @@ def shard(layers: torch.nn.Sequential, mesh: Any) -> torch.nn.Module:
     return by_fsdp2(layers, mesh["data_parallel"])
 
 
-def strategy_of(name: str) -> Any:
+def strategy_of(name: str, world: int) -> Any:
     if name == "fsdp1":
         return FSDP1(state_dict_type="sharded")
-    return ModelParallelStrategy(shard) if name == "fsdp2" else DDPStrategy()
+    if name == "fsdp2":
+        return ModelParallelStrategy(shard, data_parallel_size=world, tensor_parallel_size=1)
+    return DDPStrategy()
 
 
 def main() -> None:
@@ -45,10 +47,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.way == "install":
         dcpring.install()
+    world = int(os.environ["WORLD_SIZE"])
     fabric = lightning.Fabric(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy_of(options.strategy),
+        devices=world,
+        strategy=strategy_of(options.strategy, world),
         plugins=[RingCheckpointIO()] if options.way == "io" else None,
     )
     fabric.launch()

@@ -75,14 +75,15 @@ def main() -> None:
     )
     if options.way == "callback":
         callback = RingCheckpoint(options.folder, every_n_steps=3)
+    world = int(os.environ["WORLD_SIZE"])
     strategies: dict[str, Any] = {
         "ddp": "ddp",
         "fsdp1": FSDP1(state_dict_type="sharded"),
-        "fsdp2": ModelParallelStrategy(),
+        "fsdp2": ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
     }
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=world,
         strategy=strategies[options.strategy],
         plugins=plugins,
         callbacks=[callback],

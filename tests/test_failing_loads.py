@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from _kinds import failure, save, stored
 from fault._support import flip_bit
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.zip import wrong_archive
@@ -162,6 +162,42 @@ def test_a_damaged_zip_directory_names_the_key(tmp_path: Path, planner: Any, byt
         loaded = {"a": torch.zeros(1000), "object": None}
         text = load_with(loaded, tmp_path, planner)
         assert not text or ("CorruptCheckpointError" in text and "'object' (rank 0)" in text), text
+
+
+@PLANNERS
+@pytest.mark.parametrize("trusted", [False, "warn", True])
+@pytest.mark.parametrize("key", ["a", "object"])
+def test_what_was_zeroed_is_damaged_and_nothing_to_be_trusted(
+    tmp_path: Path, planner: Any, trusted: Any, key: str
+) -> None:
+    """As crashes leave files. Records of stock have no CRC that would tell."""
+    save({"a": torch.ones(1000), "object": tuple(range(100))}, tmp_path, "stock")
+    place = stored(tmp_path)[key]
+    with (tmp_path / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
+    text = load_with({"a": torch.zeros(1000), "object": None}, tmp_path, planner, trusted=trusted)
+    assert text.startswith(f"CorruptCheckpointError: '{key}' (rank 0) is damaged: it is no archive of torch.save")
+
+
+class OwnBytes(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> io.BytesIO:
+        return io.BytesIO(str(object).encode())
+
+
+class OwnText(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read().decode()
+
+
+@pytest.mark.parametrize("trusted", ["warn", True])
+def test_a_planner_of_its_own_reads_what_it_has_made(tmp_path: Path, trusted: Any) -> None:
+    dcp.save({"object": "text"}, storage_writer=RingWriter(tmp_path), planner=OwnBytes(), no_dist=True)
+    loaded: State = {"object": None}
+    assert not load_with(loaded, tmp_path, OwnText, trusted=trusted)
+    assert loaded == {"object": "text"}
+    refused = load_with(loaded, tmp_path, OwnText)
+    assert "UntrustedCheckpointError: 'object'" in refused and "trusted=True" in refused
 
 
 def test_entries_that_overlap_are_refused(tmp_path: Path) -> None:

@@ -38,6 +38,12 @@ _PICKLE, _DATA = "data.pkl", "data/"
 _SCRIPT = "constants.pkl"
 """What tells TorchScript, which torch.load would hand to torch.jit."""
 
+_OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_HEAD_BYTES = 32
+"""What comes before that number, and it."""
+
+NOT_SAVED = "it is no archive of torch.save"
+
 _NAMED = re.compile(rb"c([^\n]{1,1000})\n([^\n]{1,1000})\n")
 """Opcodes that name something, in a pickle of protocol 2, and whatever looks alike."""
 
@@ -94,6 +100,8 @@ def load(archive: io.BytesIO, safe: Safe, map_location: Any = "cpu") -> Loaded:
         RefusedError: it holds more than data and tensors.
         Exception: it is damaged, which ends in errors of any kind.
     """
+    if not is_saved(archive):
+        raise ValueError(NOT_SAVED)
     data = _bytes_of(archive)
     pickled = _pickle_of(data)
     if pickled is not None:
@@ -173,11 +181,17 @@ def _refused_by_torch(error: pickle.UnpicklingError) -> tuple[str, str]:
     found = re.search(r"GLOBAL (\S+)", text)
     if found:
         return f"it refers to {found[1]}", found[1]
-    detail = re.search(r"WeightsUnpickler error: (.*)", text)
+    detail = re.search(r"WeightsUnpickler error:\s*(.*)", text)
     return (detail[1] if detail else text.split("\n", 1)[0]).rstrip(". "), ""
 
 
 # ---- archives ----
+
+
+def is_saved(file: io.BytesIO) -> bool:
+    """Whether it begins as what torch.save makes: a zip archive or, as until torch 1.6, a pickled number."""
+    head = bytes(file.getbuffer()[:_HEAD_BYTES])
+    return head[:2] == b"PK" or _OLD_MAGIC in head
 
 
 def entries_of(data: memoryview) -> dict[str, slice] | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -19,8 +20,9 @@ from dcpring.move import device
 from dcpring.move.load.reads import Reads
 from dcpring.move.load.targets import Targets
 from dcpring.move.load.wanted import Wanted
-from dcpring.move.objects import Loaded
+from dcpring.move.objects import NOT_SAVED, Loaded, is_saved
 from dcpring.move.objects import load as load_object
+from dcpring.options import overrides
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.torchside.tensors import narrowed
 
@@ -74,6 +76,8 @@ class Records:
     def _unpickle(self, position: int, stream: io.BytesIO) -> Loaded | io.BytesIO:
         """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
         try:
+            if not is_saved(stream) and self._may_be_any(position):
+                raise RefusedError(f"{NOT_SAVED} (damaged, or for a planner that reads it in its own way)", "")
             return load_object(stream, self._safe)
         except RefusedError as error:
             if self._trusted == "warn":
@@ -164,11 +168,20 @@ class Records:
 
     def _check_archive(self, position: int, data: io.BytesIO) -> None:
         """Checks the CRCs that torch.save has put into its archive, and torch.load does not look at."""
-        if data.getbuffer()[:2] == b"PK" and (wrong := wrong_archive(data)):
+        if data.getbuffer()[:2] == b"PK":
+            wrong = wrong_archive(data)
+        else:
+            wrong = "" if is_saved(data) or self._may_be_any(position) else NOT_SAVED
+        if wrong:
             place = self._wanted[position].place
             path = f"{self._explain.path}/{place.file}"
             raise CorruptCheckpointError(f"{self._explain.name(position)} is damaged: {wrong}", path, place.offset)
         data.seek(0)
+
+    def _may_be_any(self, position: int) -> bool:
+        """Whether it is an object for a planner that has its own way to make and to read them."""
+        is_object = self._wanted[position].item.type == LoadItemType.BYTE_IO
+        return is_object and overrides(self._planner, (DefaultLoadPlanner, RingLoadPlanner), ("load_bytes",))
 
 
 def _first_line(error: BaseException) -> str:

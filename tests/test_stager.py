@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -140,6 +140,43 @@ def test_with_two_buffers_the_next_save_begins(tmp_path: Path) -> None:
         assert stager.allocations == 2
     for n in (1, 2, 3):
         _assert_holds(tmp_path / str(n), n)
+
+
+class Noting(RingWriter):
+    begun: ClassVar[list[str]] = []
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.begun.append(Path(self.path).name)
+        return super().write_data(plan, planner)
+
+
+def test_saves_are_written_one_after_the_other(tmp_path: Path) -> None:
+    """Two at the same time would mix up their collectives: ranks write at different speeds."""
+    state, held = _state(1), Held(tmp_path / "0")
+    Noting.begun.clear()
+    with RingStager(buffers=4) as stager:
+        responses = [_save(state, tmp_path / "0", stager, storage_writer=held)]
+        for n in (1, 2, 3):
+            responses.append(_save(state, tmp_path / str(n), stager, storage_writer=Noting(tmp_path / str(n))))
+            stager.synchronize()
+        assert held.is_writing.wait(WAIT)
+        time.sleep(0.2)  # a save that did not wait would have begun
+        assert not Noting.begun
+        held.go.set()
+        for response in responses:
+            response.upload_completion.result(WAIT)
+        assert Noting.begun == ["1", "2", "3"]
+
+
+def test_what_is_held_leaves_room_for_other_buffers() -> None:
+    """Memory is let go of, and taken again, only where all buffers are held."""
+    with RingStager(buffers=2) as stager:
+        copies: list[Any] = []
+        for n in range(5):
+            del copies[:-1]
+            copies.append(stager.stage(_state(n)).result(WAIT))
+            assert [float(copy["model"]["w"][0]) for copy in copies] == [float(at) for at in (n - 1, n) if at >= 0]
+        assert stager.allocations == 2
 
 
 def test_a_planner_that_is_used_again_keeps_no_buffer(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import signal
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Looking(RingWriter):
         address = planner.lookup_object(plan.items[0].index).data_ptr()
         is_mapped = int(first, 16) <= address < int(last, 16)
         Path(f"{self.path}.{os.getpid()}").write_text(f"{len(lines)} {is_mapped}")
+        time.sleep(0.2 * self.rank)
         return super().write_data(plan, planner)
 
 
@@ -85,28 +87,33 @@ def _ending_process() -> Any:
 
 
 def _saves(path: str) -> None:
+    """Two under way at once, from when there is no process; then one that the writer stages."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    with _ending_process(), RingStager() as stager:
+    ended: list[tuple[int, bool]] = []
+    with _ending_process(), RingStager(buffers=2) as stager:
+        responses = []
         for n in (1, 2):
-            state = _state(n)
-            response = _save(state, path, async_stager=stager, storage_writer=Looking(path))
+            state, metadata = _state(n), Path(f"{path}{n}", ".metadata")
+            response = _save(state, f"{path}{n}", async_stager=stager, storage_writer=Looking(f"{path}{n}"))
+            response.upload_completion.add_done_callback(lambda _, n=n, at=metadata: ended.append((n, at.exists())))
             stager.synchronize()
             for tensor in state["model"].values():
                 tensor.zero_()
+            responses.append(response)
+        for n, response in enumerate(responses, 1):
             response.upload_completion.result()
             dist.barrier()
-            _assert_holds(path, n)
+            _assert_holds(f"{path}{n}", n)
             dist.barrier()
-        assert stager.allocations == 1
-        note = Path(f"{path}.{_process().pid}")
-        assert note.read_text() == "1 True", "one mapping, in which the tensors lie"
+        assert stager.allocations == 2
+        assert ended == [(1, True), (2, True)]
+        assert Path(f"{path}1.{_process().pid}").read_text() == "1 True", "one mapping, in which the tensors lie"
         _save(_state(3), path, storage_writer=Looking(path)).result()  # the writer stages
         dist.barrier()
         _assert_holds(path, 3)
         dist.barrier()
-        count, is_mapped = note.read_text().split()
-        assert is_mapped == "True" and int(count) <= 2
+        assert Path(f"{path}.{_process().pid}").read_text().endswith(" True")
 
 
 def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:

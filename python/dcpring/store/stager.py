@@ -4,6 +4,9 @@ The calling thread opens the state; a thread of the stager's copies the tensors.
 its own, or hands it to a process. A buffer is written to again when that save is over, which is known in one of two
 ways: nobody refers to what lies in the buffer, or the thread has ended in which DCP asked for the copy. (A planner or
 the traceback of an error may refer to the copy for long after its save.)
+
+DCP's threads are held back until the save before is over. Two that saved at the same time would mix up the collectives
+of one group, and its process in the background takes saves in any order and answers whoever reads first.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.torchside.dcp import (
     background_process_failure,
     forget_background_process,
+    has_background_process,
     is_called_by_executor,
     members_of_process_save,
 )
@@ -89,8 +93,9 @@ class RingStager(AsyncStager):
 
     def _begin(self) -> None:
         self._turns: list[Turn] = []
+        self._line = Line()
         self._last: Future[None] | None = None
-        self._now: Turn | None = None
+        self._now: BackgroundSave | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._process = os.getpid()
         self._let_go = 0
@@ -116,7 +121,7 @@ class RingStager(AsyncStager):
             RuntimeError: the stager is closed.
         """
         try:
-            renew_background_process()
+            is_sent = renew_background_process()
         except CheckpointError as error:  # which DCP shall hand to whoever waits for the save
             failed: Future[Any] = Future()
             failed.set_exception(error)
@@ -125,19 +130,18 @@ class RingStager(AsyncStager):
         opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
-        turn.begin(_UNASKED_SECONDS)
-        self._last = turn.copied
-        staged = StagedFuture(turn)
-        self._executor.submit(_fill, staged, turn, opened)
+        save = (_of_process if is_sent else self._line).join(_UNASKED_SECONDS)
+        staged = StagedFuture(save)
+        self._executor.submit(_fill, staged, turn.buffer, save, opened)
+        turn.save, self._last = save, save.copied
         return staged
 
     def stage_now(self, state_dict: Any) -> Any:
         """The copy, complete. It is valid until the threads that ``saved_here`` has noted for it have ended."""
         turn = self._claim()
         tree = turn.buffer.stage(state_dict, self._frozen)
-        turn.begin(0)
-        turn.copied.set_result(None)
-        self._now = turn
+        turn.save = self._now = BackgroundSave(0)
+        self._now.copied.set_result(None)
         return tree
 
     def saved_here(self) -> None:
@@ -186,10 +190,8 @@ class RingStager(AsyncStager):
             free = next((turn for turn in self._turns if turn.is_free), None)
             if free is not None:
                 return free
-            left = next((turn for turn in self._turns if turn.is_left), None)
-            if left is not None:
-                self._let_go += left.buffer.allocations
-                self._turns.remove(left)
+            if len(self._turns) == self._most:
+                self._let_go_of_one()
             if len(self._turns) < self._most:
                 self._turns.append(Turn(StagingBuffer(self._workers, is_shared=True)))
                 return self._turns[-1]
@@ -203,22 +205,46 @@ class RingStager(AsyncStager):
             time.sleep(pause)
         raise AssertionError
 
+    def _let_go_of_one(self) -> None:
+        left = next((turn for turn in self._turns if turn.is_left), None)
+        if left is not None:
+            self._let_go += left.buffer.allocations
+            self._turns.remove(left)
+
 
 class Turn:
-    """A buffer, and what is known of the save that it holds a copy for.
+    """A buffer, and the save that it holds a copy for."""
+
+    def __init__(self, buffer: StagingBuffer) -> None:
+        self.buffer = buffer
+        self.save = BackgroundSave(0)
+        self.save.copied.set_result(None)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the buffer may be written to."""
+        return self.save.copied.done() and (self.save.needs_no_copy or not self.buffer.is_used)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the buffer is not to be waited for: somebody has the copy, and no save of it will end."""
+        return self.save.copied.done() and self.save.is_nobodys
+
+
+class BackgroundSave:
+    """What is known of the save that a copy is made for.
+
+    Args:
+        patience: seconds in which somebody is expected to save the copy.
+        before: the save that has to be over before this one begins.
 
     Attributes:
         copied: done when the copy is.
     """
 
-    def __init__(self, buffer: StagingBuffer) -> None:
-        self.buffer = buffer
-        self.begin(0)
-        self.copied.set_result(None)
-
-    def begin(self, patience: float) -> None:
-        """A copy is made. Somebody is expected to save it within so many seconds."""
+    def __init__(self, patience: float, before: BackgroundSave | None = None) -> None:
         self.copied: Future[None] = Future()
+        self._before = None if before is None or before.is_over else before
         self._savers: list[threading.Thread] = []
         self._has_failed = self._is_by_hand = False
         self._until = time.monotonic() + patience
@@ -235,20 +261,51 @@ class Turn:
         """Somebody else has the copy, for as long as he likes."""
         self._is_by_hand = True
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the buffer may be written to."""
-        if not self.copied.done():
-            return False
-        savers = list(self._savers)
-        is_saved = bool(savers) and not self._is_by_hand and not any(map(_is_at_work, savers))
-        return self._has_failed or is_saved or not self.buffer.is_used
+    def wait_for_those_before(self) -> None:
+        """Called by the thread that saves the copy."""
+        if self._before is not None:
+            _wait_until(lambda: self._before is None or self._before.is_over)
+            self._before = None
 
     @property
-    def is_left(self) -> bool:
-        """Whether the buffer is not to be waited for: somebody has the copy, and no save of it will end."""
-        is_unasked = not self._savers and time.monotonic() > self._until
-        return self.copied.done() and (self._is_by_hand or is_unasked)
+    def is_over(self) -> bool:
+        """Whether nobody saves the copy, now or later."""
+        return self._is_saved if self._savers else self._has_failed or self.is_nobodys
+
+    @property
+    def needs_no_copy(self) -> bool:
+        """Whether the copy may change, whoever refers to it."""
+        return self._has_failed or (self._is_saved and not self._is_by_hand)
+
+    @property
+    def is_nobodys(self) -> bool:
+        """Whether no thread of DCP's is going to save it, so that nothing tells its end."""
+        return self._is_by_hand or (not self._savers and time.monotonic() > self._until)
+
+    @property
+    def _is_saved(self) -> bool:
+        return bool(self._savers) and not any(map(_is_at_work, list(self._savers)))
+
+
+class Line:
+    """Saves that begin one after the other, in the order of their copies, which is the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._last = BackgroundSave(0)
+
+    def join(self, patience: float) -> BackgroundSave:
+        """The next one."""
+        self._last = BackgroundSave(patience, self._last)
+        return self._last
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last one is."""
+        return self._last.is_over
+
+
+_of_process = Line()
+"""All that DCP's process saves: there is one, for all stagers."""
 
 
 def _is_at_work(thread: threading.Thread) -> bool:
@@ -259,18 +316,18 @@ def _is_at_work(thread: threading.Thread) -> bool:
 class StagedFuture(Future[Any]):
     """A copy in the making, which notes who takes it."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, save: BackgroundSave) -> None:
         super().__init__()
-        self._turn: Turn | None = turn
+        self._save = save
         self._quiet = threading.local()
 
     def result(self, timeout: float | None = None) -> Any:
-        turn = self._turn
-        if turn is not None and not getattr(self._quiet, "is_called_back", False):
+        if not getattr(self._quiet, "is_called_back", False):
             if is_called_by_executor():
-                turn.saved_by(threading.current_thread())
+                self._save.saved_by(threading.current_thread())
+                self._save.wait_for_those_before()
             else:
-                turn.by_hand()
+                self._save.by_hand()
         return super().result(timeout)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], Any]) -> None:
@@ -286,17 +343,17 @@ class StagedFuture(Future[Any]):
         super().add_done_callback(call)
 
 
-def _fill(staged: StagedFuture, turn: Turn, opened: Opened) -> None:
+def _fill(staged: StagedFuture, buffer: StagingBuffer, save: BackgroundSave, opened: Opened) -> None:
     try:
-        tree = turn.buffer.fill(opened)
+        tree = buffer.fill(opened)
     except BaseException as error:
-        turn.failed()
-        turn.copied.set_exception(error)
+        save.failed()
+        save.copied.set_exception(error)
         staged.set_exception(error)
         return
     finally:
         del opened
-    turn.copied.set_result(None)
+    save.copied.set_result(None)
     staged.set_result(tree)
 
 
@@ -319,6 +376,7 @@ def renew_background_process() -> bool:
     members = members_of_process_save()
     if members is None:
         return False
+    _wait_until(lambda: has_background_process() or _of_process.is_over)  # DCP would start one for each save
     failure, rank, what = background_process_failure(), rank_in(), f"dcpring/background/{digest(members)}"
     own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
     word = agree(what, own) or own
@@ -333,6 +391,13 @@ def renew_background_process() -> bool:
     if word != "go":
         forget_background_process()
     return True
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    for pause in _pauses():
+        if is_so():
+            return
+        time.sleep(pause)
 
 
 def _pauses() -> Iterator[float]:

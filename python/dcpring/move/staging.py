@@ -11,9 +11,9 @@ import contextlib
 import copy
 import os
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, setitem
 from typing import Any
 
@@ -134,7 +134,7 @@ class StagingBuffer:
         sources, signs = opened.sources(), opened.signs
         handles = _C.Tensors(sources)
         chosen, same = _in_memory(sources, handles)
-        distinct = [n for n in chosen if n not in same]
+        distinct = [n for n in chosen if n not in same] if same else list(chosen)
         tensors = sources
         if len(distinct) < len(sources):
             tensors = [sources[n] for n in distinct]
@@ -143,7 +143,7 @@ class StagingBuffer:
         hosts, places = self._arena.tensors_for(tensors, handles)
         unchanged = self._unchanged(signs, tensors, hosts, opened.devices)
         mask = _plain_bytes(tensors, handles)
-        others = [n for n, is_plain in enumerate(mask) if not is_plain and n not in unchanged]
+        others = [n for n in compress(range(len(mask)), zeros(mask)) if n not in unchanged]
         self._copy_others(tensors, hosts, others, opened.devices)
         if unchanged:
             mask = bytes(is_plain and n not in unchanged for n, is_plain in enumerate(mask))
@@ -268,14 +268,15 @@ def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
     return bytes(mark and not is_lazy_view(tensor) for mark, tensor in zip(marks, tensors, strict=True))
 
 
-def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[list[int], dict[int, int]]:
+def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[Sequence[int], dict[int, int]]:
     """Which tensors are plain memory, and of those that are the same memory as an earlier one, which."""
     kinds = handles.kinds()
-    elsewhere = [n for n, kind in enumerate(kinds) if kind]
+    elsewhere = list(compress(range(len(kinds)), kinds))
     strange = {n for n in elsewhere if not _is_plain(sources[n])}
     candidates = sorted({*handles.shared(), *elsewhere} - strange)
     same = same_memory({n: sources[n] for n in candidates})
-    return [n for n in range(len(sources)) if n not in strange], same
+    every = range(len(sources))
+    return [n for n in every if n not in strange] if strange else every, same
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -417,7 +418,7 @@ class Opened:
 def _all_like(copies: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     """``_like`` of all, quickly where there is nothing to do."""
     flags, has = list(map(_needs_gradient, sources)), list(map(_needs_gradient, copies))
-    is_same = flags == has and Parameter not in set(map(type, sources))
+    is_same = flags == has and (all(flags) or Parameter not in set(map(type, sources)))
     if is_same and not any(map(_attributes, sources)) and not any(map(_attributes, copies)):
         return copies
     return [made if made is tensor else _like(made, tensor) for made, tensor in zip(copies, sources, strict=True)]

@@ -7,6 +7,7 @@ import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -537,6 +538,29 @@ def test_only_what_lies_on_a_device_takes_pinned_memory(twin: Twin) -> None:
     buffer = StagingBuffer()
     buffer.stage({"cpu": torch.ones(100_000), "device": twin.tensor(torch.ones(256))})
     assert twin.pinned_bytes == 1024 and buffer.size_bytes == 400_000 + 1024
+
+
+def test_pinned_memory_stays_so_when_a_copy_of_it_is_sent(twin: Twin) -> None:
+    """torch would move it to shared memory, for good."""
+    buffer = StagingBuffer(is_shared=True)
+    for n in range(2):
+        state = {"model": {str(k): twin.tensor(torch.full((3,), float(n + k))) for k in range(500)}}
+        staged = buffer.stage(state)
+        sent = bytes(ForkingPickler.dumps(staged))
+        assert len(sent) < 60 * 500, "as columns"
+        assert all(map(twin.is_pinned, staged["model"].values()))
+        received = ForkingPickler.loads(sent)
+        assert all(torch.equal(received["model"][str(k)], torch.full((3,), float(n + k))) for k in range(500))
+    assert buffer.allocations == 1
+
+
+def test_memory_that_has_moved_is_noticed() -> None:
+    """Ordinary memory is moved by torch where it is to be shared."""
+    state, buffer = {"w": torch.ones(1000)}, StagingBuffer()
+    place = buffer.stage(state)["w"].share_memory_().data_ptr()
+    state["w"].fill_(2)
+    staged = buffer.stage(state)["w"]
+    assert torch.equal(staged, state["w"]) and staged.data_ptr() == place
 
 
 def test_where_memory_cannot_be_pinned_it_is_ordinary(

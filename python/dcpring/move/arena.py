@@ -71,7 +71,8 @@ class Arena:
         if self._process != os.getpid():
             self._begin()
         kept = self._kept
-        if kept is None or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
+        has_moved = kept is not None and kept.addresses != _addresses(self._storages())
+        if kept is None or has_moved or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
             self._kept = kept = None  # before memory is taken, so that there are never two
             kept = self._kept = self._made_for(sources, handles.kinds())
         return kept.tensors, kept.handles
@@ -104,13 +105,22 @@ class Arena:
         return [*self._host.storages, *self._pinned.storages]
 
 
+def _addresses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    return [storage.data_ptr() for storage in storages]
+
+
 class _Kept:
-    """Tensors in an arena, and how often each was referred to before anybody else had it."""
+    """Tensors in an arena, and how often each was referred to before anybody else had it.
+
+    Attributes:
+        addresses: of the memory, which torch moves where a tensor in it goes to a process that cannot map it.
+    """
 
     def __init__(self, tensors: list[Tensor], kinds: bytes, storages: Sequence[torch.UntypedStorage]) -> None:
         self.tensors, self.kinds = tensors, kinds
         self.held: dict[int, Held] = {}
         self.handles = _C.Tensors(tensors)
+        self.addresses = _addresses(storages)
         self._references, self._uses = self._count(storages)
 
     def is_used(self, storages: Sequence[torch.UntypedStorage]) -> bool:
@@ -195,7 +205,7 @@ class _Host(_Memory):
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__()
-        self._take = _shared_bytes if is_shared else ordinary_memory
+        self._take = shared_bytes if is_shared else ordinary_memory
 
     def _find(self, sizes: list[int]) -> bool:
         self.places, total = [], 0
@@ -216,7 +226,7 @@ class _Host(_Memory):
                 _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
 
 
-def _shared_bytes(size: int) -> Tensor:
+def shared_bytes(size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:

@@ -1,7 +1,8 @@
 """A copy of a state on its way to another process, which maps its memory.
 
-torch sends tensors one by one, some 70 microseconds each. Here those that lie plainly in shared memory go as columns,
-with each storage once; whatever else a state has goes as torch sends it.
+torch sends tensors one by one, some 70 microseconds each. Here those that are plain memory go as columns, with each
+storage once; whatever else a state has goes as torch sends it. A storage that other processes cannot map, as pinned
+memory, is copied to one that they can. torch would move it there, and it would be pinned no more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpring.move.arena import shared_bytes
 from dcpring.torchside.tensors import PLAIN_TYPES, frozen_parameter, is_frozen
 
 
@@ -44,7 +46,7 @@ class _Sent:
         self.keys: list[Any] = []
         self.storages: list[torch.UntypedStorage] = []
         self.columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
-        self._numbers: dict[int, int | None] = {}
+        self._numbers: dict[int, int] = {}
 
     def without(self, value: Any) -> Any:
         """The tree with None in the place of what is sent by columns."""
@@ -64,18 +66,22 @@ class _Sent:
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu or tensor.__dict__:
             return False
         storage = tensor.untyped_storage()
+        if tensor.is_neg() or tensor.is_conj() or not tensor.is_leaf:
+            return False
         number = self._numbers.get(storage.data_ptr(), -1)
         if number == -1:
-            number = self._numbers[storage.data_ptr()] = len(self.storages) if storage.is_shared() else None
-            if number is not None:
-                self.storages.append(storage)
-        if number is None or tensor.is_neg() or tensor.is_conj() or not tensor.is_leaf:
-            return False
+            number = self._numbers[storage.data_ptr()] = len(self.storages)
+            self.storages.append(storage if storage.is_shared() else _shared(storage))
         layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         about = *layout, tensor.requires_grad, is_frozen(tensor)
         for column, entry in zip(self.columns, (number, *about), strict=True):
             column.append(entry)
         return True
+
+
+def _shared(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copied = shared_bytes(storage.nbytes())
+    return copied.copy_(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
 
 
 def _received(

@@ -57,11 +57,25 @@ class Chunks:
         table = self.table.encode()
         return b"".join((len(table).to_bytes(8, "little"), table, self.storage.encode()))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _chunks_of, (self.index(), self.mappings)
+
     def load(self) -> Metadata:
         with collection_paused():
             metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now
             restore_strides(metadata)
         return metadata
+
+
+def _decoded(tables: bytes | memoryview) -> tuple[_C.Table, _C.StorageIndex]:
+    """Of what ``Chunks.index`` has made. Raises ValueError."""
+    size = int.from_bytes(tables[:8], "little")
+    return _C.decode_table(tables[8 : 8 + size]), _C.decode_storage_index(tables[8 + size :])
+
+
+def _chunks_of(tables: bytes, mappings: bool) -> Chunks:
+    table, storage = _decoded(tables)
+    return Chunks(table, mappings, storage)
 
 
 _TABLE_MAGIC, _PLACES_MAGIC = b"DRT\x01", b"DRP\x01"
@@ -82,11 +96,7 @@ class StoredChunks(Chunks):
 
     def __init__(self, parts: Parts, path: Path, trusted: Trust, safe_globals: Sequence[Any]) -> None:
         try:
-            size = int.from_bytes(parts.tables[:8], "little")
-            table, storage = (
-                _C.decode_table(parts.tables[8 : 8 + size]),
-                _C.decode_storage_index(parts.tables[8 + size :]),
-            )
+            table, storage = _decoded(parts.tables)
         except ValueError as error:
             raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
         if len(table) != len(storage):

@@ -107,7 +107,7 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
                 raise CorruptCheckpointError(
                     f"{name!r} is {whole.dtype}, and there is no {_renamed(name, FLOAT8_CODES, FLOAT8_SCALE)!r} by "
                     "which it is to be scaled; RingHFReader loads it as it is stored",
-                    str(model.directory / part.file),
+                    str(model.files.directory / part.file),
                 )
             found[name] = places[part.file, part.stored.begin]  # another name of the same tensor
     return found
@@ -130,7 +130,7 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
     try:
         found = _mxfp4(first.stored, second.stored) if is_mxfp4 else _float8(first.stored, second.stored, block_size)
     except ValueError as error:
-        path = str(model.directory / second.file)
+        path = str(model.files.directory / second.file)
         raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
     return Quantised(first, second, scales, found.shape, dtype, found.block, found.per_byte)
 

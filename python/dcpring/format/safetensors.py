@@ -299,6 +299,13 @@ def rank_of_shard(name: str) -> int | None:
     return int(match[1]) - 1 if match else None
 
 
+def may_be_several(path: Path) -> bool:
+    """Whether a path leads to more than one file, as far as names tell."""
+    if path.is_dir():
+        return not (path / MODEL_NAME).exists() and len(os.listdir(path)) > 1
+    return path.name.endswith(".json")
+
+
 def _is_shard(path: Path) -> bool:
     return path.suffix == SUFFIX and SHARDING in read_header(path.resolve()).notes
 
@@ -344,24 +351,18 @@ class Whole(NamedTuple):
     parts: list[Shard]
 
 
-class Model(NamedTuple):
-    """What files of a directory hold, of which all that headers and index say has been checked.
+class Files(NamedTuple):
+    """The files of a model.
 
     Attributes:
-        path: the file, the index, or the directory of shards.
-        directory: in which the files are.
-        tensors: by name, tied ones under each of their names.
-        notes: of the files, but for what they say of their tensors.
-        headers: of the files, by their names.
-        links: where the files really lie; empty where no file is a link. Hubs' caches hold links to files elsewhere,
-            and it was the user who named them.
+        directory: in which they are.
+        versions: of each, by its name.
+        links: where they really lie; empty where none is a link. Hubs' caches hold links to files elsewhere, and it
+            was the user who named them.
     """
 
-    path: Path
     directory: Path
-    tensors: dict[str, Whole]
-    notes: dict[str, str]
-    headers: dict[str, Header]
+    versions: dict[str, tuple[int, int]]
     links: dict[str, str]
 
     @contextlib.contextmanager
@@ -372,10 +373,28 @@ class Model(NamedTuple):
         self._check_versions()
 
     def _check_versions(self) -> None:
-        for name, header in self.headers.items():
+        for name, version in self.versions.items():
             path = self.directory / name
-            if not path.exists() or _version_of(path.stat()) != header.version:
+            if not path.exists() or _version_of(path.stat()) != version:
                 raise CorruptCheckpointError("it was written anew after its header was read; load it again", str(path))
+
+
+class Model(NamedTuple):
+    """What files of a directory hold, of which all that headers and index say has been checked.
+
+    Attributes:
+        path: the file, the index, or the directory of shards.
+        files: in which it lies.
+        tensors: by name, tied ones under each of their names.
+        notes: of the files, but for what they say of their tensors.
+        begins: of the data in each file.
+    """
+
+    path: Path
+    files: Files
+    tensors: dict[str, Whole]
+    notes: dict[str, str]
+    begins: dict[str, int]
 
 
 def read_model(path: Path) -> Model:
@@ -404,7 +423,9 @@ def read_model(path: Path) -> Model:
         for name, text in header.notes.items()
         if name not in (CRCS, *OF_SHARDS) and name not in header.tied
     }
-    return Model(path, directory, tensors, notes, headers, _links(directory, names))
+    versions = {name: header.version for name, header in headers.items()}
+    files = Files(directory, versions, _links(directory, names))
+    return Model(path, files, tensors, notes, {name: header.begin for name, header in headers.items()})
 
 
 def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[bytes, os.stat_result]]:

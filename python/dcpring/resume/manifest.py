@@ -6,6 +6,7 @@ programs; their components are the first parts of the names, and models may lie 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pickle
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from dcpring.base.joint import Joint
 from dcpring.base.text import ranks
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.lazy import LazyMetadata
@@ -86,8 +88,12 @@ class OnceReader(RingReader):
 
     Each load gets lazy metadata anew: to look at it costs it the tables by which RingLoadPlanner plans. What a load
     leaves out is for another one: nothing is said of it.
+
+    Attributes:
+        joint: an operation of all ranks that load, within which the metadata is read; None: this one is alone.
     """
 
+    joint: Joint | None = None
     _kept: Metadata | None = None  # of which each load gets a run of its own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +111,9 @@ class OnceReader(RingReader):
         took = time.perf_counter() - self._started
         told = Metrics("load", str(self.path), size, took, 1, rank, busy)
         tell(told, self.metrics, is_logged=rank == 0)
+
+    def _operation(self, is_shared: bool) -> contextlib.AbstractContextManager[Joint | None]:
+        return contextlib.nullcontext(self.joint if is_shared else None)
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         if self._kept is None:

@@ -221,6 +221,7 @@ def _load(
     share: Share,
 ) -> KeyDiff:
     model = target.model
+    reader.joint = joint
     metadata = reader.read_metadata()
     if key_map is not None:
         names = match_names(KeyMap(key_map), list(target.state), list(metadata.state_dict_metadata))

@@ -171,7 +171,7 @@ class Contents(Mapping[str, Entry]):
     @functools.cached_property
     def inputs(self) -> Inputs:
         """These files, which stay open from the first reading on."""
-        return Inputs(str(self.directory), list(self.files), self.model.links if self.model else None)
+        return Inputs(str(self.directory), list(self.files), self.model.files.links if self.model else None)
 
     def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """A part of a tensor, in CPU memory.
@@ -381,7 +381,7 @@ def open_contents(
 
 def _contents_of_model(model: Model, options: IOOptions) -> Contents:
     entries = as_old(lambda: _entries_of_tables(chunks_of(model)))
-    return Contents(model.directory, model.path, None, "", entries, options, model=model)
+    return Contents(model.files.directory, model.path, None, "", entries, options, model=model)
 
 
 def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:

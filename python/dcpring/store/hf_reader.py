@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHugg
 
 from dcpring.errors import CheckpointError
 from dcpring.format.quantised import BLOCK_SIZE
-from dcpring.format.safetensors import Model, is_safetensors, read_model
+from dcpring.format.safetensors import is_safetensors
 from dcpring.store.reader import RingReader
 
 __all__ = ["RingHFReader", "RingQuantizedHFReader"]
@@ -41,12 +41,12 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
         super().__init__(path, **options)
         self.thread_count = thread_count
 
-    def _find_model(self, path: Path) -> Model:
+    def _is_model(self, path: Path) -> bool:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
         if not is_safetensors(path):
             raise CheckpointError(f"{path} holds no safetensors; RingReader reads checkpoints of DCP")
-        return read_model(path)
+        return True
 
 
 class RingQuantizedHFReader(RingHFReader, QuantizedHuggingFaceStorageReader):

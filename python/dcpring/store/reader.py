@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from torch.futures import Future
 
 from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
+from dcpring.base.joint import Joint
 from dcpring.base.text import ranges
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
@@ -31,8 +33,8 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
-from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised, find_quantised
-from dcpring.format.safetensors import Model, read_model
+from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
+from dcpring.format.safetensors import Files, may_be_several
 from dcpring.format.unpickler import Trust
 from dcpring.move.load.handon import exchange_of
 from dcpring.move.load.loader import Loader
@@ -45,8 +47,10 @@ from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tenso
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
-from dcpring.store.safetensors import chunks_of, is_model
+from dcpring.store.headers import Headers, meeting, read_headers, read_once
+from dcpring.store.safetensors import is_model
 from dcpring.torchside.dcp import drops_metadata_errors
+from dcpring.torchside.groups import group_inside_dcp
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
@@ -63,7 +67,7 @@ class _Loads(threading.local):
         run: what its planner knows of it, too.
         metadata: of the checkpoint, as DCP has it.
         storage_data: where items are stored; None until somebody asks.
-        model: what files of safetensors hold, of which the metadata was made; None for a checkpoint of DCP's.
+        files: of safetensors, of whose headers the metadata was made; None for a checkpoint of DCP's.
         quantised: its tensors that are made of others.
         problem: why there is no metadata, where DCP would not say.
     """
@@ -73,7 +77,7 @@ class _Loads(threading.local):
         self.run.phases.join(False)
         self.metadata: Metadata | None = None
         self.storage_data: dict[MetadataIndex, Any] | None = None
-        self.model: Model | None = None
+        self.files: Files | None = None
         self.quantised: dict[str, Quantised] = {}
         self.problem = ""
 
@@ -224,13 +228,12 @@ class RingReader(FileSystemReader):
         return metadata
 
     def _find_metadata(self, rank: int | None) -> Metadata:
-        directory = Path(self.path)
-        self._load.model = self._find_model(directory)
-        if self._load.model is not None:
-            about = StorageMeta(checkpoint_id=self.path)
-            self._load.quantised = self._find_quantised(self._load.model)
-            chunks = chunks_of(self._load.model, self._load.quantised)
-            return LazyMetadata(source=chunks, storage_meta=about)
+        directory, load = Path(self.path), self._load
+        load.files, load.quantised = None, {}
+        if self._is_model(directory):
+            found = self._read_headers(directory, rank is None and may_be_several(directory))
+            load.files, load.quantised = found.files, found.quantised
+            return LazyMetadata(source=found.chunks, storage_meta=StorageMeta(checkpoint_id=self.path))
         if rank is None:
             refuse_stale(directory)
             path = directory / METADATA_NAME
@@ -240,13 +243,18 @@ class RingReader(FileSystemReader):
             path = directory / layout.rank_metadata_name(rank)
         return self._read_metadata(path)
 
-    def _find_model(self, path: Path) -> Model | None:
-        """The safetensors that a path leads to; None where it is a checkpoint of DCP's."""
-        return read_model(path) if is_model(path) else None
+    def _is_model(self, path: Path) -> bool:
+        """Whether a path leads to safetensors, and not to a checkpoint of DCP's."""
+        return is_model(path)
 
-    def _find_quantised(self, model: Model) -> dict[str, Quantised]:
-        """Tensors of a model that are to be dequantised, by name."""
-        return {} if self.dequantize is None else find_quantised(model, self.dequantize, self.block_size)
+    def _read_headers(self, path: Path, is_shared: bool) -> Headers:
+        read = functools.partial(read_headers, path, self.dequantize, self.block_size)
+        with self._operation(is_shared) as joint:
+            return read() if joint is None else read_once(joint, read)
+
+    def _operation(self, is_shared: bool) -> contextlib.AbstractContextManager[Joint | None]:
+        """Of all ranks that load, to read headers once; None where every rank is to do so."""
+        return meeting(group_inside_dcp() if is_shared else None)
 
     def _read_metadata(self, path: Path) -> Metadata:
         try:
@@ -315,10 +323,10 @@ class RingReader(FileSystemReader):
         load = self._load
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
-        model = load.model
+        files = load.files
         loader = Loader(
             planner,
-            path=str(self.path if model is None else model.directory),
+            path=str(self.path if files is None else files.directory),
             transforms=self.transforms,
             options=self.options,
             trusted=self.trusted,
@@ -327,12 +335,12 @@ class RingReader(FileSystemReader):
             rank=self._rank(),
             casts=self.policy.casts,
             run=load.run,
-            links=None if model is None else model.links,
+            links=None if files is None else files.links,
             quantised={each.place: each for each in load.quantised.values()},
         )
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
-        with load.run.meter, contextlib.nullcontext() if model is None else model.unchanged():
+        with load.run.meter, contextlib.nullcontext() if files is None else files.unchanged():
             self._read(loader, plan, planner)
         stats.seconds = time.perf_counter() - started
         load.run.read(stats)

@@ -77,14 +77,29 @@ def group_of_caller() -> dist.ProcessGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    wrapper = _wrapper_of_caller()
+    return dist.group.WORLD if wrapper is None else _group_of(wrapper)
+
+
+def group_inside_dcp() -> dist.ProcessGroup | None:
+    """The same; None if none is calling."""
+    wrapper = _wrapper_of_caller() if dist.is_available() and dist.is_initialized() else None
+    return None if wrapper is None else _group_of(wrapper)
+
+
+def _group_of(wrapper: Any) -> dist.ProcessGroup | None:
+    return (getattr(wrapper, "group", None) or dist.group.WORLD) if wrapper.use_dist else None
+
+
+def _wrapper_of_caller() -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
             wrapper = frame.f_locals.get("distW")
             if wrapper is not None:
-                return (getattr(wrapper, "group", None) or dist.group.WORLD) if wrapper.use_dist else None
+                return wrapper
         frame = frame.f_back
-    return dist.group.WORLD
+    return None
 
 
 def members_of_caller() -> list[int]:

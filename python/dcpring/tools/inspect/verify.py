@@ -265,7 +265,7 @@ class _Records:
         files = list(self._files)
         if not files:
             return
-        links = self._model.links if self._model else None
+        links = self._model.files.links if self._model else None
         with contextlib.closing(Inputs(str(self._directory), files, links)) as inputs:
             problems, left, unkept, repeated, _ = _C.verify(inputs.core, self._items, self._report.quick, options)
         for index, offset, length, what, err, crcs in problems:
@@ -279,7 +279,7 @@ class _Records:
 
     def _unknown_bytes(self, files: list[str]) -> Iterator[str]:
         """Files that hold more than their records, and their headers."""
-        known = [self._model.headers[name].begin if self._model else 0 for name in files]
+        known = [self._model.begins[name] if self._model else 0 for name in files]
         for file, _, _, length, *_ in self._items:
             known[file] += length
         for name, size in zip(files, known, strict=True):

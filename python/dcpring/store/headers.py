@@ -1,0 +1,106 @@
+"""Headers of safetensors, as a load needs them: read by one rank of each host, and handed on to the others there.
+
+A model of many files costs each rank an open for each, and the time to make tables of what they say. Where all ranks of
+a group load, one of each host does so, and puts the tables into memory that the others map. They are in step there:
+what is wrong is the same error on all (``base.joint``). Where not all come, or memory cannot be shared, all read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dcpring.base import groups, shared_memory
+from dcpring.base.files import new_tag
+from dcpring.base.joint import GroupChannel, Joint, joined
+from dcpring.format.lazy import Chunks
+from dcpring.format.quantised import Quantised, find_quantised
+from dcpring.format.safetensors import Files, read_model
+from dcpring.store.safetensors import chunks_of
+
+logger = logging.getLogger("dcpring")
+
+MEET_SECONDS = 10.0
+"""How long ranks wait for all to come. One that comes later costs only the sharing."""
+
+
+class Headers(NamedTuple):
+    """What a load knows of a model.
+
+    Attributes:
+        files: that hold it.
+        chunks: its tables.
+        quantised: its tensors that are made of others, by name.
+    """
+
+    files: Files
+    chunks: Chunks
+    quantised: dict[str, Quantised]
+
+
+def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) -> Headers:
+    """What a path leads to; raises as ``read_model`` does.
+
+    Args:
+        dequantize: what is made of quantised tensors; None: they are as they are stored.
+        block_size: as for ``find_quantised``.
+    """
+    model = read_model(path)
+    quantised = {} if dequantize is None else find_quantised(model, dequantize, block_size)
+    return Headers(model.files, chunks_of(model, quantised), quantised)
+
+
+@contextlib.contextmanager
+def meeting(group: dist.ProcessGroup | None) -> Iterator[Joint | None]:
+    """An operation of all ranks of a group that begin it at about the same time; None where they do not."""
+    if group is None or dist.get_world_size(group) == 1:
+        yield None
+        return
+    members = dist.get_process_group_ranks(group)
+    try:
+        groups.assemble(f"dcpring/headers/{groups.digest(members)}", len(members), MEET_SECONDS)
+    except TimeoutError as error:
+        logger.warning("every rank reads all headers for itself, as not all have come to share them: %s", error)
+        yield None
+    else:
+        with joined(Joint(GroupChannel(group), "read headers")) as joint:
+            yield joint
+
+
+def read_once(joint: Joint, read: Callable[[], Headers]) -> Headers:
+    """What one rank of each host reads, on all its ranks."""
+    own = groups.host_id(), new_tag()
+    told = joint.gather("hosts", own)
+    if len(told) == len({host for host, _ in told}):
+        return read()
+    reader = next(rank for rank, (host, _) in enumerate(told) if host == own[0])
+    found, word, size, descriptor = None, "", 0, -1
+    try:
+        if told[reader] == own:
+            found = read()
+            with contextlib.suppress(OSError):
+                descriptor, word, size = _put(pickle.dumps(found))
+        word, size = joint.gather("headers", (word, size))[reader]
+        with contextlib.suppress(OSError, ValueError):
+            found = found or pickle.loads(shared_memory.open_word(word, size))
+        joint.settle("taken")
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return found or read()
+
+
+def _put(data: bytes) -> tuple[int, str, int]:
+    descriptor, word = shared_memory.create(len(data))
+    with mmap.mmap(descriptor, len(data)) as memory:
+        memory[:] = data
+    return descriptor, word, len(data)

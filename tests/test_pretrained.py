@@ -326,6 +326,26 @@ def test_nothing_gives_values(tmp_path: Path) -> None:
     assert model[0].table.tolist() == [0, 1, 2] and model[0].weight.tolist() == [1, 1, 1]
 
 
+class Part(nn.Module):
+    """A model that may be a part of another, and knows the first values of its own modules only."""
+
+    def __init__(self, number: float, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.number, self.inner, self.part = number, Strange(), part
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Strange):
+            module.table.fill_(self.number)
+
+
+def test_parts_give_their_own_values(tmp_path: Path) -> None:
+    save_file({"inner.weight": torch.ones(3), "part.inner.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model: Any = Part(1.0, Part(2.0))
+    load_pretrained(model, tmp_path)
+    assert model.inner.table.tolist() == [1, 1, 1] and model.part.inner.table.tolist() == [2, 2, 2]
+
+
 def test_a_new_head(path: Path) -> None:
     with torch.device("meta"):
         model = Net()

@@ -7,6 +7,7 @@ left out: then names do not match, and the error says which.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -23,41 +24,72 @@ class Conversion(NamedTuple):
 
     Attributes:
         rules: from the model's tensors to stored ones.
-        to_model: from stored names to those that the rules make; None where they are the same.
-        to_stored: the reverse.
+        names: of a load: from stored names to those that the rules make; of a save, the reverse. None where they are
+            the same.
+        note: tells transformers, after a load, how the model was stored, so that it is saved alike.
     """
 
     rules: Sequence[Rearrange] = ()
-    to_model: Callable[[str], str] | None = None
-    to_stored: Callable[[str], str] | None = None
+    names: Callable[[str], str] | None = None
+    note: Callable[[], None] = lambda: None
 
 
-def conversion_of(model: nn.Module, state: Mapping[str, Any]) -> Conversion:
-    """How transformers stores a model; if it is none of its own, as it is.
+def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Iterable[str]) -> Conversion:
+    """How transformers finds a model's tensors among those that are stored; if it is none of its own, as they are.
+
+    Args:
+        state: its tensors by their names.
+        stored: the names there are. Tensors that are stored as the model has them are left alone.
+    """
+    own, table = _known(model)
+    if own is None:
+        return Conversion()
+    known = table(own)
+    names = _renamed_by([each for each in known if not hasattr(each, "operations")])
+    there = set(stored if names is None else map(names, stored))
+    fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
+    converters = [each for each in known if hasattr(each, "operations")]
+
+    def note() -> None:
+        for name in there:
+            for each in converters:
+                each.rename_source_key(name)
+        own._weight_conversions = [each for each in known if getattr(each, "was_used", lambda: True)()]
+
+    return Conversion([*_rules(((each, each.reverse_transform()) for each in converters), fused)], names, note)
+
+
+def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> Conversion:
+    """How ``save_pretrained`` stores a model: as it was when it was loaded, or else as files of its kind are.
 
     Args:
         state: its tensors by their names.
     """
-    library = sys.modules.get("transformers")
-    mapping = getattr(sys.modules.get("transformers.conversion_mapping"), "get_model_conversion_mapping", None)
-    if library is None or mapping is None:
-        return Conversion()
-    own = next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None)
+    own, table = _known(model)
     if own is None:
         return Conversion()
-    known = mapping(own, add_legacy=False)
-    reverse = [each.reverse_transform() for each in reversed(known)]
-    renaming = [each for each in mapping(own) if not hasattr(each, "operations")]
-    reverse_renaming = [each for each in reverse if not hasattr(each, "operations")]
-    converters = [(each, each.reverse_transform()) for each in known if hasattr(each, "operations")]
+    known = getattr(own, "_weight_conversions", None)
+    if known is None:  # without what hubs' files may have before all names, or not
+        known = [each for each in table(own, add_legacy=False) if type(each).__name__ != "PrefixChange"]
+    reverse = [(each, each.reverse_transform()) for each in reversed(known)]
+    tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     return Conversion(
-        [*_rules(converters, {name: one for name, one in state.items() if isinstance(one, Tensor)})],
-        _renamed_by(renaming),
-        _renamed_by(reverse_renaming),
+        [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors)],
+        _renamed_by([back for each, back in reverse if not hasattr(each, "operations")]),
     )
 
 
+def _known(model: nn.Module) -> tuple[Any, Any]:
+    """The model of transformers in it, and transformers' table of conversions; None where there is none."""
+    library = sys.modules.get("transformers")
+    table = getattr(sys.modules.get("transformers.conversion_mapping"), "get_model_conversion_mapping", None)
+    if library is None or table is None:
+        return None, None
+    return next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None), table
+
+
 def _renamed_by(transforms: Sequence[Any]) -> Callable[[str], str] | None:
+    @functools.cache
     def renamed(name: str) -> str:
         for transform in transforms:
             name = transform.rename_source_key(name)[0]

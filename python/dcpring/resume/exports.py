@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dcpring.errors import CheckpointError
 from dcpring.plan.rearrange import rearranged_by
 from dcpring.resume.components import Component, ModelState
-from dcpring.resume.conversions import conversion_of
+from dcpring.resume.conversions import conversion_of_save
 from dcpring.store.hf_writer import RingHFWriter
 
 Format = Literal["hf"]
@@ -68,9 +68,9 @@ def exports_of(
     found = []
     for name, component in models.items():
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
-        known = conversion_of(component.whole, tensors)
+        known = conversion_of_save(component.whole, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
-        writer = RingHFWriter(path, **{"key_map": known.to_stored, **options})
+        writer = RingHFWriter(path, **{"key_map": known.names, **options})
         found.append(Export(component.whole, rearranged_by(tensors, known.rules)[0], writer))
     return found
 

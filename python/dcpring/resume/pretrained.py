@@ -34,7 +34,7 @@ from dcpring.names.wrapping import model_keys
 from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
 from dcpring.plan.sharing import Share
 from dcpring.resume import backend
-from dcpring.resume.conversions import conversion_of
+from dcpring.resume.conversions import conversion_of_load, conversion_of_save
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.store.hf_writer import RingHFWriter
@@ -85,7 +85,8 @@ def load_pretrained(
         unexpected: what the files have and the model does not: "log" (at INFO), "warn", "error" or "ignore".
         initialize: gives a module its first values; called, before the load, for each module with tensors on ``meta``
             that are in no file, because they may be missing, or are buffers that no ``state_dict()`` has. None: the
-            model's own ``_init_weights`` (transformers), else the module's ``reset_parameters``.
+            model's own ``_init_weights`` (transformers; that of the part that the module is in, where the parts of a
+            model have each their own), else the module's ``reset_parameters``.
         process_group: the ranks; None for all.
         share: how the ranks of a host hand on what they read, as for ``RingLoadPlanner``.
         reader_options: for ``RingReader``. ``dequantize`` is float32 here if not given, which is then cast to the
@@ -111,13 +112,18 @@ def load_pretrained(
                     "huggingface_hub.snapshot_download"
                 )
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
+            reader.joint = joint
             state = backend.get_model_state_dict(model)
-            known = conversion_of(model, state)
+            known = conversion_of_load(model, state, reader.read_metadata().state_dict_metadata)
             rules = known.rules if rearrange is None else rearrange
             target = _Target(model, rules, _rearranged(joint, state, rules))
-            if key_map is None and known.to_model is not None:
-                key_map = _names_kept(known.to_model, target.state)
-            return _load(joint, target, reader, policy, key_map, device, initialize, share)
+            names = key_map
+            if key_map is None and known.names is not None:
+                names = _names_kept(known.names, target.state)
+            diff = _load(joint, target, reader, policy, names, device, initialize, share)
+            if key_map is None and rearrange is None:
+                known.note()
+            return diff
     finally:
         ranks.close()
 
@@ -153,8 +159,8 @@ def save_pretrained_weights(
     try:
         with ranks.operation("save_pretrained_weights") as joint:
             state = backend.get_model_state_dict(model)
-            known = conversion_of(model, state)
-            writer = RingHFWriter(path, key_map=known.to_stored if key_map is None else key_map, **options)
+            known = conversion_of_save(model, state)
+            writer = RingHFWriter(path, key_map=known.names if key_map is None else key_map, **options)
             stored = _rearranged(joint, state, known.rules if rearrange is None else rearrange)
     finally:
         ranks.close()
@@ -221,7 +227,6 @@ def _load(
     share: Share,
 ) -> KeyDiff:
     model = target.model
-    reader.joint = joint
     metadata = reader.read_metadata()
     if key_map is not None:
         names = match_names(KeyMap(key_map), list(target.state), list(metadata.state_dict_metadata))
@@ -305,9 +310,10 @@ def _bare_modules(
     """
     keys = model_keys(model).slots
     filled = {id(one) for one, slots in keys.items() if any(not stored.isdisjoint(names) for names in slots)}
-    methods = (getattr(module, "_init_weights", None) for module in model.modules())
-    own: Initialize | None = next(filter(callable, methods), None)
+    methods: dict[str, Initialize | None] = {"": None}  # by path, of the module or the next one around it
     for path, module in model.named_modules():
+        own = getattr(module, "_init_weights", None)
+        methods[path] = own = own if callable(own) else methods[path.rpartition(".")[0]]
         bare = [name for name, one in modules.tensors(module) if one.is_meta and id(one) not in filled]
         make = given or own or (_reset if hasattr(module, "reset_parameters") else None)
         if bare and make is None:

@@ -1,0 +1,98 @@
+"""Names in files that ``load_pretrained`` takes and ``save_pretrained_weights`` writes: those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPConfig,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+import dcpring
+
+TEXT = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SEEN = {key: value for key, value in TEXT.items() if key != "vocab_size"} | {"image_size": 28, "patch_size": 14}
+PREFIX = "vision_tower.", "vision_tower.vision_model."
+"""Of the names in a LLaVA from scratch, and in those on hubs."""
+
+
+def kinds(kind: str) -> tuple[Any, Any]:
+    if kind == "clip":
+        return AutoModel, CLIPConfig(text_config=TEXT, vision_config=SEEN, projection_dim=32)
+    if kind == "llava":
+        parts = {"vision_config": CLIPVisionConfig(**SEEN), "text_config": LlamaConfig(**TEXT)}
+        return AutoModelForImageTextToText, LlavaConfig(**parts, image_token_index=100)
+    if kind == "mixtral":
+        return AutoModelForCausalLM, MixtralConfig(**TEXT, num_local_experts=4, num_key_value_heads=2)
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return AutoModelForCausalLM, Qwen3MoeConfig(**TEXT, **few, num_key_value_heads=2, head_dim=8)
+
+
+def made(kind: str, device: str = "cpu") -> Any:
+    auto, config = kinds(kind)
+    with torch.device(device):
+        return auto.from_config(config)
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for part in found for name, tensor in part.items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral"))
+def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
+    model, loaded = made(kind), made(kind, "meta")
+    model.save_pretrained(tmp_path / "theirs")
+    assert not dcpring.load_pretrained(loaded, tmp_path / "theirs")
+    assert_same(dict(loaded.named_buffers()), dict(model.named_buffers()))
+    for number, each in enumerate((model, loaded)):
+        dcpring.save_pretrained_weights(each, tmp_path / str(number))
+        assert_same(files_of(tmp_path / str(number)), files_of(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("storage", ("safetensors", "DCP"))
+@pytest.mark.parametrize("kind", ("mixtral", "qwen"))
+def test_stored_as_the_model_has_them(tmp_path: Path, kind: str, storage: str) -> None:
+    """Experts that are fused in the files too, as ``dcp.save`` of a model's state dict leaves them."""
+    model, loaded = made(kind), made(kind, "meta")
+    state = dcpring.get_model_state_dict(model)
+    writer: Any = dcpring.RingHFWriter(tmp_path) if storage == "safetensors" else dcpring.RingWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, planner=dcpring.RingSavePlanner(), no_dist=True)
+    assert not dcpring.load_pretrained(loaded, tmp_path)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def test_what_a_hub_has(tmp_path: Path) -> None:
+    """Names of older files are kept by a save after a load, as by ``from_pretrained`` and ``save_pretrained``."""
+    made("llava").save_pretrained(tmp_path / "new")
+    (tmp_path / "hub").mkdir()
+    tensors = {name.replace(*PREFIX): tensor for name, tensor in files_of(tmp_path / "new").items()}
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(kinds("llava")[1].to_dict()))
+    theirs, ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "hub"), made("llava", "meta")
+    assert not dcpring.load_pretrained(ours, tmp_path / "hub")
+    assert_same(ours.state_dict(), theirs.state_dict())
+    for number, each in enumerate((theirs, ours)):
+        dcpring.save_pretrained_weights(each, tmp_path / f"{number}")
+        each.save_pretrained(tmp_path / f"{number} by itself")
+        assert_same(files_of(tmp_path / f"{number}"), tensors)
+        assert_same(files_of(tmp_path / f"{number} by itself"), tensors)

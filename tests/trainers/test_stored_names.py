@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -67,6 +68,19 @@ def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     for number, each in enumerate((model, loaded)):
         dcpring.save_pretrained_weights(each, tmp_path / str(number))
         assert_same(files_of(tmp_path / str(number)), files_of(tmp_path / "theirs"))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_model_whose_class_fsdp_has_changed(tmp_path: Path) -> None:
+    """transformers goes by the names of classes."""
+    model, loaded = made("llava"), made("llava", "meta")
+    model.save_pretrained(tmp_path / "theirs")
+    fully_shard(loaded.model.vision_tower)
+    fully_shard(loaded)
+    assert not dcpring.load_pretrained(loaded, tmp_path / "theirs")
+    dcpring.save_pretrained_weights(loaded, tmp_path / "ours")
+    assert_same(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
+    assert isinstance(loaded, FSDPModule) and isinstance(loaded.model.vision_tower, FSDPModule)
 
 
 @pytest.mark.parametrize("storage", ("safetensors", "DCP"))

@@ -7,14 +7,16 @@ left out: then names do not match, and the error says which.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dcpring.plan.rearrange import Rearrange
 
@@ -44,7 +46,8 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Itera
     own, table = _known(model)
     if own is None:
         return Conversion()
-    known = table(own)
+    with _classes_before_fsdp(own):
+        known = table(own)
     names = _renamed_by([each for each in known if not hasattr(each, "operations")])
     there = set(stored if names is None else map(names, stored))
     fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
@@ -70,7 +73,8 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> Conversion
         return Conversion()
     known = getattr(own, "_weight_conversions", None)
     if known is None:  # without what hubs' files may have before all names, or not
-        known = [each for each in table(own, add_legacy=False) if type(each).__name__ != "PrefixChange"]
+        with _classes_before_fsdp(own):
+            known = [each for each in table(own, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     reverse = [(each, each.reverse_transform()) for each in reversed(known)]
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     return Conversion(
@@ -86,6 +90,20 @@ def _known(model: nn.Module) -> tuple[Any, Any]:
     if library is None or table is None:
         return None, None
     return next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None), table
+
+
+@contextlib.contextmanager
+def _classes_before_fsdp(model: nn.Module) -> Iterator[None]:
+    """Within, modules have the classes that ``fully_shard`` has replaced: transformers goes by their names."""
+    sharded: list[tuple[Any, type]] = [(one, type(one)) for one in model.modules() if isinstance(one, FSDPModule)]
+    try:
+        for module, made in sharded:
+            plain = (each for each in made.__mro__ if issubclass(each, nn.Module) and not issubclass(each, FSDPModule))
+            module.__class__ = next(plain)
+        yield
+    finally:
+        for module, made in sharded:
+            module.__class__ = made
 
 
 def _renamed_by(transforms: Sequence[Any]) -> Callable[[str], str] | None:

@@ -30,6 +30,7 @@ from fault._support import (
     storage_of,
     tensor_state,
 )
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,6 +84,18 @@ def test_missing_metadata(tmp_path: Path) -> None:
 def test_a_folder_of_checkpoints(tmp_path: Path) -> None:
     save(STATE, tmp_path / "step-7")
     assert "is no checkpoint, but there are some in it: step-7" in str(error_of_load(tmp_path))
+
+
+def test_a_folder_of_a_hubs_cache(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "4d7a").mkdir(parents=True)
+    save_file({"x": torch.ones(1)}, tmp_path / "snapshots" / "4d7a" / "model.safetensors")
+    assert "is no checkpoint, but there are some in it: snapshots/4d7a" in str(error_of_load(tmp_path))
+
+
+def test_a_folder_of_torch_save(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "pytorch_model.bin")
+    message = str(error_of_load(tmp_path))
+    assert "what torch.save has written, pytorch_model.bin; dcpring convert makes safetensors of it" in message
 
 
 @pytest.mark.parametrize("stock", (False, True), ids=("ours", "stock"))

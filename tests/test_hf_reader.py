@@ -254,7 +254,13 @@ def no_shard(path: Path, index: dict[str, Any]) -> str:
 def cut_off(path: Path, index: dict[str, Any]) -> str:
     file = path / "model-00001-of-00003.safetensors"
     os.truncate(file, file.stat().st_size - 3)
-    return r"it describes \d+ bytes of data, and there are \d+.*00001"
+    return r"it is cut off: it describes \d+ bytes of data, and there are \d+; fetch or save it again.*00001"
+
+
+def of_git_lfs(path: Path, index: dict[str, Any]) -> str:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (path / "model-00001-of-00003.safetensors").write_text(pointer)
+    return r"git lfs pull.*00001"
 
 
 def in_another_file(path: Path, index: dict[str, Any]) -> str:
@@ -288,6 +294,9 @@ def other_dtype(path: Path, index: dict[str, Any]) -> str:
     return r"'columns' has \d+ bytes for F64"
 
 
+CHANGES = (no_shard, cut_off, of_git_lfs, in_another_file, outside, no_map, overlapping, other_dtype)
+
+
 def a_folder(path: Path, index: dict[str, Any]) -> str:
     (path / "model-00002-of-00003.safetensors").unlink()
     (path / "model-00002-of-00003.safetensors").mkdir()
@@ -311,7 +320,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize("reader", (RingReader, RingHFReader))
-@pytest.mark.parametrize("change", (no_shard, cut_off, in_another_file, outside, no_map, overlapping, other_dtype))
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wanted", ("rows", "whole"))
 def test_damage(tmp_path: Path, change: Any, reader: type[RingReader], wanted: str) -> None:
     """Whether or not what is wanted is damaged itself."""

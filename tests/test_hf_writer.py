@@ -534,4 +534,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         RingHFWriter(tmp_path, max_shard_bytes=0)
     with pytest.raises(ValueError, match="floating-point dtype"):
         RingHFWriter(tmp_path, dtype=torch.int8)
+    for dtype in ("bfloat16", {"*": None}):
+        with pytest.raises(ValueError, match="floating-point dtype"):
+            RingHFWriter(tmp_path, dtype=dtype)  # type: ignore[arg-type]
     assert CheckpointError

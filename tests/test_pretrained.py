@@ -256,6 +256,14 @@ def test_casts_are_told(path: Path) -> None:
     assert torch.equal(model.up.weight, weights()["up.weight"].double())
 
 
+def test_a_state_dict_is_no_model(path: Path) -> None:
+    state: Any = net().state_dict()
+    with pytest.raises(TypeError, match=r"this is a OrderedDict; dcp\.load and RingHFReader load a state dict"):
+        load_pretrained(state, path)
+    with pytest.raises(TypeError, match=r"this is a OrderedDict; dcp\.save and RingHFWriter save a state dict"):
+        save_pretrained_weights(state, path)
+
+
 def test_a_name_on_a_hub(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"org/model does not exist; what is on a hub.*snapshot_download"):
         load_pretrained(net(), "org/model")

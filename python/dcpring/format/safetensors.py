@@ -73,6 +73,9 @@ _MOST_HEADER_BYTES = 100_000_000
 DEFAULT_SHARD_BYTES = 5 << 30
 """Of tensors in a file of several."""
 
+_LFS = b"version "
+"""How a file begins that Git LFS leaves in the place of a large one; no header is as long as that would say."""
+
 _ALIGNMENT = 8
 _MOST_NAMED = 5
 
@@ -147,7 +150,10 @@ def read_header(path: Path) -> Header:
 def _read_bytes(path: Path) -> tuple[bytes, os.stat_result]:
     with open_regular(path) as file:
         about = os.fstat(file.fileno())
-        length = int.from_bytes(file.read(8), "little")
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if head == _LFS:
+            raise CorruptCheckpointError("it stands for a file of Git LFS; fetch that with git lfs pull", str(path))
         if about.st_size < 8 or length > min(about.st_size - 8, _MOST_HEADER_BYTES):
             raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
         return file.read(length), about
@@ -159,9 +165,17 @@ def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
         entries = strict_json.loads(data)
         notes = _checked_notes(entries.pop(NOTES, {}))
         tensors = {name: _stored(name, entry, begin) for name, entry in entries.items()}
-        _check_spans(tensors, begin, about.st_size)
+        described = _described(tensors, begin)
+        if described < about.st_size - begin:
+            raise ValueError(f"it describes {described} bytes of data, and there are {about.st_size - begin}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
+    if described > about.st_size - begin:
+        raise CorruptCheckpointError(
+            f"it is cut off: it describes {described} bytes of data, and there are {about.st_size - begin}; fetch or "
+            "save it again",
+            str(path),
+        )
     if SHARDING in notes:
         tensors = _with_note(tensors, notes, SHARDING, _with_offsets, path)
     if CRCS in notes:
@@ -203,15 +217,14 @@ def _stored(name: str, entry: Any, data_begin: int) -> Stored:
     return Stored(DTYPES[called], sizes, data_begin + begin, data_begin + end, None)
 
 
-def _check_spans(tensors: Mapping[str, Stored], begin: int, end: int) -> None:
-    """That tensors lie side by side from the first byte to the last; raises ValueError."""
+def _described(tensors: Mapping[str, Stored], begin: int) -> int:
+    """The bytes of all tensors, which lie side by side; raises ValueError where they do not."""
     at = begin
     for first, last, name in sorted((stored.begin, stored.end, name) for name, stored in tensors.items()):
         if first != at:
             raise ValueError(f"{name!r} begins at byte {first - begin} of the data, where {at - begin} was expected")
         at = last
-    if at != end:
-        raise ValueError(f"it describes {at - begin} bytes of data, and there are {end - begin}")
+    return at - begin
 
 
 def _with_note(
@@ -435,7 +448,8 @@ def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[b
         try:
             return _read_bytes(directory / name)
         except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{name} is not there, which it lists", str(path)) from error
+            what = f"{name} is not there, which it lists; fetch or save the model again"
+            raise CorruptCheckpointError(what, str(path)) from error
 
     if len(names) < 2:
         return list(map(read, names))

@@ -102,6 +102,7 @@ def load_pretrained(
             not fit, or matches nothing.
         CorruptCheckpointError, OSError: as for ``RingHFReader``.
     """
+    _check_module(model, "load_pretrained", "dcp.load and RingHFReader load a state dict")
     policy = LoadPolicy(missing, allow_missing, unexpected)
     ranks = Ranks(process_group)
     try:
@@ -154,6 +155,7 @@ def save_pretrained_weights(
         CheckpointError: a rule does not fit, or matches nothing; on all ranks.
         CheckpointError, OSError: within DCP's ``CheckpointException``, as ``RingHFWriter`` raises them.
     """
+    _check_module(model, "save_pretrained_weights", "dcp.save and RingHFWriter save a state dict")
     group = process_group if process_group is not None or not has_group() else dist.group.WORLD
     ranks = Ranks(process_group)
     try:
@@ -165,6 +167,11 @@ def save_pretrained_weights(
     finally:
         ranks.close()
     backend.save(stored, writer, backend.SavePlanner(), group)
+
+
+def _check_module(model: Any, call: str, others: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{call} takes a module, and this is a {type(model).__name__}; {others}")
 
 
 def _rearranged(joint: Operation, state: Mapping[str, Any], rules: Sequence[Rearrange]) -> dict[str, Any]:

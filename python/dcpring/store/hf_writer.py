@@ -400,9 +400,9 @@ _CURES = safetensors.Cures(
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype | dict[str, torch.dtype] | None:
-    given = [dtype] if dtype is None or isinstance(dtype, torch.dtype) else list(dict(dtype).values())
-    for one in given:
-        if one is not None and (not isinstance(one, torch.dtype) or not one.is_floating_point):
+    given = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
+    for one in given if dtype is not None else ():
+        if not isinstance(one, torch.dtype) or not one.is_floating_point:
             raise ValueError(f"dtype={dtype!r}: must be a floating-point dtype, or such dtypes by patterns of names")
     return dtype if dtype is None or isinstance(dtype, torch.dtype) else dict(dtype)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dcpring import _C
+from dcpring.base.text import some
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import METADATA_NAME, referenced_files
 
@@ -26,6 +27,7 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
 _TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
 _MOST_NAMED = 8
+_OF_TORCH_SAVE = (".bin", ".pth")
 
 
 def not_remote(path: object) -> str:
@@ -205,8 +207,14 @@ def what_there_is(directory: Path, path: Path) -> str:
         return (
             f"there is no {path}: this checkpoint was saved with use_collectives=False; name one of its ranks, {ranks}"
         )
-    below = sorted(entry.parent.name for entry in directory.glob(f"*/{METADATA_NAME}"))
-    if below:
-        shown = ", ".join(below[:_MOST_NAMED]) + (", ..." if len(below) > _MOST_NAMED else "")
-        return f"{directory} is no checkpoint, but there are some in it: {shown}"
+    for pattern in (f"*/{METADATA_NAME}", "*/*.safetensors", "snapshots/*/*.safetensors"):
+        below = sorted({str(entry.parent.relative_to(directory)) for entry in directory.glob(pattern)})
+        if below:
+            return f"{directory} is no checkpoint, but there are some in it: {some(below, _MOST_NAMED)}"
+    others = sorted(entry.name for entry in directory.iterdir() if entry.suffix in _OF_TORCH_SAVE)
+    if others:
+        return (
+            f"{directory} is no checkpoint, but has what torch.save has written, {some(others, _MOST_NAMED)}; "
+            "dcpring convert makes safetensors of it"
+        )
     return f"{directory} is no checkpoint: there is no {path.name} in it (was the save interrupted?)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,29 @@ def test_only_what_a_slice_needs_is_read(tmp_path: Path) -> None:
     reader = RingQuantizedHFReader(str(path))
     load({}, reader, Boxes({"x.weight": [((1024, 0), tensor)]}))
     assert reader.stats is not None and reader.stats.bytes < 1.1 * tensor.numel()
+
+
+def load_cold(path: str, dimension: int) -> bool:
+    if dist.get_rank() == 0:
+        for file in Path(path).glob("*.safetensors"):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"x.weight": distribute_tensor(torch.zeros(1024, 512), mesh, [Shard(dimension)])}
+    reader = RingQuantizedHFReader(path)
+    dcp.load(state, storage_reader=reader, planner=RingLoadPlanner())
+    assert reader.stats is not None
+    return reader.stats.direct
+
+
+def test_columns_come_through_the_page_cache(tmp_path: Path) -> None:
+    """Between the columns of one rank are those of others, which read the same bytes."""
+    codes, scales = float8(1024, 512, FLOAT8[0])
+    path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales})
+    assert any(_distributed.run(2, load_cold, str(path), 0))
+    assert not any(_distributed.run(2, load_cold, str(path), 1))
 
 
 # ---- a scale for all, other block sizes, several names ----

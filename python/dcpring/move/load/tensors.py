@@ -127,36 +127,39 @@ class PlainTensors:
         self._check_sums(boxes, sums)
 
     def _calls(self, boxes: list[Box]) -> list[Call]:
+        return self._calls_for([(box, (*payload_of(box).for_core(), box.offsets, box.lengths)) for box in boxes])
+
+    def _calls_for(self, wanted: list[tuple[Box, tuple[Any, ...]]], *values: list[Tensor]) -> list[Call]:
+        """What reads boxes.
+
+        Args:
+            wanted: with what the core is told of each: four numbers of its record, its sizes, offsets and lengths.
+            values: of scales, where there are some.
+        """
         calls: list[Call] = []
         for gaps, options in self._reads.ways:
-            chosen = boxes
-            if gaps is not None:
-                chosen = [
-                    box for box in boxes if (range_of_box(box.payload.sizes, box.offsets, box.lengths) is None) == gaps
-                ]
+            chosen = [pair for pair in wanted if gaps is None or (range_of_box(*pair[1][5:8]) is None) == gaps]
             if chosen:
-                wanted = [(*payload_of(box).for_core(), box.offsets, box.lengths) for box in chosen]
-                memory = [box.memory for box in chosen]
-                read = functools.partial(_C.load, self._reads.inputs.core, wanted, memory, options)
-                calls.append(Call([box.position for box in chosen], read))
+                boxes, told = zip(*chosen, strict=True)
+                memory = [box.memory for box in boxes]
+                read = functools.partial(_C.load, self._reads.inputs.core, list(told), memory, options, *values)
+                calls.append(Call([box.position for box in boxes], read))
         return calls
 
     def _read_coded(self, boxes: list[Box], fills: bool) -> None:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
-        reads: list[tuple[Any, ...]] = []
+        reads: list[tuple[Box, tuple[Any, ...]]] = []
         factors: list[Box] = []
         for number, box in enumerate(boxes):
             coded = coded_of(box)
             (codes, scales), form = coded.stored, coded.form
             of_codes, of_scales = form.boxes(box.offsets, box.lengths)
-            reads.append((*codes.for_core(), *of_codes, (*form.how(box.offsets), number)))
+            reads.append((box, (*codes.for_core(), *of_codes, (*form.how(box.offsets), number))))
             factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))
         self._read_plain(factors, None, fills=False)
         values = [factor.memory for factor in factors]
         values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
-        memory = [box.memory for box in boxes]
-        read = functools.partial(_C.load, self._reads.inputs.core, reads, memory, self._reads.options, values)
-        self._reads.run([Call([box.position for box in boxes], read)], fills)
+        self._reads.run(self._calls_for(reads, values), fills)
 
     def _check_sums(self, boxes: list[Box], sums: RunningCrcs | None) -> None:
         """Checks what the core cannot, as it has seen only a part of a record with one CRC."""

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPConfig,
     CLIPVisionConfig,
+    GPT2Config,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
@@ -38,6 +39,8 @@ def kinds(kind: str) -> tuple[Any, Any]:
     if kind == "llava":
         parts = {"vision_config": CLIPVisionConfig(**SEEN), "text_config": LlamaConfig(**TEXT)}
         return AutoModelForImageTextToText, LlavaConfig(**parts, image_token_index=100)
+    if kind == "gpt2":
+        return AutoModelForCausalLM, GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     if kind == "mixtral":
         return AutoModelForCausalLM, MixtralConfig(**TEXT, num_local_experts=4, num_key_value_heads=2)
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -93,6 +96,21 @@ def test_stored_as_the_model_has_them(tmp_path: Path, kind: str, storage: str) -
     dcp.save(state, storage_writer=writer, planner=dcpring.RingSavePlanner(), no_dist=True)
     assert not dcpring.load_pretrained(loaded, tmp_path)
     assert_same(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ("gpt2", "mixtral"))
+@pytest.mark.parametrize("stored, wanted", ((AutoModel, None), (None, AutoModel)), ids=("head added", "head left out"))
+def test_with_and_without_a_head(tmp_path: Path, kind: str, stored: Any, wanted: Any) -> None:
+    """As hubs have GPT-2: without the prefix that all names have in a model with a head."""
+    auto, config = kinds(kind)
+    (stored or auto).from_config(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = (wanted or auto).from_config(config)
+    heads = [] if stored is None or config.tie_word_embeddings else ["lm_head.weight"]
+    diff = dcpring.load_pretrained(model, tmp_path, allow_missing=heads)
+    assert [each.key for each in diff.missing] == heads
+    expected = (wanted or auto).from_pretrained(tmp_path).state_dict()
+    assert_same({**model.state_dict(), **{name: expected[name] for name in heads}}, expected)
 
 
 def test_what_a_hub_has(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,23 +20,36 @@ from torch.distributed.fsdp import FSDPModule
 
 from dcpring.plan.rearrange import Rearrange
 
+Rename = Callable[[str], str]
 
-class Conversion(NamedTuple):
-    """How a model is stored.
+
+class LoadConversion(NamedTuple):
+    """How a model is found in what is stored.
 
     Attributes:
         rules: from the model's tensors to stored ones.
-        names: of a load: from stored names to those that the rules make; of a save, the reverse. None where they are
-            the same.
+        key_map: from stored names to those that are wanted; None where they are the same.
         note: tells transformers, after a load, how the model was stored, so that it is saved alike.
     """
 
     rules: Sequence[Rearrange] = ()
-    names: Callable[[str], str] | None = None
+    key_map: Callable[[Collection[str]], Rename | None] = lambda wanted: None
     note: Callable[[], None] = lambda: None
 
 
-def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Iterable[str]) -> Conversion:
+class SaveConversion(NamedTuple):
+    """How a model is stored.
+
+    Attributes:
+        rules: from the model's tensors to stored ones.
+        key_map: from the names that these make to stored ones; None where they are the same.
+    """
+
+    rules: Sequence[Rearrange] = ()
+    key_map: Rename | None = None
+
+
+def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Iterable[str]) -> LoadConversion:
     """How transformers finds a model's tensors among those that are stored; if it is none of its own, as they are.
 
     Args:
@@ -45,24 +58,36 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Itera
     """
     own, table = _known(model)
     if own is None:
-        return Conversion()
+        return LoadConversion()
     with _classes_before_fsdp(own):
         known = table(own)
-    names = _renamed_by([each for each in known if not hasattr(each, "operations")])
-    there = set(stored if names is None else map(names, stored))
-    fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
+    renamed = _renamed_by([each for each in known if not hasattr(each, "operations")])
     converters = [each for each in known if hasattr(each, "operations")]
+    prefix = own.base_model_prefix and f"{own.base_model_prefix}."
+
+    def key_map(wanted: Collection[str]) -> Rename:
+        """Files of a model with a head may be wanted without it, and the reverse."""
+
+        def name_of(name: str) -> str:
+            if name in wanted:
+                return name
+            name = renamed(name)
+            return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in wanted), name)
+
+        return name_of
 
     def note() -> None:
-        for name in there:
+        for name in map(renamed, stored):
             for each in converters:
                 each.rename_source_key(name)
         own._weight_conversions = [each for each in known if getattr(each, "was_used", lambda: True)()]
 
-    return Conversion([*_rules(((each, each.reverse_transform()) for each in converters), fused)], names, note)
+    there = set(map(key_map(state), stored))
+    fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
+    return LoadConversion([*_rules(((each, each.reverse_transform()) for each in converters), fused)], key_map, note)
 
 
-def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> Conversion:
+def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConversion:
     """How ``save_pretrained`` stores a model: as it was when it was loaded, or else as files of its kind are.
 
     Args:
@@ -70,16 +95,17 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> Conversion
     """
     own, table = _known(model)
     if own is None:
-        return Conversion()
+        return SaveConversion()
     known = getattr(own, "_weight_conversions", None)
     if known is None:  # without what hubs' files may have before all names, or not
         with _classes_before_fsdp(own):
             known = [each for each in table(own, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     reverse = [(each, each.reverse_transform()) for each in reversed(known)]
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
-    return Conversion(
+    renaming = [back for each, back in reverse if not hasattr(each, "operations")]
+    return SaveConversion(
         [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors)],
-        _renamed_by([back for each, back in reverse if not hasattr(each, "operations")]),
+        _renamed_by(renaming) if renaming else None,
     )
 
 
@@ -106,14 +132,14 @@ def _classes_before_fsdp(model: nn.Module) -> Iterator[None]:
             module.__class__ = made
 
 
-def _renamed_by(transforms: Sequence[Any]) -> Callable[[str], str] | None:
+def _renamed_by(transforms: Sequence[Any]) -> Rename:
     @functools.cache
     def renamed(name: str) -> str:
         for transform in transforms:
             name = transform.rename_source_key(name)[0]
         return name
 
-    return renamed if transforms else None
+    return renamed
 
 
 def _rules(converters: Iterable[tuple[Any, Any]], tensors: Mapping[str, Tensor]) -> Iterable[Rearrange]:

@@ -70,7 +70,7 @@ def exports_of(
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
         known = conversion_of_save(component.whole, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
-        writer = RingHFWriter(path, **{"key_map": known.names, **options})
+        writer = RingHFWriter(path, **{"key_map": known.key_map, **options})
         found.append(Export(component.whole, rearranged_by(tensors, known.rules)[0], writer))
     return found
 

@@ -118,9 +118,7 @@ def load_pretrained(
             known = conversion_of_load(model, state, reader.read_metadata().state_dict_metadata)
             rules = known.rules if rearrange is None else rearrange
             target = _Target(model, rules, _rearranged(joint, state, rules))
-            names = key_map
-            if key_map is None and known.names is not None:
-                names = _names_kept(known.names, target.state)
+            names = known.key_map(target.state) if key_map is None else key_map
             diff = _load(joint, target, reader, policy, names, device, initialize, share)
             if key_map is None and rearrange is None:
                 known.note()
@@ -162,7 +160,7 @@ def save_pretrained_weights(
         with ranks.operation("save_pretrained_weights") as joint:
             state = backend.get_model_state_dict(model)
             known = conversion_of_save(model, state)
-            writer = RingHFWriter(path, key_map=known.names if key_map is None else key_map, **options)
+            writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
             stored = _rearranged(joint, state, known.rules if rearrange is None else rearrange)
     finally:
         ranks.close()
@@ -207,11 +205,6 @@ class _Target(NamedTuple):
         """Names of the model's tensors of which everything is stored."""
         missing = [name for name in self.state if name not in stored]
         return _own_names(self.state, stored) - _own_names(self.state, missing)
-
-
-def _names_kept(function: Callable[[str], str], wanted: Collection[str]) -> Callable[[str], str]:
-    """A key map that does not change what is wanted."""
-    return lambda name: name if name in wanted else function(name)
 
 
 def _own_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:

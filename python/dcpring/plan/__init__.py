@@ -1,8 +1,8 @@
 """Who writes and who reads what. No byte of a tensor is touched here, but for fingerprints of small ones, and pieces.
 
 DCP calls ``save_planner`` and ``load_planner``. Both ``flatten`` a state dict and describe what a rank has as a
-``table`` of C, from which DCP's ``items`` are made only when somebody looks; ``messages`` is what ranks and the
-coordinator send each other. ``placements`` says which boxes a DTensor has on a rank, ``strategy`` who may write,
+``table`` of C, from whose ``rows`` DCP's ``items`` are made only when somebody looks; ``messages`` is what ranks and
+the coordinator send each other. ``placements`` says which boxes a DTensor has on a rank, ``strategy`` who may write,
 ``replicas`` whether ranks that should hold the same do. ``sharing`` gives what several ranks will read a reader, in
 ``pieces``. A ``run`` is what belongs to one save or load, which storage and planner share.
 

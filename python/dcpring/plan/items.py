@@ -16,10 +16,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcpring import _C
 from dcpring.errors import CheckpointError
 from dcpring.format.properties import OwnProperties, RowProperties
-from dcpring.plan.table import BYTES_ROW, NAME_ROW, SHARD_ROW, TENSOR_ROW
-
-Kept = int | tuple[int, int, int]
-"""What a rank writes: a row of its plan, or (row, first row of the chunk, rows) along dimension 0."""
+from dcpring.plan.rows import Kept, row_of
+from dcpring.plan.table import BYTES_ROW, NAME_ROW, TENSOR_ROW
 
 
 class Items(MutableSequence[WriteItem]):
@@ -110,22 +108,17 @@ class Items(MutableSequence[WriteItem]):
 
 
 def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteItem:
-    row = kept if isinstance(kept, int) else kept[0]
-    name, kind, size, offsets, lengths, number, _ = table.row(row)
-    if kind == BYTES_ROW:
-        return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
-    if not isinstance(kept, int):
-        kind = SHARD_ROW
-        offsets = (offsets[0] + kept[1], *offsets[1:])
-        lengths = (kept[2], *lengths[1:])
-    place = torch.Size(offsets)
+    row = row_of(table, kept)
+    if row.kind == BYTES_ROW:
+        return WriteItem(index=MetadataIndex(row.key), type=WriteItemType.BYTE_IO)
+    place = torch.Size(row.offsets)
     return WriteItem(
-        index=MetadataIndex(name, place),
-        type=WriteItemType.TENSOR if kind == TENSOR_ROW else WriteItemType.SHARD,
+        index=MetadataIndex(row.key, place),
+        type=WriteItemType.TENSOR if isinstance(kept, int) and row.kind == TENSOR_ROW else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(place, torch.Size(lengths)),
-            properties=properties.of(number, lengths),
-            size=torch.Size(size),
+            chunk=ChunkStorageMetadata(place, torch.Size(row.lengths)),
+            properties=properties.of(row.properties, row.lengths),
+            size=torch.Size(row.size),
         ),
     )
 

@@ -33,6 +33,7 @@ from dcpring.plan import strategy
 from dcpring.plan.flatten import Flat, flatten
 from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
+from dcpring.plan.rows import row_of
 from dcpring.plan.run import LoadRun, run_of
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
 from dcpring.plan.table import BYTES_ROW, make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
@@ -70,17 +71,16 @@ class ReadItems(Sequence[ReadItem]):
 
     def make(self, position: int) -> ReadItem:
         wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
-        name, _, _, dest, _, _, _ = self.wanted.row(wanted)
-        own = self._names.get(name, name)
-        _, kind, _, place, _, _, _ = self.stored.row(stored)
-        if kind == BYTES_ROW:
+        target, record = row_of(self.wanted, wanted), row_of(self.stored, stored)
+        name, own = target.key, self._names.get(target.key, target.key)
+        if record.kind == BYTES_ROW:
             zero = torch.Size((0,))
             return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(own), zero, MetadataIndex(name), zero, zero)
         return ReadItem(
             type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(own, dest),
+            dest_index=MetadataIndex(own, target.offsets),
             dest_offsets=torch.Size(dest_offsets),
-            storage_index=MetadataIndex(name, place, stored - self._first_rows[name]),
+            storage_index=MetadataIndex(name, record.offsets, stored - self._first_rows[name]),
             storage_offsets=torch.Size(storage_offsets),
             lengths=torch.Size(lengths),
         )
@@ -358,7 +358,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         place = storage.get(stored)
         if target is None or target.layout != torch.strided or place is None or place[1] != TENSOR:
             return False
-        return target.dtype == dtypes[items.stored.row(stored)[5]]
+        return target.dtype == dtypes[row_of(items.stored, stored).properties]
 
     def _pieces(self, items: ReadItems, storage: _C.StorageIndex, positions: list[int]) -> list[Piece]:
         """What is read for these overlaps, each once: pieces that other ranks may read as well."""
@@ -367,9 +367,10 @@ class RingLoadPlanner(DefaultLoadPlanner):
         sizes = [decode_properties(encoded).dtype.itemsize for encoded in items.stored.properties()]
         for position in positions:
             _, stored, _, offsets, lengths = items.match.get(position)
-            _, _, _, _, shape, number, _ = items.stored.row(stored)
-            box = covering(shape, offsets, lengths, sizes[number])
-            whole = Piece(stored, shape, sizes[number], 0, 0, box)
+            record = row_of(items.stored, stored)
+            shape, item_bytes = record.lengths, sizes[record.properties]
+            box = covering(shape, offsets, lengths, item_bytes)
+            whole = Piece(stored, shape, item_bytes, 0, 0, box)
             found.setdefault(whole, []).append(position)
             if box != (offsets, lengths):
                 wider.add(whole)

@@ -36,6 +36,7 @@ from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
 from dcpring.plan.messages import ByItems, Gathering, LocalMessage, Message, Piece, Pieces, Reply, RingPlan, Unsealed
+from dcpring.plan.rows import row_of
 from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
@@ -624,10 +625,9 @@ def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], Piece]:
     for kept in items.kept:
         if isinstance(kept, int):
             continue
-        row, start, rows = kept
-        name, _, _, offsets, _, _, _ = items.table.row(row)
-        place = torch.Size((offsets[0] + start, *offsets[1:]))
-        pieces[name, place] = (MetadataIndex(name, offsets), start, rows)
+        number, start, count = kept
+        whole, place = row_of(items.table, number), torch.Size(row_of(items.table, kept).offsets)
+        pieces[whole.key, place] = (MetadataIndex(whole.key, whole.offsets), start, count)
     return pieces
 
 

@@ -22,6 +22,7 @@ from dcpring import _C
 from dcpring.format.properties import decode_properties
 from dcpring.plan.items import Items
 from dcpring.plan.pieces import range_of_box
+from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW
 
 STRIPE_BYTES = _C.CRC_BLOCK_BYTES
@@ -68,11 +69,9 @@ def boxes_of(items: Sequence[WriteItem]) -> Iterator[Box | str]:
 def _boxes_of_rows(items: Items) -> Iterator[Box | str]:
     dtypes = [decode_properties(encoded).dtype for encoded in items.table.properties()]
     for kept in items.kept:
-        row = kept if isinstance(kept, int) else kept[0]
-        name, kind, shape, offsets, lengths, number, _ = items.table.row(row)
-        if not isinstance(kept, int):
-            offsets, lengths = (offsets[0] + kept[1], *offsets[1:]), (kept[2], *lengths[1:])
-        yield name if kind == BYTES_ROW else Box(name, dtypes[number], shape, offsets, lengths)
+        row = row_of(items.table, kept)
+        is_object = row.kind == BYTES_ROW
+        yield row.key if is_object else Box(row.key, dtypes[row.properties], row.size, row.offsets, row.lengths)
 
 
 # ---- where tensors lie ----

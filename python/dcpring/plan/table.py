@@ -18,6 +18,7 @@ from dcpring.errors import CheckpointError
 from dcpring.format.properties import encode_properties
 from dcpring.plan.flatten import Flat, Path, path_code
 from dcpring.plan.placements import Part, parts_of, tensor_at
+from dcpring.plan.rows import row_of
 from dcpring.torchside import versions
 from dcpring.torchside.composed import Composed, properties_of_dtype
 from dcpring.torchside.dcp import HAS_STRIDES, create_chunk_list, create_write_items, plans_for_itself, properties_of
@@ -294,11 +295,11 @@ def has_scattered(names: Sequence[str]) -> bool:
 def memory_of_row(table: _C.Table, row: int, value: Any, scattered: bool = True) -> Tensor | None:
     """The same for one row, with ``scattered`` of its table."""
     if isinstance(value, Composed):
-        return value.at(table.row(row)[3]) if value.held else None
+        return value.at(row_of(table, row).offsets) if value.held else None
     local = memory_of(value)
     if scattered and local is not None and isinstance(value, DTensor):
-        name, _, _, offsets, _, _, _ = table.row(row)
-        return tensor_at(name, value, offsets)
+        described = row_of(table, row)
+        return tensor_at(described.key, value, described.offsets)
     return local
 
 

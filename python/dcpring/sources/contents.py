@@ -38,6 +38,7 @@ from dcpring.move.load.loader import Loader
 from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
+from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
 from dcpring.store.safetensors import chunks_of, is_model
@@ -407,19 +408,19 @@ def _entries_of_tables(chunks: Chunks) -> dict[str, Entry]:
     properties_of = [decode_properties(encoded) for encoded in table.properties()]
     entries: dict[str, Entry] = {}
     for index in range(len(table)):
-        key, kind, size, offsets, lengths, properties, _ = table.row(index)
+        row = row_of(table, index)
+        key, is_object = row.key, row.kind == BYTES_ROW
         place = storage.get(index)
         if place is None:
             raise CorruptCheckpointError(f"the metadata lists {key!r}, but not where it is stored")
-        is_object = kind == BYTES_ROW
-        record = Record(() if is_object else offsets, () if is_object else lengths, Placed(*place))
+        record = Record(() if is_object else row.offsets, () if is_object else row.lengths, Placed(*place))
         if key in entries:
             entries[key].records.append(record)  # type: ignore[attr-defined]
         elif is_object:
             entries[key] = Entry(key, None, None, [record])
         else:
-            described = properties_of[properties]
-            entries[key] = Entry(key, size, described.dtype, [record], described.layout)
+            described = properties_of[row.properties]
+            entries[key] = Entry(key, row.size, described.dtype, [record], described.layout)
     return entries
 
 

@@ -25,6 +25,7 @@ from dcpring.move.load.targets import bump_versions
 from dcpring.move.load.wanted import Wanted, not_stored
 from dcpring.plan.load_planner import ReadItems, RingLoadPlanner
 from dcpring.plan.pieces import Piece, common_bytes, take
+from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW
 
 
@@ -65,10 +66,11 @@ class Matched:
         reached = self.mask if self.landing is None else either(self.mask, self.landing.mask)
         for position in (position for position, good in enumerate(reached) if not good):
             place = self.storage.get(rows[position])
-            name, kind, _, offsets, lengths, number, _ = self._table.row(rows[position])
+            row = row_of(self._table, rows[position])
             if place is None:
-                raise not_stored(name, offsets, path)
-            stored = None if kind == BYTES_ROW else (lengths, decode_properties(properties[number]).dtype)
+                raise not_stored(row.key, row.offsets, path)
+            is_object = row.kind == BYTES_ROW
+            stored = None if is_object else (row.lengths, decode_properties(properties[row.properties]).dtype)
             wanted[position] = Wanted(self.items.make(position), Placed(*place), stored)
         return wanted
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from dcpring.format.ledger import NO_PLAN, identity_of, plan_of
 from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
+from dcpring.plan.rows import row_of
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.tensors import are_plain
@@ -115,8 +116,8 @@ class TableItems:
         self._bytes = [sizes[row] for row in rows]
         self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
         for position in self._cut:
-            row, _, length = items.kept[position]  # type: ignore[misc]
-            self._bytes[position] = sizes[row] // items.table.row(row)[4][0] * length
+            whole, part = row_of(items.table, rows[position]), row_of(items.table, items.kept[position])
+            self._bytes[position] = self._bytes[position] // whole.lengths[0] * part.lengths[0]
         self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
         self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
 
@@ -127,12 +128,8 @@ class TableItems:
         return plan_of(*self._items.encoded())
 
     def identity(self, position: int) -> bytes:
-        table = self._items.table
-        name, _, _, offsets, lengths, properties, _ = table.row(self._rows[position])
-        if position in self._cut:
-            _, start, rows = self._items.kept[position]  # type: ignore[misc]
-            offsets, lengths = (offsets[0] + start, *offsets[1:]), (rows, *lengths[1:])
-        return identity_of(name, offsets, lengths, self._dtypes[properties])
+        row = row_of(self._items.table, self._items.kept[position])
+        return identity_of(row.key, row.offsets, row.lengths, self._dtypes[row.properties])
 
     @functools.cached_property
     def _dtypes(self) -> list[str]:

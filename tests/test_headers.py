@@ -170,6 +170,17 @@ def test_not_all_come(tmp_path: Path) -> None:
     assert len(first) == 1 and "1 of 2 ranks came" in first[0] and not other
 
 
+def without_a_store(path: str) -> int:
+    with mock.patch("dcpring.base.groups.default_store", lambda: None), counted() as found:
+        load(path)
+    return len(found)
+
+
+def test_a_group_without_a_store(tmp_path: Path) -> None:
+    """As MPI's."""
+    assert _distributed.run(2, without_a_store, str(write(tmp_path / "model", "index"))) == [3, 3]
+
+
 def fail(path: str, who: int) -> tuple[str, bool]:
     def refuse(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)

@@ -215,6 +215,12 @@ def test_a_checkpoint_of_dcp_is_no_models_folder(tmp_path: Path, source: Path) -
     assert (source / ".metadata").exists()
 
 
+def test_a_models_folder_is_no_checkpoint_of_dcp(tmp_path: Path, source: Path) -> None:
+    path = folder_of(tmp_path / "model", "one file")
+    with pytest.raises(CheckpointError, match=r"choose another name, or --to safetensors, which replaces the model"):
+        convert(source, path, to="dcp", overwrite=True)
+
+
 def test_exclude(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "x.safetensors"
     report = convert(source, target, exclude=["s*", "e*"], overwrite=True)

@@ -61,9 +61,11 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
         raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
     strange = [name for name in names if not _PARTS_OF_CHECKPOINTS.fullmatch(name)]
     if strange and not is_joined:
+        is_of_a_model = is_directory and not is_model and joins(target) and has_model(names)
+        other = ", or --to safetensors, which replaces the model alone" if is_of_a_model else ""
         raise CheckpointError(
             f"{target} also holds {strange[0]!r}, which is no part of a checkpoint, and replacing the directory would "
-            "remove it; choose another name"
+            f"remove it; choose another name{other}"
         )
 
 

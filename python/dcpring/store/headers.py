@@ -68,8 +68,8 @@ def meeting(group: dist.ProcessGroup | None) -> Iterator[Joint | None]:
     members = dist.get_process_group_ranks(group)
     try:
         groups.assemble(f"dcpring/headers/{groups.digest(members)}", len(members), MEET_SECONDS)
-    except TimeoutError as error:
-        logger.warning("every rank reads all headers for itself, as not all have come to share them: %s", error)
+    except (TimeoutError, RuntimeError) as error:  # not all have come; or there is no store, or it cannot be reached
+        logger.warning("every rank reads all headers for itself, as ranks have not met to share them: %s", error)
         yield None
     else:
         with joined(Joint(GroupChannel(group), "read headers")) as joint:

@@ -109,6 +109,17 @@ sys.exit(main(["ls", {str(tmp_path)!r}]))
     assert done.returncode == 130 and done.stderr == "dcpring: interrupted\n"
 
 
+def test_without_rich_the_version_is_said_and_what_is_missing() -> None:
+    """As ``pip install dcpring`` leaves it; ``dcpring run`` needs no more either."""
+    code = "import sys; sys.modules['rich'] = None; from dcpring.cli import main; sys.exit(main({}))"
+    known, help = (
+        subprocess.run([sys.executable, "-c", code.format(args)], capture_output=True, text=True, check=False)
+        for args in (["--version"], ["ls", "."])
+    )
+    assert (known.returncode, known.stdout) == (0, f"dcpring {dcpring.__version__}\n"), known.stderr
+    assert help.returncode == 2 and help.stderr.endswith("needs the package rich: pip install 'dcpring[cli]'\n")
+
+
 @pytest.mark.parametrize("args", [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_needs_no_torch(args: list[str]) -> None:
     code = f"""

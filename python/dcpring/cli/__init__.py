@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from dcpring import __version__
 from dcpring.cli import run as run_command
 
 __all__ = ["main"]
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
+        if argv == ["--version"]:
+            print(f"dcpring {__version__}")
+            return 0
         print("dcpring's command line needs the package rich: pip install 'dcpring[cli]'", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, RuntimeError) as error:  # while all this is being loaded, or while it ends

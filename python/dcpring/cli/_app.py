@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 
-import dcpring
-from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
+from dcpring.cli import __version__, bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
 from dcpring.cli import run as run_command
 from dcpring.cli._output import Output, in_words, take_streams, visible
 from dcpring.cli._parser import Commands, Parser
@@ -23,7 +22,7 @@ def make_parser() -> tuple[Parser, Commands]:
     """The parser of the whole command line, and the commands in it."""
     parser = Parser(prog="dcpring", description=DESCRIPTION)
     parser.epilog = f"dcpring COMMAND --help has examples of each.\n\n{parser.epilog}"
-    parser.add_argument("--version", action="version", version=f"dcpring {dcpring.__version__}")
+    parser.add_argument("--version", action="version", version=f"dcpring {__version__}")
     commands = Commands(parser)
     for module in _COMMANDS:
         module.add(commands)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-import dcpring
+from dcpring.cli import __version__
 from dcpring.cli._output import Output, visible
 from dcpring.cli._parser import Commands, add_json
 from dcpring.tools.machine.doctor import Check, examine, works
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json(
             {
-                "dcpring": dcpring.__version__,
+                "dcpring": __version__,
                 "directory": str(directory.resolve()),
                 "works": fine,
                 "checks": [check.as_json() for check in checks],

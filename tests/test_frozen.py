@@ -302,6 +302,26 @@ def test_other_states_take_the_memory_anew(copied: Copied) -> None:
     assert copied.take() == LEAST_BYTES
 
 
+def test_tensors_that_are_no_stretch_of_memory() -> None:
+    """Sparse ones do not say how large they are."""
+    frozen = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in _strange_tensors().items()}
+    buffer = StagingBuffer()
+    for _ in range(2):
+        assert all(map(_is_equal, buffer.stage(frozen, list(frozen.values())).values(), frozen.values()))
+
+
+def _strange_tensors() -> dict[str, Tensor]:
+    square, lazy = torch.randn(200, 200), torch.randn(SIZE).cfloat().conj()
+    sparse = {"coo": square.to_sparse(), "csr": square.to_sparse_csr()}
+    return {**sparse, "meta": square.to("meta"), "gaps": square[:, ::2], "lazy": lazy}
+
+
+def _is_equal(staged: Tensor, tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return staged.is_meta
+    return staged.layout == tensor.layout and torch.equal(staged.to_dense(), tensor.to_dense())
+
+
 def test_tensors_of_inference_mode_are_copied(copied: Copied) -> None:
     """Nobody counts their changes."""
     with torch.inference_mode():
@@ -412,7 +432,7 @@ def test_each_buffer_of_a_stager_knows_its_own(tmp_path: Path, copied: Copied) -
                 responses.append(dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager))
                 stager.synchronize()
                 counts.append(copied.take() // LEAST_BYTES)
-                assert writer.is_writing.wait(WAIT)
+                assert writers[0].is_writing.wait(WAIT)
             for writer, response in zip(writers, responses, strict=True):
                 writer.go.set()
                 response.upload_completion.result(WAIT)

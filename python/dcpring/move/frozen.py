@@ -62,20 +62,22 @@ def signs_of(sources: Iterable[tuple[Tensor, Tensor]], known: Collection[Tensor]
     ids = set(map(id, known))
     signs: dict[int, Sign] = {}
     for number, (tensor, whole) in enumerate(sources):
-        if tensor.nbytes < LEAST_BYTES:
-            continue
         is_known = id(whole) in ids and not whole.requires_grad
-        if (is_known or is_frozen(whole)) and _can_be_told(tensor):
+        if (is_known or is_frozen(whole)) and _is_worth_it(tensor) and _can_be_told(tensor):
             versions = tuple(version(one) for one in ((tensor,) if whole is tensor else (tensor, whole)))
             signs[number] = Sign(weak_reference(tensor.untyped_storage()), tensor.data_ptr(), versions)
     return signs
 
 
+def _is_worth_it(tensor: Tensor) -> bool:
+    """Sparse tensors do not say how many bytes they have."""
+    return tensor.layout == torch.strided and tensor.nbytes >= LEAST_BYTES
+
+
 def _can_be_told(tensor: Tensor) -> bool:
     """Changes of tensors that are made in inference mode are not counted."""
     return (
-        tensor.layout == torch.strided
-        and not tensor.is_quantized
+        not tensor.is_quantized
         and not tensor.is_inference()
         and tensor.data_ptr() != 0
         and not is_lazy_view(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import (
+    _C,
     Checkpointer,
     CheckpointError,
     CorruptCheckpointError,
@@ -936,3 +938,44 @@ def test_garbled_sources_are_refused_or_converted(tmp_path: Path, origin: str, m
         shutil.rmtree(source) if source.is_dir() else source.unlink()
         assert not [path.name for path in tmp_path.iterdir() if ".tmp" in path.name]
     assert refused > 30
+
+
+# ---- durable files ----
+
+FOUR_FILES: dict[str, Any] = {"ckpt": {"files": 4}, "model": {"to": "safetensors", "shard_bytes": 4000}}
+
+
+@pytest.mark.parametrize("target", ["ckpt", "model"])
+def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """None waits for the disk before the next is written; all are durable before the commit."""
+    torch.save({str(n): torch.randn(1000) for n in range(4)}, tmp_path / "a.pt")
+    syncs: list[Any] = []
+    real = _C.FileWriter
+
+    class Noting:
+        def __init__(self, *arguments: Any) -> None:
+            self._file = real(*arguments)
+
+        def finish(self, given: Any = None) -> None:
+            syncs.append(given)
+            self._file.finish(given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    monkeypatch.setattr(_C, "FileWriter", Noting)
+    convert(tmp_path / "a.pt", tmp_path / target, **FOUR_FILES[target])
+    assert len(syncs) == 4 and type(syncs[0]) is _C.Syncs and set(map(id, syncs)) == {id(syncs[0])}
+
+
+@pytest.mark.parametrize("target", ["ckpt", "model"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_file_that_cannot_be_made_durable(tmp_path: Path, target: str, nth: int) -> None:
+    torch.save({str(n): torch.randn(1000) for n in range(4)}, tmp_path / "a.pt")
+    _C.arm_fault("fsync", nth, errno.EIO, False)
+    try:
+        with pytest.raises(OSError, match="Input/output error"):
+            convert(tmp_path / "a.pt", tmp_path / target, **FOUR_FILES[target])
+    finally:
+        _C.disarm_fault()
+    assert os.listdir(tmp_path) == ["a.pt"]

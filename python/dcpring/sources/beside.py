@@ -141,11 +141,13 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterat
 
 
 @contextlib.contextmanager
-def writing(directory: str, name: str, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
-    """A new file, durable at the end, removed on failure."""
+def writing(
+    directory: str, name: str, size_hint: int, watch: _C.Watch | None, syncs: _C.Syncs | None = None
+) -> Iterator[_C.FileWriter]:
+    """A new file, removed on failure. It is durable at the end, or when the syncs are done that it is added to."""
     file = _C.FileWriter(directory, name, size_hint, IOOptions().for_core(True, watch, exact=True))
     try:
         yield file
-        file.finish()
+        file.finish(syncs)
     finally:
         file.close()

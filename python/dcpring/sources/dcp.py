@@ -173,12 +173,14 @@ class DcpTarget:
         self.files: list[str] = []
 
     def write(self, source: Source, overwrite: bool, watch: _C.Watch | None) -> None:
+        syncs = _C.Syncs(None)
         with directory_beside(self._path, overwrite) as directory:
             for number, pieces in enumerate(self._shares):
                 objects = [] if number else self._objects
                 if pieces or objects:
-                    self._write_file(directory, number, source, pieces, objects, watch)
+                    self._write_file(directory, number, source, pieces, objects, watch, syncs)
             data = self._metadata()
+            syncs.wait()
             _C.commit(directory, unfinished_name(METADATA_NAME), METADATA_NAME, data, True)
 
     def _write_file(
@@ -189,10 +191,11 @@ class DcpTarget:
         pieces: Sequence[TargetPart],
         objects: Sequence[SourceItem],
         watch: _C.Watch | None,
+        syncs: _C.Syncs,
     ) -> None:
         name = layout.data_file_name(number, 0, new_tag())
         hint = sum(piece.nbytes + _RECORD_BYTES + _padding(piece) for piece in pieces)
-        with writing(directory, name, hint, watch) as file:
+        with writing(directory, name, hint, watch, syncs) as file:
             for runs in stream(source, pieces):
                 self._write_runs(file, name, runs)
             self._write_objects(file, name, source, objects)

@@ -56,19 +56,18 @@ class SafetensorsTarget:
         remove_unfinished(directory)
         self.files = free_names(directory, len(self._groups))
         unfinished = {f".{unfinished_name(name)}": name for name in self.files}
-        left = list(unfinished)
+        left, syncs = list(unfinished), _C.Syncs(None)
         try:
             for name, group in zip(unfinished, self._groups, strict=True):
-                with writing(str(directory), name, sum(item.nbytes for item in group), watch) as out:
+                with writing(str(directory), name, sum(item.nbytes for item in group), watch, syncs) as out:
                     self._fill(out, group, source)
             pairs = zip(self.files, self._groups, strict=True)
             weights = {item.name: file for file, group in pairs for item in group}
             index = new_index(unfinished, weights, self.nbytes)
             if index is not None:
                 left.append(index.name)
-                syncs = _C.Syncs(None)
                 _C.write_file(str(directory), *index, syncs)
-                syncs.wait()
+            syncs.wait()
             remove_files(directory, commit_model(directory, unfinished, index and index.name, True))
         finally:
             remove_files(directory, [name for name in left if (directory / name).exists()])

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -19,11 +20,13 @@ from transformers import (
     CLIPConfig,
     CLIPVisionConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dcpring
 
@@ -39,6 +42,9 @@ def kinds(kind: str) -> tuple[Any, Any]:
     if kind == "llava":
         parts = {"vision_config": CLIPVisionConfig(**SEEN), "text_config": LlamaConfig(**TEXT)}
         return AutoModelForImageTextToText, LlavaConfig(**parts, image_token_index=100)
+    if kind == "gpt-oss":
+        few = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
+        return AutoModelForCausalLM, GptOssConfig(**(TEXT | {"intermediate_size": 64} | few))
     if kind == "gpt2":
         return AutoModelForCausalLM, GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     if kind == "mixtral":
@@ -111,6 +117,33 @@ def test_with_and_without_a_head(tmp_path: Path, kind: str, stored: Any, wanted:
     assert [each.key for each in diff.missing] == heads
     expected = (wanted or auto).from_pretrained(tmp_path).state_dict()
     assert_same({**model.state_dict(), **{name: expected[name] for name in heads}}, expected)
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("is_sharded", (False, True))
+def test_experts_in_mxfp4(tmp_path: Path, is_sharded: bool) -> None:
+    """As hubs have gpt-oss: the model has experts transposed, and under names without an ending."""
+    stored: dict[str, Tensor] = {}
+    made("gpt-oss").save_pretrained(tmp_path)
+    for name, tensor in files_of(tmp_path).items():
+        if tensor.dim() == 3:
+            experts, rows, columns = tensor.shape
+            stored[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(110, 130, (experts, columns, rows // 32), dtype=torch.uint8)
+        else:
+            stored[name] = tensor
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = made("gpt-oss", "meta")
+    if is_sharded:
+        fully_shard(loaded)
+    assert not dcpring.load_pretrained(loaded, tmp_path)
+    for name, tensor in dcpring.get_model_state_dict(loaded).items():
+        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if tensor.dim() == 3:
+            blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+            assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)), name
+        else:
+            assert torch.equal(found, stored[name]), name
 
 
 def test_what_a_hub_has(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dcpring.format.quantised import MXFP4_CODES
 from dcpring.plan.rearrange import Rearrange
 
 Rename = Callable[[str], str]
@@ -84,7 +85,12 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Itera
 
     there = set(map(key_map(state), stored))
     fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
-    return LoadConversion([*_rules(((each, each.reverse_transform()) for each in converters), fused)], key_map, note)
+    packed = [name for name, one in fused.items() if f"{name}{MXFP4_CODES}" in there and one.dim() == 3]
+    rules = [Rearrange(name, f"{name}{MXFP4_CODES}", "e i o -> e o i") for name in packed]
+    for name in packed:
+        del fused[name]
+    rules += _rules(((each, each.reverse_transform()) for each in converters), fused)
+    return LoadConversion(rules, key_map, note)
 
 
 def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConversion:

@@ -306,3 +306,9 @@ def test_nothing_leaks() -> None:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("name", [name for name, value in vars(_C).items() if isinstance(value, type)])
+def test_types_of_c_refuse_keywords_that_they_do_not_know(name: str) -> None:
+    with pytest.raises(TypeError):
+        getattr(_C, name)(unknown=1)

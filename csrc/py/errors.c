@@ -53,3 +53,9 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error) 
     Py_DECREF(exception);
     return NULL;
 }
+
+bool refuse_keywords(PyTypeObject *type, PyObject *kwargs) {
+    if (kwargs)
+        PyErr_Format(PyExc_TypeError, "%S takes no keyword arguments", type);
+    return kwargs;
+}

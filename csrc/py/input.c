@@ -53,7 +53,7 @@ static int open_core(struct input *self) {
 
 static PyObject *input_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *directory = NULL, *files;
-    if (kwargs || !PyArg_ParseTuple(args, "O&O", PyUnicode_FSConverter, &directory, &files))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "O&O", PyUnicode_FSConverter, &directory, &files))
         return NULL;
     struct input *self = (struct input *)PyType_GenericAlloc(type, 0);
     if (!self) {

@@ -34,7 +34,7 @@ static int match_tables(struct module_state *state, struct match *self, const st
 
 static PyObject *match_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *wanted, *stored;
-    if (kwargs || !PyArg_ParseTuple(args, "OO", &wanted, &stored))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "OO", &wanted, &stored))
         return NULL;
     struct match *self = (struct match *)PyType_GenericAlloc(type, 0);
     if (!self)

@@ -39,7 +39,7 @@ static size_t bytes_of_rows(const struct merge *self) { return self->core.row_co
 
 static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned world;
-    if (kwargs || !PyArg_ParseTuple(args, "I", &world))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "I", &world))
         return NULL;
     struct merge *self = (struct merge *)PyType_GenericAlloc(type, 0);
     struct dr_error error;

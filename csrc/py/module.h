@@ -36,6 +36,8 @@ struct module_state *module_state(PyObject *module);
 
 /* Sets the Python exception for a core failure, with `item` (an index or None) on it; returns NULL. */
 PyObject *raise_error(struct module_state *state, const struct dr_error *error);
+/* Raises TypeError where a type that knows no keywords is given some. */
+bool refuse_keywords(PyTypeObject *type, PyObject *kwargs);
 
 /* ---- args.c ---- */
 

@@ -24,7 +24,7 @@ const struct dr_storage_index *storage_index_of(struct module_state *state, PyOb
 
 static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t count;
-    if (kwargs || !PyArg_ParseTuple(args, "n", &count))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "n", &count))
         return NULL;
     struct storage_index *self = (struct storage_index *)PyType_GenericAlloc(type, 0);
     struct dr_error error;

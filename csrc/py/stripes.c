@@ -227,8 +227,9 @@ static int open_core(struct stripe_file *self, const char *directory, const char
 static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *directory = NULL, *name = NULL, *tuple;
     unsigned long long allocated, expected;
-    if (kwargs || !PyArg_ParseTuple(args, "O&O&KKO!", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name,
-                                    &allocated, &expected, &PyTuple_Type, &tuple))
+    if (refuse_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "O&O&KKO!", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name, &allocated,
+                          &expected, &PyTuple_Type, &tuple))
         return NULL;
     struct dr_options options;
     struct stripe_file *self = NULL;

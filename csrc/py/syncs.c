@@ -30,7 +30,8 @@ int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **
 static PyObject *syncs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *watch;
     struct dr_watch *ignored;
-    if (kwargs || !PyArg_ParseTuple(args, "O", &watch) || parse_watch(PyType_GetModuleState(type), watch, &ignored) < 0)
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "O", &watch) ||
+        parse_watch(PyType_GetModuleState(type), watch, &ignored) < 0)
         return NULL;
     struct syncs *self = (struct syncs *)PyType_GenericAlloc(type, 0);
     if (!self)

@@ -16,7 +16,7 @@ const struct tensors *held_tensors(struct module_state *state, PyObject *object)
 
 static PyObject *tensors_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *list;
-    if (kwargs || !PyArg_ParseTuple(args, "O!", &PyList_Type, &list))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "O!", &PyList_Type, &list))
         return NULL;
     struct held_tensors *self = (struct held_tensors *)PyType_GenericAlloc(type, 0);
     if (!self)

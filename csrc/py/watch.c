@@ -35,7 +35,7 @@ static int take_counter(struct watch *self, PyObject *counter) {
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *counter;
     Py_ssize_t room;
-    if (kwargs || !PyArg_ParseTuple(args, "On", &counter, &room))
+    if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "On", &counter, &room))
         return NULL;
     if (room < 0 || room > PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(struct dr_span))
         return PyErr_Format(PyExc_ValueError, "room for %zd spans", room);

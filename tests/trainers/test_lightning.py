@@ -10,9 +10,11 @@ import _ranks
 import pytest
 import torch
 from _checkpoints import assert_equal, is_ours
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import dcpring
-from dcpring.integrations.lightning import RingCheckpointIO
+from dcpring.integrations.lightning import RingCheckpoint, RingCheckpointIO
 
 _ranks.load_before("lightning_program", "fabric_program")
 
@@ -115,6 +117,23 @@ def test_the_callback_resumes_where_training_ended(tmp_path: Path, strategy: str
         assert_equal(tmp_path / "whole" / "step-6", tmp_path / "cut" / "step-6", learnt)
     train(tmp_path / "cut", 3, *ring, "--steps", 8)
     assert dcpring.verify(tmp_path / "cut" / "step-8").ok
+
+
+class Dies(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("as asked for")
+
+
+def test_the_callback_closes_its_checkpointer_when_training_fails(tmp_path: Path) -> None:
+    """As a notebook goes on: the save in the background is over, and another training may use the folder."""
+    saving = RingCheckpoint(tmp_path / "ckpt", every_n_steps=1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=3, callbacks=[saving, Dies()], **quiet)
+    with pytest.raises(RuntimeError, match="as asked for"):
+        trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(8, 32)))
+    assert saving.checkpointer is None
+    assert dcpring.verify(tmp_path / "ckpt" / "step-1").ok
 
 
 def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:

@@ -147,9 +147,15 @@ class RingCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for a save in the background."""
-        assert self.checkpointer is not None
-        self.checkpointer.close()
-        self.checkpointer = None
+        checkpointer, self.checkpointer = self.checkpointer, None
+        assert checkpointer is not None
+        checkpointer.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same; what has ended ``fit`` is not hidden by what a save says."""
+        checkpointer, self.checkpointer = self.checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(type(exception), exception, exception.__traceback__)
 
     def _save(self, step: int, blocking: bool) -> None:
         # With gradient accumulation several batches end at one step.

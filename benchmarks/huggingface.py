@@ -14,6 +14,7 @@ memory is of the rank that needed most, beyond its state. Medians.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -226,14 +227,17 @@ def main() -> None:
     parser.add_argument("--loads", action="store_true", help="no saves but the one that is loaded")
     parser.add_argument("--skip", nargs="*", default=[], help="names in the table")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path, help="where results go, with a picture beside them")
     options = parser.parse_args()
     options.skip += [who for who, save in SAVES.items() if options.loads and save is not save_ring]
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    print(_machine.describe(folder))
+    machine, results = _machine.describe(folder), []
+    print(machine)
     try:
         for procs in options.procs:
             for axis in options.axes:
                 found = run_group(procs, run, folder, options.mib, axis, options.rounds, options.skip)
+                results.append({"mib": options.mib, "procs": procs, "axis": axis, "medians": found})
                 print(f"\n{options.mib} MiB of bfloat16, {procs} ranks, Shard({axis})")
                 for who, numbers in found.items():
                     print(
@@ -241,6 +245,11 @@ def main() -> None:
                     )
     finally:
         shutil.rmtree(folder)
+    if options.json:
+        from _huggingface_plot import draw
+
+        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        draw(options.json.with_suffix(".png"), results, list(SAVES), machine)
 
 
 if __name__ == "__main__":

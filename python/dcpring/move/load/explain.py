@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.move.load.wanted import Wanted
+from dcpring.plan.load_planner import ReadItems
 
 _CORE_ERRORS = (OSError, ValueError, TypeError, OverflowError, MemoryError, CorruptCheckpointError)
 
@@ -22,14 +24,21 @@ class Explainer:
 
     Attributes:
         path: of the checkpoint.
-        item: DCP's, by its position.
+        matched: the items of a compact plan, but for those that are wanted one by one; None without one.
         filled: what has been overwritten, in order.
     """
 
-    def __init__(self, path: str, rank: int | None, item: Callable[[int], ReadItem]) -> None:
-        self.path, self.item = path, item
+    def __init__(self, path: str, rank: int | None, wanted: Mapping[int, Wanted]) -> None:
+        self.path = path
+        self.matched: ReadItems | None = None
+        self._wanted = wanted
         self.filled: list[Iterable[int]] = []
         self._rank = rank
+
+    def item(self, position: int) -> ReadItem:
+        if position in self._wanted or self.matched is None:
+            return self._wanted[position].item
+        return self.matched.make(position)
 
     def name(self, position: int) -> str:
         return repr(self.item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")

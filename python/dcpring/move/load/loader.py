@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcpring import _C
 from dcpring.base.masks import both, mask_of
@@ -79,7 +79,7 @@ class Loader:
         self._matched: Matched | None = None
         self._wanted: dict[int, Wanted] = {}
         self._payloads: dict[int, Payload | Coded] = {}
-        self._explain = Explainer(path, rank, self._item)
+        self._explain = Explainer(path, rank, self._wanted)
         self._reads = Reads(options, run, stats, self._explain)
         self._targets = Targets(casts, self._explain)
         checks: dict[str, Any] = {"targets": self._targets, "is_checked": options.checksum}
@@ -103,6 +103,7 @@ class Loader:
     def load_matched(self, matched: Matched) -> None:
         """Loads a compact plan."""
         self._matched = matched
+        self._explain.matched = matched.items
         self._stats.files = len(matched.items.match.file_bytes(matched.storage))
         self._load(matched.rest(self._explain.path))
 
@@ -126,11 +127,6 @@ class Loader:
                 each()
         self._targets.tell()
         self._stats.files = max(self._stats.files, len(files))
-
-    def _item(self, position: int) -> ReadItem:
-        if position in self._wanted or self._matched is None:
-            return self._wanted[position].item
-        return self._matched.items.make(position)
 
     def _wanted_bytes(self, wholes: list[int]) -> int:
         rest = sum(self._wanted[position].place.length for position in wholes)

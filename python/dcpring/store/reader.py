@@ -37,6 +37,7 @@ from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
 from dcpring.format.safetensors import Files, may_be_several
 from dcpring.format.unpickler import Trust
 from dcpring.move.load.handon import exchange_of
+from dcpring.move.load.inputs import Origin, Rules
 from dcpring.move.load.loader import Loader
 from dcpring.move.load.matched import Matched
 from dcpring.move.load.wanted import wanted_by_items
@@ -324,20 +325,13 @@ class RingReader(FileSystemReader):
         if load.metadata is None:
             raise CheckpointError("read_data before set_up_storage_reader")
         files = load.files
-        loader = Loader(
-            planner,
-            path=str(self.path if files is None else files.directory),
-            transforms=self.transforms,
-            options=self.options,
-            trusted=self.trusted,
-            safe_globals=self.safe_globals,
-            stats=stats,
-            rank=self._rank(),
-            casts=self.policy.casts,
-            run=load.run,
+        origin = Origin(
+            str(self.path if files is None else files.directory),
             links=None if files is None else files.links,
             quantised={each.place: each for each in load.quantised.values()},
         )
+        rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
+        loader = Loader(planner, origin, rules, stats=stats, run=load.run, rank=self._rank())
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
         with load.run.meter, contextlib.nullcontext() if files is None else files.unchanged():

@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -21,20 +20,17 @@ from dcpring.base.masks import both, mask_of
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
 from dcpring.format.quantised import Quantised
-from dcpring.format.unpickler import Trust
-from dcpring.move.crc import RunningCrcs
 from dcpring.move.load.boxes import Coded, Payload, read_bytes
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange
-from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.inputs import Inputs, Origin, Rules
 from dcpring.move.load.matched import Matched
 from dcpring.move.load.reads import Range, Reads
 from dcpring.move.load.records import Records
 from dcpring.move.load.targets import Targets, check_chunks
 from dcpring.move.load.tensors import PlainTensors
 from dcpring.move.load.wanted import Wanted
-from dcpring.names.policy import Casts
-from dcpring.options import IOOptions, IOStats
+from dcpring.options import IOStats
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import Piece
 from dcpring.plan.run import LoadRun
@@ -45,54 +41,42 @@ class Loader:
 
     Everything that is loaded goes by its position among the items: in ``Wanted``, among the payloads, and in errors.
 
-    With ``sums``, which several of them share, records are checked of which each reads a part. With ``inputs`` they
-    share the open files, which are closed after the load otherwise; ``links`` is for ``Inputs``. ``quantised`` tensors
-    go by their place.
+    Args:
+        stats: where this load is counted.
+        rank: of this process, for errors; None where no state dict is loaded.
     """
 
     def __init__(
         self,
         planner: LoadPlanner,
+        origin: Origin,
+        rules: Rules,
         *,
-        path: str,
-        transforms: Any,
-        options: IOOptions,
-        trusted: Trust,
-        safe_globals: Sequence[Any],
         stats: IOStats,
-        rank: int | None,
-        casts: Casts = "safe",
-        run: LoadRun | None = None,
-        sums: RunningCrcs | None = None,
-        inputs: Inputs | None = None,
-        links: Mapping[str, str] | None = None,
-        quantised: Mapping[tuple[str, int], Quantised] | None = None,
+        run: LoadRun,
+        rank: int | None = None,
     ) -> None:
-        run = run or LoadRun()
         self._planner = planner
         self._makes_tensors = makes_tensors(planner)
         self._meter, self._phases = run.meter, run.phases
         self._stats = stats
-        self._shared_inputs = inputs
-        self._links = links
-        self._quantised = quantised or {}
+        self._origin = origin
         self._matched: Matched | None = None
         self._wanted: dict[int, Wanted] = {}
         self._payloads: dict[int, Payload | Coded] = {}
-        self._explain = Explainer(path, rank, self._wanted)
-        self._reads = Reads(options, run, stats, self._explain)
-        self._targets = Targets(casts, self._explain)
-        checks: dict[str, Any] = {"targets": self._targets, "is_checked": options.checksum}
-        self._tensors = PlainTensors(planner, self._reads, self._wanted, self._payloads, sums=sums, **checks)
-        self._records = Records(
+        self._explain = Explainer(origin.path, rank, self._wanted)
+        self._reads = Reads(rules.options, run, stats, self._explain)
+        self._targets = Targets(rules.casts, self._explain)
+        self._tensors = PlainTensors(
             planner,
             self._reads,
             self._wanted,
-            transforms=transforms,
-            trusted=trusted,
-            safe_globals=safe_globals,
-            **checks,
+            self._payloads,
+            targets=self._targets,
+            sums=origin.sums,
+            is_checked=rules.options.checksum,
         )
+        self._records = Records(planner, self._reads, self._wanted, rules, self._targets)
 
     def load(self, wanted: Mapping[int, Wanted]) -> None:
         """Loads all that is wanted, once all that can be checked before has been."""
@@ -136,7 +120,7 @@ class Loader:
         return rest if self._matched is None else rest + self._matched.wanted_bytes()
 
     def _files_of(self, place: Placed) -> list[str]:
-        made = self._quantised.get((place.file, place.offset))
+        made = self._origin.quantised.get((place.file, place.offset))
         return [place.file] if made is None else [place.file, made.scales.file]
 
     # ---- what each item is ----
@@ -144,14 +128,10 @@ class Loader:
     @contextlib.contextmanager
     def _opened(self, files: list[str]) -> Iterator[None]:
         """All files that are read. Each is looked at once, when something of it is wanted, and stays open."""
-        if self._shared_inputs is not None:
-            self._reads.inputs = self._shared_inputs
-            yield
-            return
+        shared = self._origin.inputs
         with self._explain.core(()):
-            inputs = Inputs(self._explain.path, files, self._links)
-        with contextlib.closing(inputs):
-            self._reads.inputs = inputs
+            self._reads.inputs = shared or Inputs(self._origin.path, files, self._origin.links)
+        with contextlib.nullcontext() if shared else contextlib.closing(self._reads.inputs):
             yield
 
     def _classify(self) -> tuple[list[int], list[int]]:
@@ -165,7 +145,7 @@ class Loader:
                 raise CorruptCheckpointError(
                     f"{self._explain.name(position)} ends where no file can", self._explain.path
                 )
-            made = self._quantised.get((place.file, place.offset))
+            made = self._origin.quantised.get((place.file, place.offset))
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
             elif made is not None and place.kind == OPAQUE:

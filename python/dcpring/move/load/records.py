@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.format.unpickler import RefusedError, Safe, Trust, warn_of
+from dcpring.format.unpickler import RefusedError, Safe, warn_of
 from dcpring.format.zip import wrong_archive
 from dcpring.move import device
+from dcpring.move.load.inputs import Rules
 from dcpring.move.load.reads import Reads
 from dcpring.move.load.targets import Targets
 from dcpring.move.load.wanted import Wanted
@@ -31,8 +32,6 @@ class Records:
     """Reads records, and gives the planner what they hold.
 
     Args:
-        transforms: DCP's, by which a record's descriptors are undone.
-        is_checked: whether CRCs are looked at.
         wanted: by position.
     """
 
@@ -41,18 +40,12 @@ class Records:
         planner: LoadPlanner,
         reads: Reads,
         wanted: Mapping[int, Wanted],
-        *,
-        transforms: Any,
-        trusted: Trust,
-        safe_globals: Sequence[Any],
+        rules: Rules,
         targets: Targets,
-        is_checked: bool,
     ) -> None:
         self._planner, self._reads, self._explain, self._wanted = planner, reads, reads.explain, wanted
-        self._transforms = transforms
-        self._trusted, self._safe = trusted, Safe(safe_globals)
+        self._rules, self._safe = rules, Safe(rules.safe_globals)
         self._targets = targets
-        self._is_checked = is_checked
 
     # ---- objects ----
 
@@ -66,7 +59,7 @@ class Records:
 
     def _handing_over(self, position: int, stream: io.BytesIO) -> Callable[[], None]:
         planner, item = self._planner, self._wanted[position].item
-        value = stream if self._trusted is True else self._unpickle(position, stream)
+        value = stream if self._rules.trusted is True else self._unpickle(position, stream)
         if isinstance(value, io.BytesIO):
             return functools.partial(planner.load_bytes, item, value)
         if value.has_tensors or not isinstance(planner, RingLoadPlanner) or not planner.takes_objects:
@@ -80,7 +73,7 @@ class Records:
                 raise RefusedError(f"{NOT_SAVED} (damaged, or for a planner that reads it in its own way)", "")
             return load_object(stream, self._safe)
         except RefusedError as error:
-            if self._trusted == "warn":
+            if self._rules.trusted == "warn":
                 warn_of(error)
                 stream.seek(0)
                 return stream
@@ -134,7 +127,7 @@ class Records:
         self._reads.stats.tensor_bytes += part.numel() * part.dtype.itemsize
 
     def _tensor_of(self, position: int, stream: io.BytesIO) -> Any:
-        loaded = stream if self._trusted is True else self._unpickle(position, stream)
+        loaded = stream if self._rules.trusted is True else self._unpickle(position, stream)
         if isinstance(loaded, io.BytesIO):
             return torch.load(loaded, map_location="cpu", weights_only=False)
         return loaded.value
@@ -155,7 +148,7 @@ class Records:
         data = self._reads.records(positions, [(*self._reads.range_of(place), place.crcs) for place in places])
         values = [self._untransformed(at, raw) for at, raw in zip(positions, data, strict=True)]
         for position, place, value in zip(positions, places, values, strict=True):
-            if self._is_checked and not place.crcs:
+            if self._rules.options.checksum and not place.crcs:
                 self._check_archive(position, value)
         return values
 
@@ -163,7 +156,7 @@ class Records:
         item, place, _ = self._wanted[position]
         if not place.descriptors:
             return io.BytesIO(data)
-        stream = self._transforms.transform_load_stream(item, place.descriptors, io.BytesIO(data))
+        stream = self._rules.transforms.transform_load_stream(item, place.descriptors, io.BytesIO(data))
         return io.BytesIO(stream.read(-1))
 
     def _check_archive(self, position: int, data: io.BytesIO) -> None:

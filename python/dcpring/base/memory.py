@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,13 @@ NOTHING = torch.empty(0)
 def is_lazy_view(tensor: Tensor) -> bool:
     """Whether the bytes in memory are not the values: a conjugate or negative view."""
     return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+
+
+def lazy_views(tensors: Sequence[Tensor]) -> list[int]:
+    """The positions of those that ``is_lazy_view``; cheap where there are none."""
+    if any(map(Tensor.is_neg, tensors)) or any(map(Tensor.is_conj, tensors)):
+        return [position for position, tensor in enumerate(tensors) if is_lazy_view(tensor)]
+    return []
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from dcpring import _C
 from dcpring.base.masks import zeros
-from dcpring.base.memory import is_dense, is_lazy_view, same_memory
+from dcpring.base.memory import is_dense, is_lazy_view, lazy_views, same_memory
 from dcpring.base.samples import sample_view
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
@@ -56,7 +56,6 @@ _needs_gradient = attrgetter("requires_grad")
 _attributes = attrgetter("__dict__")
 _device = attrgetter("device")
 _is_cpu = attrgetter("is_cpu")
-_dtype = attrgetter("dtype")
 
 _WORKERS = 2
 """Threads that copy, unless told otherwise: two have most of what memory gives, and leave processors to training."""
@@ -261,11 +260,10 @@ def _of_distinct(signs: dict[int, Sign], distinct: list[int], same: dict[int, in
 
 def _plain_bytes(tensors: list[Tensor], handles: _C.Tensors) -> bytes:
     """A mark for each tensor: 1 where the bytes in host memory are its values."""
-    marks = zeros(handles.kinds())
-    is_complex = any(dtype.is_complex for dtype in set(map(_dtype, tensors)))
-    if not is_complex and not any(map(Tensor.is_neg, tensors)):
-        return marks
-    return bytes(mark and not is_lazy_view(tensor) for mark, tensor in zip(marks, tensors, strict=True))
+    marks = bytearray(zeros(handles.kinds()))
+    for position in lazy_views(tensors):
+        marks[position] = False
+    return bytes(marks)
 
 
 def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[Sequence[int], dict[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import array
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -196,7 +196,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._run = run_of(None if metadata is None else metadata.storage_meta, LoadRun)
         self._own_plan = None
         flat = self._flat(state_dict)
-        if any(_is_meta(value) for value in flat.values.values()):
+        if _has_meta(flat.values.values()):
             init_state_dict(state_dict)
             flat = self._flat(state_dict)
         kinds = set(map(type, flat.values.values()))
@@ -439,6 +439,7 @@ def _chunks_of(metadata: Metadata) -> Chunks:
     return chunks or Chunks(rows_of_stored(metadata), False)
 
 
-def _is_meta(value: Any) -> bool:
-    """A ShardedTensor of which this rank has no shard does not say."""
-    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.is_meta
+def _has_meta(values: Iterable[Any]) -> bool:
+    """Whether a tensor is on the meta device. A ShardedTensor of which this rank has no shard does not say."""
+    tensors = (value for value in values if isinstance(value, Tensor) and not isinstance(value, ShardedTensor))
+    return any(tensor.is_meta for tensor in tensors)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.masks import both, either, mask_of, zeros
-from dcpring.base.memory import NOTHING, is_lazy_view
+from dcpring.base.memory import NOTHING, lazy_views
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import Placed
@@ -49,9 +49,9 @@ class Matched:
         self.items, self.storage, self.exchange = items, chunks.storage, exchange
         self._planner = planner
         self._table = chunks.table
-        self._targets = [
-            NOTHING if tensor is None or is_lazy_view(tensor) else tensor for tensor in planner.targets(items.wanted)
-        ]
+        self._targets = [NOTHING if tensor is None else tensor for tensor in planner.targets(items.wanted)]
+        for position in lazy_views(self._targets):
+            self._targets[position] = NOTHING
         self.tensors = _C.Tensors(self._targets)
         self.mask = _C.straight(items.match, self.storage, self.tensors)
         self.landing: Landing | None = None

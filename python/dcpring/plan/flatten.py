@@ -17,8 +17,6 @@ from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
 
 Path = tuple[str | int, ...]
 
-_PLAIN = frozenset(PLAIN_TYPES)
-
 
 @dataclass
 class Flat:
@@ -66,7 +64,7 @@ def _flatten_mapping(flat: Flat, name: str, path: Path, mapping: Mapping[Any, An
     names, paths, values = [f"{name}.{key}" for key in keys], [(*path, key) for key in keys], list(mapping.values())
     if not {str}.issuperset(map(type, mapping)):
         _note_keys(flat, name, mapping)
-    if _PLAIN.issuperset(map(type, values)):
+    if PLAIN_TYPES.issuperset(map(type, values)):
         _add_leaves(flat, names, paths, values, _path_code((*path, "")))
         return
     for child, child_path, value in zip(names, paths, values, strict=True):

@@ -22,7 +22,7 @@ from dcpring.torchside.composed import Composed
 from dcpring.torchside.dcp import create_write_items
 from dcpring.torchside.versions import optional
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
 
 
 class _Absent:

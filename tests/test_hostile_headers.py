@@ -125,7 +125,7 @@ def look(path: Path, size: int) -> bool:
         return False
     for name, whole in model.tensors.items():
         for part in whole.parts:
-            stored = part.stored
+            stored = part.info
             assert 8 <= stored.begin <= stored.end <= size, name
             assert math.prod(stored.shape) * stored.dtype.itemsize == stored.end - stored.begin, name
             bounds = zip(part.offsets, stored.shape, whole.shape, strict=True)

@@ -17,7 +17,7 @@ import torch
 
 from dcpring.base.windows import Box
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import Model, Shard, Stored
+from dcpring.format.safetensors import Model, Shard, TensorInfo
 
 FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
@@ -58,7 +58,7 @@ class Quantised(NamedTuple):
     @property
     def place(self) -> tuple[str, int]:
         """By which a load knows it, whatever its name."""
-        return self.codes.file, self.codes.stored.begin
+        return self.codes.file, self.codes.info.begin
 
     @property
     def stored_sizes(self) -> tuple[Ints, Ints]:
@@ -74,7 +74,7 @@ class Quantised(NamedTuple):
     def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
         """How the core makes a box that begins there: see ``_C.load``."""
         rows, columns = self.block
-        codes = _PACKED if self.per_byte == 2 else str(self.codes.stored.dtype).removeprefix("torch.")
+        codes = _PACKED if self.per_byte == 2 else str(self.codes.info.dtype).removeprefix("torch.")
         skipped = offsets[-2] % rows if rows > 1 else 0
         return codes, offsets[-1] % self.per_byte, rows, columns, skipped, offsets[-1] % columns
 
@@ -103,13 +103,13 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
     for name, whole in model.tensors.items():
         if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in FLOAT8:
             part = whole.parts[0]
-            if (part.file, part.stored.begin) not in places:
+            if (part.file, part.info.begin) not in places:
                 raise CorruptCheckpointError(
                     f"{name!r} is {whole.dtype}, and there is no {_renamed(name, FLOAT8_CODES, FLOAT8_SCALE)!r} by "
                     "which it is to be scaled; RingHFReader loads it as it is stored",
                     str(model.files.directory / part.file),
                 )
-            found[name] = places[part.file, part.stored.begin]  # another name of the same tensor
+            found[name] = places[part.file, part.info.begin]  # another name of the same tensor
     return found
 
 
@@ -128,7 +128,7 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
     first, second = _only_part(model, codes), _only_part(model, scales)
     is_mxfp4 = codes.endswith(MXFP4_CODES)
     try:
-        found = _mxfp4(first.stored, second.stored) if is_mxfp4 else _float8(first.stored, second.stored, block_size)
+        found = _mxfp4(first.info, second.info) if is_mxfp4 else _float8(first.info, second.info, block_size)
     except ValueError as error:
         path = str(model.files.directory / second.file)
         raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
@@ -153,7 +153,7 @@ class _Form(NamedTuple):
     per_byte: int
 
 
-def _mxfp4(codes: Stored, scales: Stored) -> _Form:
+def _mxfp4(codes: TensorInfo, scales: TensorInfo) -> _Form:
     if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and both must be uint8")
     if len(codes.shape) < 2 or codes.shape[:-1] != scales.shape:
@@ -163,7 +163,7 @@ def _mxfp4(codes: Stored, scales: Stored) -> _Form:
     return _Form((*outer, groups * size * 2), (1, max(2 * size, 1)), 2)
 
 
-def _float8(codes: Stored, scales: Stored, block_size: int) -> _Form:
+def _float8(codes: TensorInfo, scales: TensorInfo, block_size: int) -> _Form:
     if codes.dtype not in FLOAT8 or not scales.dtype.is_floating_point:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and not float8 and floats")
     if len(codes.shape) != 2:

@@ -98,7 +98,7 @@ _READERS = 16
 """Threads that read headers: file systems in a network answer slowly, but many at a time."""
 
 
-class Stored(NamedTuple):
+class TensorInfo(NamedTuple):
     """What a header says of a tensor, or of a part of one.
 
     Attributes:
@@ -127,7 +127,7 @@ class Header(NamedTuple):
         version: of the file, which another one in its place has not.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorInfo]
     tied: dict[str, str]
     notes: dict[str, str]
     begin: int
@@ -164,7 +164,7 @@ def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
     try:
         entries = strict_json.loads(data)
         notes = _checked_notes(entries.pop(NOTES, {}))
-        tensors = {name: _stored(name, entry, begin) for name, entry in entries.items()}
+        tensors = {name: _tensor_info(name, entry, begin) for name, entry in entries.items()}
         described = _described(tensors, begin)
         if described < about.st_size - begin:
             raise ValueError(f"it describes {described} bytes of data, and there are {about.st_size - begin}")
@@ -198,7 +198,7 @@ def _checked_notes(notes: Any) -> dict[str, str]:
     return dict(notes)
 
 
-def _stored(name: str, entry: Any, data_begin: int) -> Stored:
+def _tensor_info(name: str, entry: Any, data_begin: int) -> TensorInfo:
     """A tensor's entry, of which types and sizes are checked; raises ValueError."""
     (begin, end), shape, called = entry["data_offsets"], entry["shape"], entry["dtype"]
     if len(shape) > MOST_DIMENSIONS:  # the product of very many numbers takes for ever
@@ -214,13 +214,13 @@ def _stored(name: str, entry: Any, data_begin: int) -> Stored:
         sizes = (*sizes[:-1], sizes[-1] // 2)
     if math.prod(sizes) * DTYPES[called].itemsize != end - begin:
         raise ValueError(f"{name!r} has {end - begin} bytes for {called} of shape {shape!r:.100}")
-    return Stored(DTYPES[called], sizes, data_begin + begin, data_begin + end, None)
+    return TensorInfo(DTYPES[called], sizes, data_begin + begin, data_begin + end, None)
 
 
-def _described(tensors: Mapping[str, Stored], begin: int) -> int:
+def _described(tensors: Mapping[str, TensorInfo], begin: int) -> int:
     """The bytes of all tensors, which lie side by side; raises ValueError where they do not."""
     at = begin
-    for first, last, name in sorted((stored.begin, stored.end, name) for name, stored in tensors.items()):
+    for first, last, name in sorted((info.begin, info.end, name) for name, info in tensors.items()):
         if first != at:
             raise ValueError(f"{name!r} begins at byte {first - begin} of the data, where {at - begin} was expected")
         at = last
@@ -228,34 +228,34 @@ def _described(tensors: Mapping[str, Stored], begin: int) -> int:
 
 
 def _with_note(
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, TensorInfo],
     notes: Mapping[str, str],
     note: str,
-    add: Callable[[str, Stored, Any], Stored],
+    add: Callable[[str, TensorInfo, Any], TensorInfo],
     path: Path,
-) -> dict[str, Stored]:
+) -> dict[str, TensorInfo]:
     """The same, with what a note, which is JSON itself, says of each."""
     try:
         said = strict_json.loads(notes[note])
-        return {name: add(name, stored, said[name]) for name, stored in tensors.items()}
+        return {name: add(name, info, said[name]) for name, info in tensors.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"its {note} is damaged ({error!s:.200})", str(path)) from error
 
 
-def _with_offsets(name: str, stored: Stored, said: Any) -> Stored:
+def _with_offsets(name: str, info: TensorInfo, said: Any) -> TensorInfo:
     offsets = tuple(said["saved_offsets"])
     good = all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets)
-    if not good or len(offsets) != len(stored.shape):
+    if not good or len(offsets) != len(info.shape):
         raise ValueError(f"{offsets!r:.100} for {name!r}")
-    return stored._replace(offsets=offsets)
+    return info._replace(offsets=offsets)
 
 
-def _with_crcs(name: str, stored: Stored, said: Any) -> Stored:
+def _with_crcs(name: str, info: TensorInfo, said: Any) -> TensorInfo:
     crcs = bytes.fromhex(said)
-    first, last = stored.begin // _C.CRC_BLOCK_BYTES, (stored.end - 1) // _C.CRC_BLOCK_BYTES
-    if len(crcs) != (4 * (last - first + 1) if stored.end > stored.begin else 0):
+    first, last = info.begin // _C.CRC_BLOCK_BYTES, (info.end - 1) // _C.CRC_BLOCK_BYTES
+    if len(crcs) != (4 * (last - first + 1) if info.end > info.begin else 0):
         raise ValueError(f"{len(crcs)} bytes for {name!r}")
-    return stored._replace(crcs=crcs)
+    return info._replace(crcs=crcs)
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -348,12 +348,12 @@ class Shard(NamedTuple):
     Attributes:
         file: its name in the directory.
         offsets: where the part begins in the tensor, in elements.
-        stored: the part.
+        info: what the header says of it.
     """
 
     file: str
     offsets: tuple[int, ...]
-    stored: Stored
+    info: TensorInfo
 
 
 class Whole(NamedTuple):
@@ -461,27 +461,27 @@ def _joined(headers: Mapping[str, Header], listed: Mapping[str, str] | None, pat
     """The tensors of all files, or those that an index lists, and those that are tied to them."""
     parts: dict[str, list[Shard]] = {}
     for file, header in headers.items():
-        for name, stored in _stored_under(header).items():
+        for name, info in _infos_under(header).items():
             if listed is None or listed.get(name, file if name in header.tied else None) == file:
-                parts.setdefault(name, []).append(Shard(file, stored.offsets or (0,) * len(stored.shape), stored))
+                parts.setdefault(name, []).append(Shard(file, info.offsets or (0,) * len(info.shape), info))
     return {name: _whole(name, found, path) for name, found in parts.items()}
 
 
-def _stored_under(header: Header) -> dict[str, Stored]:
+def _infos_under(header: Header) -> dict[str, TensorInfo]:
     """The tensors of a file, under all their names."""
     return header.tensors | {name: header.tensors[first] for name, first in header.tied.items()}
 
 
 def _whole(name: str, parts: list[Shard], path: Path) -> Whole:
     """The tensor that parts make up."""
-    first = parts[0].stored
+    first = parts[0].info
     if len(parts) == 1 and not any(parts[0].offsets):
         return Whole(first.dtype, first.shape, parts)
-    others = [part.stored.dtype for part in parts if part.stored.dtype != first.dtype]
+    others = [part.info.dtype for part in parts if part.info.dtype != first.dtype]
     if others or len({len(part.offsets) for part in parts}) > 1:
         what = f"{first.dtype} and {others[0]}" if others else "of different numbers of dimensions"
         raise CorruptCheckpointError(f"{name!r}: its shards are {what}", str(path))
-    boxes = [(part.offsets, part.stored.shape) for part in parts]
+    boxes = [(part.offsets, part.info.shape) for part in parts]
     ends = [[offset + length for offset, length in zip(*box, strict=True)] for box in boxes]
     shape = tuple(map(max, zip(*ends, strict=True)))
     wrong = wrong_boxes(shape, boxes)

@@ -27,7 +27,7 @@ from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePl
 from dcpring.format.metadata import join_metadata, split_metadata
 from dcpring.plan.items import _make_item
 from dcpring.plan.load_planner import ReadItems
-from dcpring.plan.save_planner import _caches
+from dcpring.plan.outcome import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import array
 import io
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from dcpring.base.groups import world_size
 from dcpring.base.samples import sample_view
 from dcpring.base.values import digest
 from dcpring.base.windows import windows
+from dcpring.errors import CheckpointError
 from dcpring.format.ledger import key_of
+from dcpring.plan.messages import LocalMessage
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import is_whole, local_tensor
@@ -34,6 +37,18 @@ _KEY = key_of(b"replicas")
 
 _WINDOW_BYTES = 8 << 20
 """So many bytes are copied at a time: there may be many small tensors."""
+
+_MOST_NAMED = 10
+"""Keys that one warning about differing replicas names."""
+
+_MOST_LOOKED_AT = 1000
+"""Chunks that are looked at for parts of different tensors."""
+
+_STAGES = (
+    "Stages of a pipeline keep the names that their layers have in the whole model: cut them out of it, or give each "
+    "its own prefix"
+)
+_MEMBERS_OF_GROUP = re.compile(r"(.*\.)?param_groups\.\d+\.params|(.*\.)?param_groups")
 
 
 def is_hashed(value: Any) -> bool:
@@ -134,3 +149,74 @@ def _brought_here(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.cpu() for tensor in tensors]
     parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     return list(torch.cat(parts).cpu().split([part.numel() for part in parts]))
+
+
+# ---- comparing ----
+
+
+def differences(merge: _C.Merge, messages: Sequence[LocalMessage]) -> str:
+    """What is to be said of ranks that hold different bytes of one chunk, in order of the plans; "" of none.
+
+    Raises:
+        CheckpointError: where they hold different tensors under one name, of each of which a part would be saved.
+    """
+    count, found = merge.differing(_MOST_LOOKED_AT if any(message.meshes for message in messages) else _MOST_NAMED)
+    if not count:
+        return ""
+    differing = [(name, _by_fingerprint(fingerprints)) for name, fingerprints in found]
+    apart = [one for one in differing if _are_apart(one[1], messages)]
+    if apart:
+        raise CheckpointError(
+            "ranks whose meshes have nothing in common hold different tensors under one name, and parts of both "
+            f"would be saved: {_described(apart, messages, len(apart))}. {_STAGES}"
+        )
+    return (
+        "ranks hold different bytes of what should be replicated, and only one rank's are saved: "
+        f"{_described(differing, messages, count)}. {_cure_of(differing)}"
+    )
+
+
+def _by_fingerprint(fingerprints: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The holders of a chunk, by their place among the plans, in groups that have the same bytes of it."""
+    by_fingerprint: dict[int, list[int]] = {}
+    for place, value in fingerprints:
+        if value:  # else nothing was compared there
+            by_fingerprint.setdefault(value, []).append(place)
+    return list(by_fingerprint.values())
+
+
+def _are_apart(different: list[list[int]], messages: Sequence[LocalMessage]) -> bool:
+    """Whether ranks with different bytes of a chunk have spread it over meshes of their own."""
+    reach = [set().union(*(messages[place].meshes for place in places)) for places in different]
+    if not all(reach):
+        return False
+    ranks = [{messages[place].rank for place in places} for places in different]
+    return any(
+        not any(ranks[other] & set(mesh) for mesh in reach[one])
+        for one in range(len(different))
+        for other in range(one + 1, len(different))
+    )
+
+
+def _described(differing: list[tuple[str, list[list[int]]]], messages: Sequence[LocalMessage], count: int) -> str:
+    by_name: dict[str, list[str]] = {}
+    for name, (first, *others) in differing:
+        if name not in by_name and len(by_name) == _MOST_NAMED:
+            break
+        places = sorted(place for places in others for place in places)
+        ranks = [str(messages[place].rank) for place in places]
+        shown = ", ".join(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+        by_name.setdefault(name, []).append(f"rank {messages[first[0]].rank} differs from {shown}")
+    chunks = sum(map(len, by_name.values()))
+    more = f"; and {count - chunks} more" if count > chunks else ""
+    return "; ".join(f"{name!r} ({'; '.join(texts)})" for name, texts in by_name.items()) + more
+
+
+def _cure_of(differing: list[tuple[str, list[list[int]]]]) -> str:
+    if any(_MEMBERS_OF_GROUP.fullmatch(name) for name, _ in differing):
+        return (
+            "Of a pipeline's optimizers, which have the parameters of their stages, save "
+            "get_optimizer_state_dict(..., options=StateDictOptions(flatten_optimizer_state_dict=True)), or no load "
+            "will find the groups of the others; a Checkpointer joins them"
+        )
+    return f'Give each rank a key of its own, or pass check_replicas="off" if the difference does not matter. {_STAGES}'

@@ -11,14 +11,11 @@ import functools
 import hashlib
 import logging
 import math
-import re
-import threading
 import uuid
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -36,6 +33,7 @@ from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
 from dcpring.plan.messages import ByItems, Gathering, LocalMessage, Message, Piece, Pieces, Reply, RingPlan, Unsealed
+from dcpring.plan.outcome import Cache, Outcome, cache_of
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
@@ -50,12 +48,6 @@ __all__ = ["RingSavePlanner"]
 logger = logging.getLogger("dcpring")
 
 _OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
-
-_MOST_NAMED = 10
-"""Keys that one warning about differing replicas names."""
-
-_MOST_LOOKED_AT = 1000
-"""Chunks that are looked at for parts of different tensors."""
 
 
 class RingSavePlanner(DefaultSavePlanner):
@@ -273,9 +265,9 @@ class RingSavePlanner(DefaultSavePlanner):
     # ---- the coordinator ----
 
     @property
-    def _cache(self) -> _Cache:
+    def _cache(self) -> Cache:
         """What is kept between saves; with no plan caching nothing."""
-        return _cache_of(self._cache_key) if self._plan_caching else _Cache()
+        return cache_of(self._cache_key) if self._plan_caching else Cache()
 
     def _layout_of(self, message: LocalMessage | Unsealed) -> bytes:
         if isinstance(message, Unsealed):
@@ -365,7 +357,7 @@ class RingSavePlanner(DefaultSavePlanner):
                 paths |= Chunks(_C.decode_table(self._layout_of(message)), True).load().planner_data or {}
         return paths
 
-    def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: _Cache) -> _Outcome:
+    def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: Cache) -> Outcome:
         """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
         choice = strategy.choose(self.writers, self._save.checkpoint)
         wish = (choice.writers, self.split_bytes, tuple(message.host for message in messages))
@@ -377,7 +369,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._compare_replicas(merge, messages)
         with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
             choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
-        return _Outcome.of(merge, choice, wish)
+        return Outcome.of(merge, choice, wish)
 
     def _merged(self, messages: list[LocalMessage], layouts: list[bytes]) -> _C.Merge:
         merge = _C.Merge(len(messages))
@@ -392,23 +384,10 @@ class RingSavePlanner(DefaultSavePlanner):
         return merge
 
     def _compare_replicas(self, merge: _C.Merge, messages: Sequence[LocalMessage]) -> None:
-        count, found = merge.differing(_MOST_LOOKED_AT if any(message.meshes for message in messages) else _MOST_NAMED)
-        if not count:
-            return
-        differing = [(name, _by_fingerprint(fingerprints)) for name, fingerprints in found]
-        apart = [one for one in differing if _are_apart(one[1], messages)]
-        if apart:
-            raise CheckpointError(
-                "ranks whose meshes have nothing in common hold different tensors under one name, and parts of both "
-                f"would be saved: {_described(apart, messages, len(apart))}. {_STAGES}"
-            )
-        text = (
-            "ranks hold different bytes of what should be replicated, and only one rank's are saved: "
-            f"{_described(differing, messages, count)}. {_cure_of(differing)}"
-        )
-        if self.check_replicas == "error":
+        text = replicas.differences(merge, messages)
+        if text and self.check_replicas == "error":
             raise CheckpointError(text)
-        if text not in self._warned:
+        if text and text not in self._warned:
             self._warned.add(text)
             logger.warning(text)
 
@@ -442,7 +421,7 @@ class RingSavePlanner(DefaultSavePlanner):
         return self._run.report
 
 
-# ---- what is sent, and kept from save to save ----
+# ---- what belongs to one save ----
 
 
 @dataclass
@@ -498,121 +477,6 @@ class _Save:
     pieces: Pieces = field(default_factory=dict)
     gathering: Gathering | None = None
     checkpoint: Any = None
-
-
-@dataclass
-class _Outcome:
-    """A merged plan.
-
-    Attributes:
-        table: the checkpoint's chunks.
-        items: by rank, the rows of the table that it writes, in order, as uint32.
-        replies: by rank, what is sent back.
-        wish: what was asked for; another wish needs another outcome.
-    """
-
-    choice: Choice
-    table: _C.Table
-    items: list[bytes]
-    replies: list[bytes]
-    ranks: list[RankReport]
-    wish: Any
-
-    @classmethod
-    def of(cls, merge: _C.Merge, choice: Choice, wish: Any) -> _Outcome:
-        sums = merge.sums()
-        world = range(len(sums))
-        return cls(
-            choice=choice,
-            table=merge.table(),
-            items=[merge.items(rank) for rank in world],
-            replies=[merge.reply(rank) for rank in world],
-            ranks=[RankReport(rank, *sums[rank]) for rank in world],
-            wish=wish,
-        )
-
-
-@dataclass
-class _Cache:
-    """What is kept between saves, for one planner: its own plan on every rank, and all plans on the coordinator."""
-
-    digest: str = ""
-    kept: bytes = b""
-    layouts: list[bytes] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-    outcome: _Outcome | None = None
-    skipped: bool = False
-
-    # -- every rank --
-
-    def may_skip(self, digest: str) -> bool:
-        """Whether a layout need not be sent again. Not after a save that skipped it and did not get a reply."""
-        if self.skipped:
-            self.digest = ""
-        self.skipped = digest == self.digest
-        self.digest = digest if self.skipped else ""  # what the coordinator keeps may change: finish() says so
-        return self.skipped
-
-    def finish(self, digest: str, kept: bytes | None) -> bytes:
-        self.kept = self.kept if kept is None else kept
-        self.digest = digest
-        self.skipped = False
-        return self.kept
-
-    # -- the coordinator --
-
-    def restore(self, messages: list[LocalMessage]) -> list[bytes]:
-        """All layouts, those that were not sent from the save before."""
-        return [
-            self._known_layout(place, message) if message.layout is None else message.layout
-            for place, message in enumerate(messages)
-        ]
-
-    def _known_layout(self, place: int, message: LocalMessage) -> bytes:
-        if place < len(self.digests) and self.digests[place] == message.digest:
-            return self.layouts[place]
-        self.outcome = None
-        return _miss(message)
-
-    def layout_of(self, message: LocalMessage) -> bytes:
-        """One layout, for who looks at it before ``restore``."""
-        if message.layout is not None:
-            return message.layout
-        return self.layouts[self.digests.index(message.digest)] if message.digest in self.digests else _miss(message)
-
-    def known_outcome(self, messages: list[LocalMessage], wish: Any) -> _Outcome | None:
-        same = self.outcome is not None and self.outcome.wish == wish
-        return self.outcome if same and self.digests == [message.digest for message in messages] else None
-
-    def has_reply(self, place: int, messages: list[LocalMessage], outcome: _Outcome) -> bool:
-        if messages[place].layout is not None or self.outcome is None:
-            return False
-        return self.outcome.replies[place] == outcome.replies[place]
-
-    def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: _Outcome) -> None:
-        self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
-
-
-def _miss(message: LocalMessage) -> NoReturn:
-    raise CheckpointError(
-        f"rank {message.rank} did not send its plan, as it has not changed, but the coordinator no longer has it "
-        "(was it restarted?); save again: the next plan is sent in full"
-    )
-
-
-_MOST_CACHES = 8
-_caches_lock = threading.Lock()
-_caches: OrderedDict[str, _Cache] = OrderedDict()
-"""By planner; the oldest go. Of the module, as a planner that is pickled for every save would lose its own."""
-
-
-def _cache_of(key: str) -> _Cache:
-    with _caches_lock:
-        cache = _caches.setdefault(key, _Cache())
-        _caches.move_to_end(key)
-        while len(_caches) > _MOST_CACHES:
-            _caches.popitem(last=False)
-    return cache
 
 
 # ---- helpers ----
@@ -714,59 +578,6 @@ def _check_addressee(reply: Reply) -> None:
             f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {reply.to}; move items "
             "from plan to plan instead, with dataclasses.replace(plan, items=...)"
         )
-
-
-_STAGES = (
-    "Stages of a pipeline keep the names that their layers have in the whole model: cut them out of it, or give each "
-    "its own prefix"
-)
-_MEMBERS_OF_GROUP = re.compile(r"(.*\.)?param_groups\.\d+\.params|(.*\.)?param_groups")
-
-
-def _by_fingerprint(fingerprints: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The holders of a chunk, by their place among the plans, in groups that have the same bytes of it."""
-    by_fingerprint: dict[int, list[int]] = {}
-    for place, value in fingerprints:
-        if value:  # else nothing was compared there
-            by_fingerprint.setdefault(value, []).append(place)
-    return list(by_fingerprint.values())
-
-
-def _are_apart(different: list[list[int]], messages: Sequence[LocalMessage]) -> bool:
-    """Whether ranks with different bytes of a chunk have spread it over meshes of their own."""
-    reach = [set().union(*(messages[place].meshes for place in places)) for places in different]
-    if not all(reach):
-        return False
-    ranks = [{messages[place].rank for place in places} for places in different]
-    return any(
-        not any(ranks[other] & set(mesh) for mesh in reach[one])
-        for one in range(len(different))
-        for other in range(one + 1, len(different))
-    )
-
-
-def _described(differing: list[tuple[str, list[list[int]]]], messages: Sequence[LocalMessage], count: int) -> str:
-    by_name: dict[str, list[str]] = {}
-    for name, (first, *others) in differing:
-        if name not in by_name and len(by_name) == _MOST_NAMED:
-            break
-        places = sorted(place for places in others for place in places)
-        ranks = [str(messages[place].rank) for place in places]
-        shown = ", ".join(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-        by_name.setdefault(name, []).append(f"rank {messages[first[0]].rank} differs from {shown}")
-    chunks = sum(map(len, by_name.values()))
-    more = f"; and {count - chunks} more" if count > chunks else ""
-    return "; ".join(f"{name!r} ({'; '.join(texts)})" for name, texts in by_name.items()) + more
-
-
-def _cure_of(differing: list[tuple[str, list[list[int]]]]) -> str:
-    if any(_MEMBERS_OF_GROUP.fullmatch(name) for name, _ in differing):
-        return (
-            "Of a pipeline's optimizers, which have the parameters of their stages, save "
-            "get_optimizer_state_dict(..., options=StateDictOptions(flatten_optimizer_state_dict=True)), or no load "
-            "will find the groups of the others; a Checkpointer joins them"
-        )
-    return f'Give each rank a key of its own, or pass check_replicas="off" if the difference does not matter. {_STAGES}'
 
 
 @contextlib.contextmanager

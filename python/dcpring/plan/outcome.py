@@ -1,0 +1,133 @@
+"""What comes out of merging the plans of all ranks, and what is kept of it from save to save.
+
+Caches are of the module, found by a UUID that is pickled with the planner: DCP's background process gets a copy of the
+planner for each save.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from dcpring import _C
+from dcpring.errors import CheckpointError
+from dcpring.plan.messages import LocalMessage
+from dcpring.plan.strategy import Choice
+from dcpring.report import RankReport
+
+
+@dataclass
+class Outcome:
+    """A merged plan.
+
+    Attributes:
+        table: the checkpoint's chunks.
+        items: by rank, the rows of the table that it writes, in order, as uint32.
+        replies: by rank, what is sent back.
+        wish: what was asked for; another wish needs another outcome.
+    """
+
+    choice: Choice
+    table: _C.Table
+    items: list[bytes]
+    replies: list[bytes]
+    ranks: list[RankReport]
+    wish: Any
+
+    @classmethod
+    def of(cls, merge: _C.Merge, choice: Choice, wish: Any) -> Outcome:
+        sums = merge.sums()
+        world = range(len(sums))
+        return cls(
+            choice=choice,
+            table=merge.table(),
+            items=[merge.items(rank) for rank in world],
+            replies=[merge.reply(rank) for rank in world],
+            ranks=[RankReport(rank, *sums[rank]) for rank in world],
+            wish=wish,
+        )
+
+
+@dataclass
+class Cache:
+    """What is kept between saves, for one planner: its own plan on every rank, and all plans on the coordinator."""
+
+    digest: str = ""
+    kept: bytes = b""
+    layouts: list[bytes] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    outcome: Outcome | None = None
+    skipped: bool = False
+
+    # -- every rank --
+
+    def may_skip(self, digest: str) -> bool:
+        """Whether a layout need not be sent again. Not after a save that skipped it and did not get a reply."""
+        if self.skipped:
+            self.digest = ""
+        self.skipped = digest == self.digest
+        self.digest = digest if self.skipped else ""  # what the coordinator keeps may change: finish() says so
+        return self.skipped
+
+    def finish(self, digest: str, kept: bytes | None) -> bytes:
+        self.kept = self.kept if kept is None else kept
+        self.digest = digest
+        self.skipped = False
+        return self.kept
+
+    # -- the coordinator --
+
+    def restore(self, messages: list[LocalMessage]) -> list[bytes]:
+        """All layouts, those that were not sent from the save before."""
+        return [
+            self._known_layout(place, message) if message.layout is None else message.layout
+            for place, message in enumerate(messages)
+        ]
+
+    def _known_layout(self, place: int, message: LocalMessage) -> bytes:
+        if place < len(self.digests) and self.digests[place] == message.digest:
+            return self.layouts[place]
+        self.outcome = None
+        return _miss(message)
+
+    def layout_of(self, message: LocalMessage) -> bytes:
+        """One layout, for who looks at it before ``restore``."""
+        if message.layout is not None:
+            return message.layout
+        return self.layouts[self.digests.index(message.digest)] if message.digest in self.digests else _miss(message)
+
+    def known_outcome(self, messages: list[LocalMessage], wish: Any) -> Outcome | None:
+        same = self.outcome is not None and self.outcome.wish == wish
+        return self.outcome if same and self.digests == [message.digest for message in messages] else None
+
+    def has_reply(self, place: int, messages: list[LocalMessage], outcome: Outcome) -> bool:
+        if messages[place].layout is not None or self.outcome is None:
+            return False
+        return self.outcome.replies[place] == outcome.replies[place]
+
+    def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: Outcome) -> None:
+        self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
+
+
+def _miss(message: LocalMessage) -> NoReturn:
+    raise CheckpointError(
+        f"rank {message.rank} did not send its plan, as it has not changed, but the coordinator no longer has it "
+        "(was it restarted?); save again: the next plan is sent in full"
+    )
+
+
+_MOST_CACHES = 8
+_caches_lock = threading.Lock()
+_caches: OrderedDict[str, Cache] = OrderedDict()
+"""By planner; the oldest go. Of the module, as a planner that is pickled for every save would lose its own."""
+
+
+def cache_of(key: str) -> Cache:
+    with _caches_lock:
+        cache = _caches.setdefault(key, Cache())
+        _caches.move_to_end(key)
+        while len(_caches) > _MOST_CACHES:
+            _caches.popitem(last=False)
+    return cache

@@ -34,13 +34,14 @@ if TYPE_CHECKING:
     from dcpring.report import LoadReport, Metrics, PlanReport, RankReport, ReadReport
     from dcpring.resume.background import SaveHandle
     from dcpring.resume.checkpointer import Checkpointer
-    from dcpring.resume.components import Elastic, PerRank, Replicated, Sharded
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
     from dcpring.resume.pretrained import load_pretrained, save_pretrained_weights
     from dcpring.resume.reports import ComponentReport, ResumeReport
     from dcpring.resume.rng import RNG
     from dcpring.resume.schedules import LRSchedule
+    from dcpring.resume.sharded import Sharded
     from dcpring.resume.single import load, save
+    from dcpring.resume.whole import Elastic, PerRank, Replicated
     from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
     from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
@@ -127,7 +128,8 @@ _MODULES = {
     "watch.progress": ("Progress",),
     "resume.background": ("SaveHandle",),
     "resume.checkpointer": ("Checkpointer",),
-    "resume.components": ("Elastic", "PerRank", "Replicated", "Sharded"),
+    "resume.sharded": ("Sharded",),
+    "resume.whole": ("Elastic", "PerRank", "Replicated"),
     "resume.data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
     "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
     "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),

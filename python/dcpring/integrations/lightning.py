@@ -17,9 +17,9 @@ from typing import Any
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
 from dcpring.resume.checkpointer import Checkpointer
-from dcpring.resume.components import Replicated
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
+from dcpring.resume.whole import Replicated
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO

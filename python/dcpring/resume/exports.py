@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dcpring.errors import CheckpointError
 from dcpring.plan.rearrange import rearranged_by
-from dcpring.resume.components import Component, ModelState
+from dcpring.resume.components import Component
 from dcpring.resume.conversions import conversion_of_save
+from dcpring.resume.sharded import ModelState
 from dcpring.store.hf_writer import RingHFWriter
 
 Format = Literal["hf"]

@@ -30,10 +30,11 @@ from dcpring.names.first_step import (
     wrapped,
 )
 from dcpring.resume import backend, trees
-from dcpring.resume.components import Component, ComponentPlan, Member, Sharded, cast_notes, digest_of_names, first_with
+from dcpring.resume.components import Component, ComponentPlan, Member
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
+from dcpring.resume.sharded import Sharded, cast_notes, digest_of_names, first_with
 from dcpring.torchside.dcp import flatten_state_dict, set_element
 from dcpring.torchside.tensors import ShardedTensor
 

@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from dcpring.names.first_step import has_own_contract, held, wrapped
 from dcpring.names.parts import ModelParts
 from dcpring.resume import trees
-from dcpring.resume.components import Component, Elastic, ModelState, PerRank, Replicated, Sharded
+from dcpring.resume.components import Component
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.optimizers import OptimizerState, OptimizerStates
 from dcpring.resume.schedules import LRSchedule, LRSchedules
+from dcpring.resume.sharded import ModelState, Sharded
+from dcpring.resume.whole import Elastic, PerRank, Replicated
 
 _RECOGNISED = (nn.Module, Optimizer, LRScheduler, ElasticLoader)
 

@@ -17,9 +17,10 @@ from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import backend
-from dcpring.resume.components import Component, ComponentPlan, Member, ModelState, some_are
+from dcpring.resume.components import Component, ComponentPlan, Member, some_are
 from dcpring.resume.manifest import Stored
 from dcpring.resume.ranks import Operation
+from dcpring.resume.sharded import ModelState
 
 logger = logging.getLogger("dcpring")
 

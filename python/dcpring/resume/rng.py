@@ -14,8 +14,9 @@ import torch
 from dcpring.base import random_states
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member, PerRank
+from dcpring.resume.components import Component, ComponentPlan, Member
 from dcpring.resume.manifest import Stored
+from dcpring.resume.whole import PerRank
 
 __all__ = ["RNG"]
 

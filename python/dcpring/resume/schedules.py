@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member, Replicated
+from dcpring.resume.components import Component, ComponentPlan, Member
 from dcpring.resume.manifest import Stored
+from dcpring.resume.whole import Replicated
 from dcpring.torchside.optim import inner_schedulers
 
 __all__ = ["LRSchedule", "LRSchedules"]

@@ -54,6 +54,19 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error) 
     return NULL;
 }
 
+PyObject *fail(struct module_state *state, const struct dr_error *error) {
+    if (error->kind == DR_ERROR_SYSTEM && error->err == ENOMEM)
+        return PyErr_NoMemory();
+    return raise_error(state, error);
+}
+
+PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error) {
+    PyObject *bytes =
+        rc < 0 ? fail(state, error) : PyBytes_FromStringAndSize((const char *)buffer->data, (Py_ssize_t)buffer->size);
+    dr_buffer_destroy(buffer);
+    return bytes;
+}
+
 bool refuse_keywords(PyTypeObject *type, PyObject *kwargs) {
     if (kwargs)
         PyErr_Format(PyExc_TypeError, "%S takes no keyword arguments", type);

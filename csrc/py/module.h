@@ -36,6 +36,10 @@ struct module_state *module_state(PyObject *module);
 
 /* Sets the Python exception for a core failure, with `item` (an index or None) on it; returns NULL. */
 PyObject *raise_error(struct module_state *state, const struct dr_error *error);
+/* The same for what has no file, where no memory is MemoryError. */
+PyObject *fail(struct module_state *state, const struct dr_error *error);
+/* The buffer as bytes, freed; fail() where rc is negative. */
+PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error);
 /* Raises TypeError where a type that knows no keywords is given some. */
 bool refuse_keywords(PyTypeObject *type, PyObject *kwargs);
 

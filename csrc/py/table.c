@@ -10,19 +10,6 @@
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
-PyObject *fail(struct module_state *state, const struct dr_error *error) {
-    if (error->kind == DR_ERROR_SYSTEM && error->err == ENOMEM)
-        return PyErr_NoMemory();
-    return raise_error(state, error);
-}
-
-PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error) {
-    PyObject *bytes =
-        rc < 0 ? fail(state, error) : PyBytes_FromStringAndSize((const char *)buffer->data, (Py_ssize_t)buffer->size);
-    dr_buffer_destroy(buffer);
-    return bytes;
-}
-
 PyObject *ints_tuple(const int64_t *ints, int count) {
     PyObject *tuple = PyTuple_New(count);
     for (int i = 0; tuple && i < count; i++) {

@@ -24,10 +24,6 @@ PyObject *table_new(struct module_state *state);
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
 const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object);
 
-/* Sets the exception of a core failure; returns NULL. */
-PyObject *fail(struct module_state *state, const struct dr_error *error);
-/* The buffer as bytes, freed; fail() where rc is negative. */
-PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error);
 PyObject *ints_tuple(const int64_t *ints, int count);
 
 #endif

@@ -114,6 +114,26 @@ static PyObject *shared(PyObject *object, PyObject *unused) {
     return list;
 }
 
+struct dr_source view_source(const struct tensor_view *view) {
+    struct dr_source source = {
+        .shape = {view->dtype, (int)view->ndim, view->sizes}, .data = view->data, .strides = view->strides};
+    dr_shape_bytes(&source.shape, &source.size);
+    source.total = source.size;
+    return source;
+}
+
+struct dr_digest_key *parse_digest_key(PyObject *bytes) {
+    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != DR_DIGEST_KEY_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a key for digests is %d bytes", DR_DIGEST_KEY_BYTES);
+        return NULL;
+    }
+    struct dr_digest_key *key = PyMem_Calloc(1, sizeof *key);
+    if (!key)
+        return (struct dr_digest_key *)PyErr_NoMemory();
+    dr_digest_key_init(key, (const uint8_t *)PyBytes_AsString(bytes));
+    return key;
+}
+
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_NOARGS,
      "kinds() -> bytes: 0 plain CPU memory, 1 another device, 2 only torch.save can take it"},

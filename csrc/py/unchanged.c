@@ -4,18 +4,6 @@
 #include "base/crc.h"
 #include "data/unchanged.h"
 
-struct dr_digest_key *parse_digest_key(PyObject *bytes) {
-    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != DR_DIGEST_KEY_BYTES) {
-        PyErr_Format(PyExc_ValueError, "a key for digests is %d bytes", DR_DIGEST_KEY_BYTES);
-        return NULL;
-    }
-    struct dr_digest_key *key = PyMem_Calloc(1, sizeof *key);
-    if (!key)
-        return (struct dr_digest_key *)PyErr_NoMemory();
-    dr_digest_key_init(key, (const uint8_t *)PyBytes_AsString(bytes));
-    return key;
-}
-
 /* The tensors of one call as the core takes them. */
 struct sources {
     const struct tensors *tensors;

@@ -116,14 +116,6 @@ static PyObject *write_sources(struct writer *self, const struct dr_source *sour
     return list;
 }
 
-struct dr_source view_source(const struct tensor_view *view) {
-    struct dr_source source = {
-        .shape = {view->dtype, (int)view->ndim, view->sizes}, .data = view->data, .strides = view->strides};
-    dr_shape_bytes(&source.shape, &source.size);
-    source.total = source.size;
-    return source;
-}
-
 static PyObject *write_views(struct writer *self, const struct tensors *tensors) {
     struct dr_source *sources = PyMem_Calloc((size_t)tensors->count + 1, sizeof *sources);
     if (!sources)

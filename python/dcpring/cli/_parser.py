@@ -82,9 +82,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """Where command modules enter themselves."""
+    """Where command modules enter themselves.
+
+    Attributes:
+        parser: of the whole command line.
+        parsers: by command.
+    """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
         self._subparsers = parser.add_subparsers(
             title="commands", dest="command", metavar="COMMAND", required=True, parser_class=Parser
         )

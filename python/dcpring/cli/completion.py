@@ -42,6 +42,7 @@ def add(commands: Commands) -> None:
         differs="",
     )
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="SHELL", help="bash, zsh or tcsh")
+    parser.set_defaults(commands=commands)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -49,15 +50,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
         import shtab
     except ImportError as error:
         raise CheckpointError("completion needs the package shtab: pip install 'dcpring[cli]'") from error
-    from dcpring.cli._app import make_parser
-
-    parser, commands = make_parser()
-    for command in commands.parsers.values():
+    for command in args.commands.parsers.values():
         command.description = command.summary  # zsh shows it beside the name
         for action in command._actions:
             if (kind := _kind(action)) is not None:
-                action.complete = getattr(shtab, kind)  # type: ignore[attr-defined]
-    out.raw(shtab.complete(parser, args.shell) + "\n")
+                action.complete = getattr(shtab, kind)
+    out.raw(shtab.complete(args.commands.parser, args.shell) + "\n")
     return 0
 
 

@@ -33,8 +33,9 @@ from _kinds import (
 )
 from _versions import stock_plans
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from dcpring import CheckpointError, RingReader, RingSavePlanner, RingWriter
+from dcpring import CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingStager, RingWriter
 
 
 @pytest.mark.parametrize("options", IO, ids=lambda o: f"{o['engine']}-{'direct' if o['direct'] else 'buffered'}")
@@ -285,6 +286,31 @@ def test_meta_is_refused_by_name(tmp_path: Path) -> None:
     assert "CheckpointError" in text and "'layer.weight'" in text and "meta" in text
 
 
+def _freed() -> Tensor:
+    tensor = _matrix()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_freed_memory_is_refused_by_name(tmp_path: Path) -> None:
+    """torch crashes where it is read or written."""
+    text = failure(lambda: save({"good": _matrix(), "layer.weight": _freed()}, tmp_path))
+    assert "CheckpointError: cannot save 'layer.weight': its memory was given back" in text
+    with pytest.raises(CheckpointError, match=r"cannot copy 'layer': .* its memory was given back"):
+        RingStager().stage({"layer": _freed()}).result()
+    save({"layer": _matrix()}, tmp_path)
+    for planner in (RingLoadPlanner(), DefaultLoadPlanner()):
+        state = {"layer": _freed()}
+        text = failure(lambda: dcp.load(state, storage_reader=RingReader(tmp_path), planner=planner))  # noqa: B023
+        assert "'layer'" in text and "its memory was given back" in text
+
+
+def test_what_torch_cannot_describe_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"good": _matrix(), "layer.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}
+    text = failure(lambda: dcp.save(state, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner()))
+    assert "PlanError: cannot plan 'layer.weight', a Tensor: " in text
+
+
 # ---- containers and objects ----
 
 
@@ -362,8 +388,8 @@ def test_custom_classes_need_permission(tmp_path: Path) -> None:
 
 
 def test_an_object_that_cannot_be_pickled_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
-    text = failure(lambda: save({"good": torch.ones(3), "bad": lambda: None}, tmp_path))
-    assert "pickle" in text
+    text = failure(lambda: save({"good": torch.ones(3), "config": {"bad": lambda: None}}, tmp_path))
+    assert "CheckpointError: cannot save 'config.bad'" in text and "pickle" in text
     assert not list(tmp_path.glob("*.distcp")) and not list(tmp_path.glob(".metadata*"))
 
 

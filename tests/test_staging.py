@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dcpring import (
     Checkpointer,
+    CheckpointError,
     PerRank,
     Replicated,
     RingSavePlanner,
@@ -304,6 +306,14 @@ def test_a_state_that_contains_itself_is_refused_with_its_key() -> None:
     state["a"]["b"] = state["a"]
     with pytest.raises(Exception, match="'a"):
         StagingBuffer().stage(state)
+
+
+@pytest.mark.parametrize("nested", [torch.quantize_per_channel, threading.Lock])
+def test_what_cannot_be_copied_is_refused_by_name(nested: Any) -> None:
+    scales, zeros = torch.ones(2), torch.zeros(2)  # of which torch makes no copies
+    bad = nested(torch.ones(2, 2), scales, zeros, 0, torch.quint8) if nested is not threading.Lock else nested()
+    with pytest.raises(CheckpointError, match=r"cannot copy 'model\.parts\.1\.bad': "):
+        StagingBuffer().stage({"model": {"parts": [torch.ones(1), {"good": torch.ones(2), "bad": bad}]}})
 
 
 def test_tensors_without_data_stay_what_they_are() -> None:

@@ -128,7 +128,7 @@ static int append_value(struct builder *b, uint32_t name, PyObject *value, Py_ss
     const struct tensor_view *view = &b->tensors.views[(*tensor)++];
     if (view->kind != TENSOR_OTHER)
         return append_plain(b, name, view, flags);
-    PyObject *spec = PyObject_CallFunctionObjArgs(b->describe, value, NULL);
+    PyObject *spec = PyObject_CallFunctionObjArgs(b->describe, PyList_GetItem(b->names, name), value, NULL);
     int rc = !spec ? -1 : append_spec(b, name, spec);
     Py_XDECREF(spec);
     return rc;

@@ -180,7 +180,7 @@ def make_table(
     paths: list[bytes] | None,
     values: list[Any],
     flags: bytes,
-    describe: Callable[[Tensor], _Row],
+    describe: Callable[[str, Tensor], _Row],
     /,
 ) -> Table: ...
 def decode_table(data: bytes | memoryview, /) -> Table: ...

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 __all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "PlanError", "UntrustedCheckpointError"]
 
 
@@ -45,3 +48,21 @@ class PlanError(CheckpointError, ValueError, AssertionError):
 
     A ``ValueError`` and an ``AssertionError`` too, as stock raises these.
     """
+
+
+@contextlib.contextmanager
+def naming(what: Callable[[], str], cure: str = "", kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+    """What torch, or a class of the user's, raises about one value becomes an error that says about which.
+
+    Args:
+        what: gives the begin of the message: "cannot save 'model.weight'".
+        cure: ends it.
+        kind: of the error.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        message = f"{what()}: {type(error).__name__}: {error}"
+        raise kind(f"{message}; {cure}" if cure else message) from error

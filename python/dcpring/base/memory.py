@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpring.torchside.tensors import PLAIN_TYPES
+
 NOTHING = torch.empty(0)
 """Stands in, in a list for the core, for a tensor that it must not look at."""
 
@@ -34,6 +36,15 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+FREED = "its memory was given back, as untyped_storage().resize_(0) does; make it again first"
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its memory was given back (``untyped_storage().resize_(0)``): torch crashes where it is used."""
+    known = tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in PLAIN_TYPES
+    return known and bool(tensor.numel()) and not tensor.untyped_storage().size()
 
 
 def memory_key(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from dcpring.base.text import some
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, naming
 from dcpring.format.unpickler import RefusedError, Safe, Unpickler
 from dcpring.format.zip import ZipStream
 from dcpring.torchside.tensors import PLAIN_TYPES
@@ -41,6 +41,9 @@ _SCRIPT = "constants.pkl"
 _OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 _HEAD_BYTES = 32
 """What comes before that number, and it."""
+
+PICKLE_CURE = "keep numbers, strings, tensors and containers of them there"
+"""What to do about a value that cannot be pickled."""
 
 NOT_SAVED = "it is no archive of torch.save"
 
@@ -315,12 +318,17 @@ def refusals(values: Iterable[tuple[str, Any]], safe: Safe) -> dict[str, str]:
     for key, value in values:
         if _is_ordinary(value):
             continue
-        archive = io.BytesIO()
-        torch.save(value, archive)
-        name = refusal(archive, safe)
+        name = refusal(_saved(key, value), safe)
         if name:
             found[key] = name
     return found
+
+
+def _saved(key: str, value: Any) -> io.BytesIO:
+    archive = io.BytesIO()
+    with naming(lambda: f"cannot save {key!r}", PICKLE_CURE):
+        torch.save(value, archive)
+    return archive
 
 
 ObjectPolicy = Literal["warn", "error", "allow"]

@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from dcpring import _C
 from dcpring.base.masks import zeros
-from dcpring.base.memory import is_dense, is_lazy_view, lazy_views, same_memory
+from dcpring.base.memory import FREED, is_dense, is_freed, is_lazy_view, lazy_views, same_memory
 from dcpring.base.samples import sample_view
+from dcpring.errors import naming
 from dcpring.move.arena import Arena
 from dcpring.move.device import copy_to_host, on_accelerator, parts_of
 from dcpring.move.frozen import Held, Sign, same_signs, samples_of_devices, signs_of, with_equal_samples
@@ -162,7 +163,9 @@ class StagingBuffer:
             made[n] = host
         for n, first in same.items():
             made[n] = made[first].detach()  # type: ignore[union-attr]
-        opened.put([own_copy(source) if host is None else host for source, host in zip(sources, made, strict=True)])
+        opened.put(
+            [opened.own_copy(source) if host is None else host for source, host in zip(sources, made, strict=True)]
+        )
 
     def _unchanged(
         self, signs: dict[int, Sign], tensors: list[Tensor], hosts: list[Tensor], devices: Devices
@@ -291,6 +294,8 @@ def own_copy(tensor: Tensor) -> Tensor:
     """As the tensor's class copies itself to the host."""
     if tensor.is_meta:
         return tensor
+    if is_freed(tensor):
+        raise ValueError(FREED)
     return tensor.detach().cpu() if on_accelerator(tensor) else tensor.detach().clone()
 
 
@@ -322,18 +327,17 @@ class Opened:
 
     def __init__(self, state: Any, devices: Devices, frozen: Collection[Tensor] | None = None) -> None:
         self.devices = devices
+        self._root = [state]
         self._deep = _DeepCopies(devices)
         self._plain: tuple[list[Any], list[Any], list[Tensor]] = ([], [], [])
         self._others: list[tuple[Any, Any, Tensor]] = []
         self._inner: dict[int, Tensor] = {}
         self._wholes: dict[int, Tensor] = {}
         try:
-            root = [state]
-            root[0] = self._value(state, root, 0)
+            self._root[0] = self._value(state, self._root, 0)
         except RecursionError:
             check_state_dict(state)
             raise
-        self._root = root
         plain = ((tensor, tensor) for tensor in self._plain[2])
         inner = ((tensor, self._wholes[key]) for key, tensor in self._inner.items())
         self.signs = {} if frozen is None else signs_of(chain(plain, inner), frozen)
@@ -365,7 +369,10 @@ class Opened:
             for index, part in enumerate(value):
                 made[index] = self._value(part, made, index)
             return made
-        return value if type(value) in _ATOMS else self._deep.copy(value)
+        if type(value) in _ATOMS:
+            return value
+        with naming(lambda: f"cannot copy {_name_of(value, self._root[0])}"):
+            return self._deep.copy(value)
 
     def _mapping(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         made = dict(mapping)
@@ -409,7 +416,27 @@ class Opened:
         if isinstance(tensor, Composed):
             return tensor.with_tensors(self._rebuilt(part.tensor, inner) for part in tensor.held)
         copied = inner.get(id(tensor))
-        return tensor if tensor.is_meta else _like(own_copy(tensor) if copied is None else copied, tensor)
+        return tensor if tensor.is_meta else _like(self.own_copy(tensor) if copied is None else copied, tensor)
+
+    def own_copy(self, tensor: Tensor) -> Tensor:
+        """As the class of one of the tensors in the tree copies itself."""
+        with naming(lambda: f"cannot copy {_name_of(tensor, self.tree)}"):
+            return own_copy(tensor)
+
+
+def _name_of(value: Any, tree: Any) -> str:
+    """Where a value lies in a tree, for a message."""
+    seen: set[int] = set()
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    while stack:
+        path, part = stack.pop()
+        if part is value:
+            return repr(".".join(map(str, path)))
+        if isinstance(part, (Mapping, list)) and id(part) not in seen:
+            seen.add(id(part))
+            items = part.items() if isinstance(part, Mapping) else enumerate(part)
+            stack.extend(((*path, key), inner) for key, inner in items)
+    return f"a {type(value).__qualname__}"
 
 
 def _all_like(copies: list[Tensor], sources: list[Tensor]) -> list[Tensor]:

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
 from dcpring import _C
 from dcpring.errors import CheckpointError
 from dcpring.plan.strategy import BALANCED
@@ -95,7 +93,7 @@ def units_table(names: list[str], sizes: list[int]) -> bytes:
     return _C.make_table(names, None, rows, bytes(len(names)), _never).encode()
 
 
-def _never(_: Tensor) -> Any:
+def _never(*_: Any) -> Any:
     raise AssertionError("there are no tensors among the units")
 
 

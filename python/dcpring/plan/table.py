@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.memory import same_memory
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.properties import encode_properties
 from dcpring.plan.flatten import Flat, Path, path_code
 from dcpring.plan.placements import Part, parts_of, tensor_at
@@ -69,10 +70,16 @@ def _row(
     return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
 
 
-def _row_of_tensor(tensor: Tensor) -> Row:
+def _row_of_tensor(name: str, tensor: Tensor) -> Row:
     """A tensor whose dtype or layout the core does not know."""
-    zeros = (0,) * tensor.dim()
-    return _row(TENSOR_ROW, tensor.size(), zeros, tensor.size(), properties_of(tensor), 0)
+    with _planning(name, tensor):
+        size = tuple(map(int, tensor.size()))
+        return _row(TENSOR_ROW, size, (0,) * len(size), size, properties_of(tensor), 0)
+
+
+def _planning(name: str, value: Any) -> AbstractContextManager[None]:
+    """Where torch is asked for a value's size and dtype, which not all kinds of tensors have."""
+    return naming(lambda: f"cannot plan {name!r}, a {type(value).__qualname__}", kind=PlanError)
 
 
 def describes_itself(value: Any) -> bool:
@@ -104,7 +111,8 @@ class Describer:
         return self._by_stock(name, value)
 
     def _by_stock(self, name: str, value: Any) -> Any:
-        rows = self._rows_of(name, value)
+        with _planning(name, value):
+            rows = self._rows_of(name, value)
         if rows is None:
             return None
         if isinstance(value, Tensor) and not isinstance(value, (DTensor, ShardedTensor)) and versions.tested:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from dcpring.base.memory import FREED, is_freed
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, PlanError
 from dcpring.move.load.explain import Explainer
@@ -72,6 +73,8 @@ class Targets:
             )
         if target.dtype != stored:
             self._check_cast(position, target.dtype, stored)
+        if is_freed(target):
+            raise KeyMismatchError(f"{name(position)} cannot be loaded into its tensor in the state dict: {FREED}")
         if target.layout == torch.strided and _is_expanded(target):
             raise KeyMismatchError(
                 f"{name(position)}: more than one element of the written-to tensor refers to a single memory location "

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcpring import _C
-from dcpring.base.memory import same_memory
+from dcpring.base.memory import FREED, is_freed, same_memory
 from dcpring.base.windows import windows
-from dcpring.errors import CheckpointError, PlanError
+from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.ledger import Place
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR
 from dcpring.move.device import Downloader, HostCopies
-from dcpring.move.objects import Judge
+from dcpring.move.objects import PICKLE_CURE, Judge
 from dcpring.move.save.items import TableItems, items_of
 from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
 from dcpring.move.save.results import ResultList, Results, place_at, results_of
@@ -277,6 +277,8 @@ class Saving:
 
     def _tensor_bytes(self, position: int) -> io.BytesIO:
         tensor = self._checked([position], self.items.resolve([position]))[0].detach().cpu()
+        if is_freed(tensor):
+            raise CheckpointError(f"cannot save {self.items.name(position)!r}: {FREED}")
         if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
         out = io.BytesIO()
@@ -291,7 +293,7 @@ class Saving:
     ) -> int:
         """Writes items as whole byte strings, a bounded number of bytes at a time; how many they are."""
         written = 0
-        made = ((position, self._judged(position, pickled(position))) for position in positions)
+        made = ((position, self._pickled(position, pickled)) for position in positions)
         for window in windows(made, lambda pair: pair[1].getbuffer().nbytes, WINDOW_BYTES):
             self._written = [position for position, _ in window]
             rows = file.write_bytes([data.getbuffer() for _, data in window])
@@ -300,10 +302,13 @@ class Saving:
             window.clear()  # before the next is made
         return written
 
-    def _judged(self, position: int, data: io.BytesIO) -> io.BytesIO:
+    def _pickled(self, position: int, pickled: Callable[[int], io.BytesIO]) -> io.BytesIO:
         """What is written: looked at, and transformed."""
+        name = self.items.name(position)
+        with naming(lambda: f"cannot save {name!r}", PICKLE_CURE):
+            data = pickled(position)
         if self._judge is not None:
-            self._judge.look(self.items.name(position), data)
+            self._judge.look(name, data)
         if not self._transforms.extensions:
             return data
         out = io.BytesIO()

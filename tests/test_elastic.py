@@ -247,7 +247,23 @@ def test_a_rank_that_ran_out_may_lag() -> None:
     next(batches[0])
     next(batches[1])
     combined = loaders[0].combine_state_dicts([loader.state_dict() for loader in loaders])
-    assert (combined["epoch"], combined["consumed"], combined["ran_out"]) == (0, SIZE, False)
+    assert (combined["epoch"], combined["consumed"]) == (0, SIZE)
+    assert "ran_out" not in combined, "it is a rank's, and a load would be said to have lost it"
+
+
+EARLY = ElasticSampler(SIZE, seed=5)
+"""Made before there is a process group, as for a trainer that makes one itself."""
+
+
+def dealt_early(workers: int) -> list[int]:
+    loader = ElasticLoader(DataLoader(ElasticDataset(Squares(), EARLY, 3), batch_size=3, num_workers=workers))
+    return [int(index) for indices, _ in loader for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_of_before_the_group_deals_to_its_ranks(workers: int) -> None:
+    dealt = _distributed.run(2, dealt_early, workers)
+    assert Counter(index for each in dealt for index in each) == Counter(range(SIZE))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, Dataset
 
 import dcpring
+from dcpring.data import ElasticLoader, ElasticSampler
 from dcpring.integrations.lightning import RingCheckpoint, RingCheckpointIO
 
 
@@ -25,6 +28,11 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.linspace(-1, 1, 33)  # one like the other: Lightning begins an epoch's data again at a resume
+
+
+class Numbered(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((33,), float(index))
 
 
 class FSDP1(FSDPStrategy):
@@ -37,6 +45,8 @@ class Model(lightning.LightningModule):
         torch.manual_seed(0)
         self.layers = make_layers()
         self.die_at = die_at
+        self.given: dict[int, list[int]] = {}
+        self.validated: list[int] = []
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -46,8 +56,12 @@ class Model(lightning.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         if self.die_at and self.trainer.global_step == self.die_at:
-            raise KeyboardInterrupt("as asked for")
+            raise RuntimeError("as asked for")
+        self.given.setdefault(self.current_epoch, []).extend(batch[:, 0].int().tolist())
         return self.layers(batch).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validated.append(self.current_epoch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -60,6 +74,7 @@ def main() -> None:
     parser.add_argument("--way", choices=["stock", "install", "io", "async io", "callback"], default="stock")
     parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2"], default="fsdp2")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=0, help="of numbered samples, by an ElasticLoader")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--resume", default=None)
     options = parser.parse_args()
@@ -70,11 +85,16 @@ def main() -> None:
         plugins = [RingCheckpointIO()]
     if options.way == "async io":
         plugins = [AsyncCheckpointIO(RingCheckpointIO())]
+    loader: Any = DataLoader(Samples(), batch_size=2)
+    validation, components = None, {}
+    if options.epochs:  # before there is a process group
+        loader = ElasticLoader(DataLoader(Numbered(), batch_size=2, sampler=ElasticSampler(48)))
+        validation, components = DataLoader(Samples(), batch_size=48), {"data": loader}
     callback: Any = ModelCheckpoint(
         options.folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True
     )
     if options.way == "callback":
-        callback = RingCheckpoint(options.folder, every_n_steps=3)
+        callback = RingCheckpoint(options.folder, every_n_steps=3, components=components)
     world = int(os.environ["WORLD_SIZE"])
     strategies: dict[str, Any] = {
         "ddp": "ddp",
@@ -87,14 +107,20 @@ def main() -> None:
         strategy=strategies[options.strategy],
         plugins=plugins,
         callbacks=[callback],
-        max_steps=options.steps,
+        max_steps=-1 if options.epochs else options.steps,
+        max_epochs=options.epochs or None,
+        num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=options.folder,
     )
     model = Model(options.die_at)
-    trainer.fit(model, DataLoader(Samples(), batch_size=2), ckpt_path=options.resume, weights_only=False)
+    with contextlib.suppress(RuntimeError) if options.die_at else contextlib.nullcontext():
+        trainer.fit(model, loader, validation, ckpt_path=options.resume, weights_only=False)
+    if options.epochs:
+        seen = {"given": model.given, "validated": model.validated}
+        (options.folder / f"seen-by-{trainer.global_rank}-of-{world}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import dcpring
+from dcpring.data import ElasticLoader, ElasticSampler
 from dcpring.integrations.lightning import RingCheckpoint, RingCheckpointIO
 
 _ranks.load_before("lightning_program", "fabric_program")
@@ -134,6 +136,78 @@ def test_the_callback_closes_its_checkpointer_when_training_fails(tmp_path: Path
         trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(8, 32)))
     assert saving.checkpointer is None
     assert dcpring.verify(tmp_path / "ckpt" / "step-1").ok
+
+
+def test_epochs_are_whole_on_other_ranks(tmp_path: Path) -> None:
+    """Cut within the first epoch on 2 ranks, within the second on 1, at its end on 3: each has all samples, once."""
+    ring = ("--way", "callback", "--strategy", "ddp", "--epochs", 4)
+    given: dict[str, list[int]] = {}
+    validated: list[int] = []
+    for world, cut_at in ((2, 3), (1, 27), (3, 33), (2, 0)):
+        train(tmp_path, world, *ring, "--die-at", cut_at)
+        for rank in range(world):
+            seen = json.loads((tmp_path / f"seen-by-{rank}-of-{world}.json").read_text())
+            for epoch, samples in seen["given"].items():
+                given.setdefault(epoch, []).extend(samples)
+        validated += seen["validated"]
+    assert {epoch: sorted(samples) for epoch, samples in given.items()} == {str(n): list(range(48)) for n in range(4)}
+    assert validated == [0, 1, 2, 3]
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Counting(BoringModel):
+    """Notes what each epoch was given, and fails once, at the batch ``die_at``."""
+
+    def __init__(self, die_at: int | None = None) -> None:
+        super().__init__()
+        self.die_at, self.given = die_at, dict[int, list[int]]()
+        self.batches = 0
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        self.batches += 1
+        if self.batches - 1 == self.die_at:
+            raise RuntimeError("as asked for")
+        self.given.setdefault(self.current_epoch, []).extend(batch[:, 0].int().tolist())
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("die_at, begins_at", [(2, 0), (5, 4), (9, 8), (None, 24)])
+@pytest.mark.parametrize("is_reused", [True, False])
+def test_another_fit_goes_on_where_the_checkpoint_was(
+    tmp_path: Path, die_at: int | None, begins_at: int, is_reused: bool
+) -> None:
+    """After one that has failed before the first checkpoint, within an epoch, at its end, and after a whole one."""
+    numbers = torch.arange(16.0).unsqueeze(1).expand(16, 32)
+    loader = ElasticLoader(torch.utils.data.DataLoader(numbers, batch_size=2, sampler=ElasticSampler(16)))
+    saving = RingCheckpoint(tmp_path / "ckpt", every_n_steps=4, components={"data": loader})
+    trainer, model = Trainer(max_epochs=3, callbacks=[saving], **QUIET), Counting(die_at)
+    if die_at is None:
+        trainer.fit(model, loader)
+    else:
+        with pytest.raises(RuntimeError, match="as asked for"):
+            trainer.fit(model, loader)
+    model.given = {}
+    if not is_reused:
+        saving = RingCheckpoint(tmp_path / "ckpt", every_n_steps=4, components={"data": loader})
+        trainer = Trainer(max_epochs=3, callbacks=[saving], **QUIET)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, loader)
+    assert saving.report is not None and saving.report.step == (begins_at or None)
+    assert "afterwards" not in str(saving.report)
+    first, skipped = divmod(begins_at, 8)
+    sampler = ElasticSampler(16)
+    orders = []
+    for epoch in range(first, 4):
+        sampler.seek(epoch, 2 * skipped if epoch == first else 0)
+        orders.append(list(sampler))
+    assert model.given == dict(zip(range(first, 4), orders, strict=True))
 
 
 def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
 from dcpring.resume.checkpointer import Checkpointer
+from dcpring.resume.components import Component
+from dcpring.resume.data import ElasticLoader
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
 from dcpring.resume.whole import Replicated
@@ -25,10 +27,12 @@ try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.utilities import CombinedLoader
 except ModuleNotFoundError:
     from lightning_fabric.plugins.io import CheckpointIO, TorchCheckpointIO
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Checkpoint
+    from pytorch_lightning.utilities import CombinedLoader
 
 __all__ = ["RingCheckpoint", "RingCheckpointIO"]
 
@@ -96,6 +100,7 @@ class RingCheckpoint(Checkpoint):
         folder: of all checkpoints.
         every_n_steps: a checkpoint is saved when this many optimizer steps were taken, and at the end.
         components: more objects with a state, by name, such as ``{"data": ElasticLoader(...)}``.
+        exclude: components that are not loaded, such as those that a checkpoint does not have.
         blocking: whether training waits until a checkpoint is complete.
         **options: options of ``Checkpointer``, such as ``keep_last``.
 
@@ -110,13 +115,14 @@ class RingCheckpoint(Checkpoint):
         *,
         every_n_steps: int,
         components: Mapping[str, Any] | None = None,
+        exclude: Sequence[str] = (),
         blocking: bool = False,
         **options: Any,
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
         self.folder, self.every_n_steps, self.blocking = Path(folder), every_n_steps, blocking
-        self.components, self.options = dict(components or {}), options
+        self.components, self.exclude, self.options = dict(components or {}), tuple(exclude), options
         self.checkpointer: Checkpointer | None = None
         self.report: ResumeReport | None = None
         self._saved = 0
@@ -125,14 +131,26 @@ class RingCheckpoint(Checkpoint):
         """Loads the latest checkpoint, if there is one."""
         components: dict[str, Any] = {
             "model": trainer.strategy.model,
-            "loops": Replicated(trainer.fit_loop),
+            "loops": _Loops(trainer, list(self.components.values())),
             "rng": RNG(),
         }
         components |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
         components |= {f"scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         self.checkpointer = Checkpointer(self.folder, components | self.components, **self.options)
-        self.report = self.checkpointer.load(missing_ok=True)
+        self.report = self.checkpointer.load(exclude=self.exclude, missing_ok=True)
+        if self.report.step is not None and trainer.ckpt_path is not None:
+            raise ValueError(
+                f"{self.report.path} was loaded, and ckpt_path={str(trainer.ckpt_path)!r} would be over it; leave "
+                "ckpt_path out, or give RingCheckpoint another folder"
+            )
         self._saved = trainer.global_step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Brings loops and loaders together where an epoch of one is an epoch of the other."""
+        assert self.report is not None
+        for loader in CombinedLoader(trainer.train_dataloader).flattened:
+            if isinstance(loader, ElasticLoader) and len(loader) == trainer.num_training_batches:
+                _bring_together(trainer.fit_loop, loader, self.report.step is None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -163,3 +181,46 @@ class RingCheckpoint(Checkpoint):
             assert self.checkpointer is not None
             self.checkpointer.save(step, blocking=blocking)
             self._saved = step
+
+
+class _Loops(Replicated):
+    """Lightning's loops, and with them what loaders have as a state that are not among the components."""
+
+    cure = 'a loader with a state of each rank goes into components={"data": PerRank(loader)}'
+
+    def __init__(self, trainer: Trainer, components: Sequence[Any]) -> None:
+        super().__init__(trainer.fit_loop)
+        self._trainer = trainer
+        self._others = [one.stateful if isinstance(one, Component) else one for one in components]
+
+    def state(self) -> Any:
+        state = super().state()
+        loaders = CombinedLoader(self._trainer.train_dataloader).flattened
+        if all(any(loader is other for other in self._others) for loader in loaders if hasattr(loader, "state_dict")):
+            state["state_dict"].pop(_LOADERS, None)
+        return state
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        super().apply(state, before)
+        own = {name: value for name, value in state["state_dict"].items() if name != _LOADERS}
+        self._given = {**state, "state_dict": own}  # Lightning keeps the rest for loaders that it has not made yet
+
+
+_LOADERS = "combined_loader"
+
+
+def _bring_together(loops: Any, loader: ElasticLoader, is_new: bool) -> None:
+    """Counts the batches that the loader has left, which are others on other ranks, or begins an epoch with it.
+
+    Where nothing was loaded, a ``fit`` that has failed may have left the loader within an epoch. What was saved at the
+    end of one would give nothing once more, to a loop that comes by there, as Lightning's do not.
+    """
+    batches = loops.epoch_loop.batch_progress
+    if loops.restarting:
+        shift = len(loader) - loader.batches_left - batches.current.processed
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(batches.current, name, getattr(batches.current, name) + shift)
+    elif is_new:
+        loader.load_state_dict({"epoch": loader.epoch, "consumed": 0})
+    if not loader.batches_left and (batches.is_last_batch or not loops.restarting):
+        loader.set_epoch(loader.epoch + 1)

@@ -103,7 +103,8 @@ class ElasticSampler(Sampler[int]):
         remainder: what becomes of samples that do not go round: "uneven" deals every sample exactly once, so some
             ranks may get one more, and perhaps one batch more; "repeat" deals some twice and "drop" leaves some out, so
             that all ranks get equally many.
-        rank: this process's; under tensor parallelism its data-parallel rank. Default: of the default group.
+        rank: this process's; under tensor parallelism its data-parallel rank. Default: of the default group, which
+            trainers may make after the sampler.
         world_size: number of such ranks. Default: of the default group.
     """
 
@@ -118,8 +119,7 @@ class ElasticSampler(Sampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.world_size = groups.world_size() if world_size is None else world_size
-        self.rank = groups.rank_in() if rank is None else rank
+        self._rank, self._world_size = rank, world_size
         if size < 1:
             raise ValueError(f"size={size}: an epoch has at least one sample")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -129,6 +129,18 @@ class ElasticSampler(Sampler[int]):
         self.size, self.seed, self.shuffle, self.order, self.remainder = size, seed, shuffle, order, remainder
         # Epoch and origin of the pass under way: shared, as persistent workers live through many.
         self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    @property
+    def rank(self) -> int:
+        if self._rank is None and groups.has_group():
+            self._rank = groups.rank_in()
+        return self._rank or 0
+
+    @property
+    def world_size(self) -> int:
+        if self._world_size is None and groups.has_group():
+            self._world_size = groups.world_size()
+        return 1 if self._world_size is None else self._world_size
 
     @property
     def epoch(self) -> int:
@@ -349,7 +361,8 @@ class ElasticLoader:
                 "at the same step"
             )
         there = [state for state in states if _progress(state) == furthest]
-        return {**min(there, key=lambda state: int(state["epoch"])), "ran_out": False}
+        state = min(there, key=lambda state: int(state["epoch"]))
+        return {name: value for name, value in state.items() if name != "ran_out"}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError if the state is not of this dataset; changes nothing."""

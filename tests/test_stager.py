@@ -387,9 +387,7 @@ def test_objects_are_copied_at_once(tmp_path: Path) -> None:
 
 
 def test_a_writer_stages_into_memory_that_goes_with_its_save(tmp_path: Path) -> None:
-    gc.collect()
-    empty_cache()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed, and malloc would give out again
+    _give_back_memory()
     state, writer, size = _state(1, 1 << 24), Held(tmp_path), 64 << 20
     before = _anonymous_bytes()
     future: Any = dcp.async_save(state, storage_writer=writer)
@@ -402,11 +400,17 @@ def test_a_writer_stages_into_memory_that_goes_with_its_save(tmp_path: Path) -> 
     del future
     deadline = time.monotonic() + WAIT
     while _anonymous_bytes() >= before + size // 2 and time.monotonic() < deadline:
-        gc.collect()  # DCP of some versions leaves the state in a cycle
-        empty_cache()
+        _give_back_memory()  # DCP of some versions leaves the state in a cycle
         time.sleep(0.01)
     assert _anonymous_bytes() < before + size // 2
     _assert_holds(tmp_path, 1, 1 << 24)
+
+
+def _give_back_memory() -> None:
+    """All that nobody uses, also what malloc would give out again."""
+    gc.collect()
+    empty_cache()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _anonymous_bytes() -> int:

@@ -470,7 +470,7 @@ def fail_while_others_write(path: str) -> str:
 
     with (
         mock.patch.object(stripes.StripeSaving, "patches", broken),
-        mock.patch("dcpring.plan.stripes.MOST_ROUND_BYTES", 1 << 20),
+        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
     ):
         if dist.get_rank() == 0:
             _C.arm_fault("pwrite", 1, 0, True, 200)

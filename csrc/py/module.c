@@ -13,7 +13,7 @@ static PyMethodDef *const all_methods[] = {
     torch_methods,    reader_methods,        directory_methods, fault_methods,  table_methods,
     merge_methods,    storage_index_methods, match_methods,     key_methods,    probe_methods,
     verify_methods,   compare_methods,       unpickle_methods,  record_methods, stripe_methods,
-    elements_methods, unchanged_methods,     copy_methods,      kept_methods,
+    elements_methods, unchanged_methods,     copy_methods,      kept_methods,   barrier_methods,
 };
 
 enum { TYPES = 10 };

@@ -99,6 +99,7 @@ extern PyMethodDef verify_methods[];
 extern PyMethodDef compare_methods[];
 extern PyMethodDef unpickle_methods[];
 extern PyMethodDef stripe_methods[];
+extern PyMethodDef barrier_methods[];
 extern PyMethodDef elements_methods[];
 extern PyMethodDef unchanged_methods[];
 extern PyMethodDef copy_methods[];

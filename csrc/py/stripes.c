@@ -402,11 +402,12 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"write", write_stripes, METH_VARARGS,
      "write([(lo, hi, offset in the memory or -1)], [(payload_offset, sizes, offsets)], Tensors, memory or None, "
-     "[(offset, size) of each tensor of the file]) -> [CRCs of each stripe]"},
+     "[(offset, size) of each tensor of the file]) -> [CRCs of each stripe]: begins to write them; what fails later is "
+     "told by a later call"},
     {"write_at", write_at, METH_VARARGS, "write_at(offset, bytes): through the page cache"},
     {"finish", finish, METH_VARARGS,
-     "finish(length or None, Syncs or None): cuts the file to its length; its data are durable, or are so once these "
-     "Syncs were waited for"},
+     "finish(length or None, Syncs or None): waits until all is written, and cuts the file to its length; its data are "
+     "durable, or are so once these Syncs were waited for"},
     {"close", close_file, METH_NOARGS,
      "close(): frees everything; a file that was made is removed unless it was finished"},
     {"stats", stats, METH_NOARGS, "stats() -> (engine, direct)"},

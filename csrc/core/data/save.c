@@ -219,30 +219,6 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     return rc < 0 ? rc : dr_output_wait(NULL, engine, error);
 }
 
-struct arriving {
-    struct dr_writer *writer;
-    struct dr_workers workers;
-};
-
-static int wait_for_one(void *context, unsigned index, struct dr_error *error) {
-    struct arriving *arriving = context;
-    struct dr_engine *engine = arriving->writer->output.engines[index];
-    int rc = dr_output_wait(&arriving->workers, engine, error);
-    dr_engine_drain(engine);
-    return rc;
-}
-
-/* Until the file has all that was submitted. */
-static int wait_for_all(struct dr_writer *w, const struct dr_control *control, struct dr_error *error) {
-    struct arriving arriving = {.writer = w};
-    unsigned waiting = 0;
-    for (unsigned i = 0; i < w->output.engine_count; i++)
-        waiting += w->output.engines[i]->in_flight > 0;
-    if (waiting == 0)
-        return 0;
-    return dr_workers_run(&arriving.workers, w->output.engine_count, wait_for_one, &arriving, control, error);
-}
-
 int dr_writer_finish(struct dr_writer *w, struct dr_syncs *later, const struct dr_control *control,
                      struct dr_error *error) {
     int rc = check_usable(w, error);
@@ -251,7 +227,7 @@ int dr_writer_finish(struct dr_writer *w, struct dr_syncs *later, const struct d
     w->failed = true;
     if (w->open.done)
         return dr_error_invalid(error, DR_NO_ITEM, "the last part of a tensor in %s is missing", w->output.path);
-    rc = wait_for_all(w, control, error);
+    rc = dr_output_wait_all(&w->output, control, error);
     if (rc == 0)
         rc = write_rest(w, error);
     if (rc == 0)

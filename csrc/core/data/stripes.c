@@ -106,23 +106,19 @@ int dr_stripes_fill(const struct dr_stripes *stripes, unsigned workers, const st
 
 /* ---- writing ---- */
 
-/* Sees to it that the request has a stripe's bytes: in its buffer, or where they are shared if nothing is to be padded.
- */
-static void fill_block(const struct run *run, const struct dr_stripe *stripe, unsigned worker,
-                       struct dr_request *request, size_t padded) {
+static void fill_block(const struct run *run, const struct dr_stripe *stripe, unsigned worker, uint8_t *data,
+                       size_t padded) {
     struct dr_watch *watch = run->output->options.watch;
     size_t size = (size_t)(stripe->hi - stripe->lo);
     struct dr_span span = {
         .begin = dr_watch_now(watch), .offset = stripe->lo, .size = size, .step = DR_STEP_FILL, .worker = worker};
-    if (!stripe->shared)
-        gather(run->stripes, stripe->lo, stripe->hi, request->data);
-    else if (padded == size && (uintptr_t)stripe->shared % DR_ALIGNMENT == 0)
-        request->data = stripe->shared;
+    if (stripe->shared)
+        memcpy(data, stripe->shared, size);
     else
-        memcpy(request->data, stripe->shared, size);
+        gather(run->stripes, stripe->lo, stripe->hi, data);
     if (stripe->crcs)
-        sum(run, stripe, request->data, &span.crc);
-    memset(request->data + size, 0, padded - size);
+        sum(run, stripe, data, &span.crc);
+    memset(data + size, 0, padded - size);
     dr_watch_note(watch, span);
 }
 
@@ -131,7 +127,7 @@ static int write_stripes(struct run *run, struct dr_engine *engine, struct dr_er
     while (!dr_workers_stopped(&run->workers)) {
         size_t i = atomic_fetch_add(&run->next, 1);
         if (i >= run->stripes->count)
-            break;
+            return 0;
         const struct dr_stripe *stripe = &run->stripes->stripes[i];
         assert(stripe->lo % DR_ALIGNMENT == 0 && stripe->lo < stripe->hi);
         assert(stripe->hi - stripe->lo <= output->options.block_size);
@@ -141,20 +137,20 @@ static int write_stripes(struct run *run, struct dr_engine *engine, struct dr_er
             return rc;
         size_t size = (size_t)(stripe->hi - stripe->lo);
         size_t padded = output->direct ? (size_t)dr_align_up(size, DR_ALIGNMENT) : size;
-        fill_block(run, stripe, engine->worker, request, padded);
+        fill_block(run, stripe, engine->worker, request->data, padded);
         rc = dr_output_submit(output, engine, request, stripe->lo, padded, error);
         if (rc < 0)
             return rc;
     }
-    return dr_output_wait(&run->workers, engine, error);
+    return 0;
 }
 
-/* A thread's requests are cancelled when it ends, so none is left in flight by then. */
 static int write_work(void *context, unsigned index, struct dr_error *error) {
     struct run *run = context;
     struct dr_engine *engine = run->output->engines[index];
     int rc = write_stripes(run, engine, error);
-    dr_engine_drain(engine);
+    if (rc < 0 || dr_workers_stopped(&run->workers))
+        dr_engine_drain(engine);
     return rc;
 }
 

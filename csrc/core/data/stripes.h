@@ -53,7 +53,9 @@ int dr_stripes_fill(const struct dr_stripes *stripes, unsigned workers, const st
                     struct dr_error *error);
 
 /*
- * Writes the stripes, and gives their CRCs. The last bytes of the file are padded: it is to be cut to its length.
+ * Fills blocks with the stripes and begins to write them, and gives their CRCs. The memory that the stripes came from
+ * is the caller's again; a failure to write them may come with a later call, or with dr_output_sync. The last bytes of
+ * the file are padded: it is to be cut to its length.
  * expected: bytes that all calls for this output will write, so that no more is allocated for them.
  */
 int dr_stripes_write(const struct dr_stripes *stripes, struct dr_output *output, uint64_t expected,

@@ -124,6 +124,29 @@ int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct 
     return 0;
 }
 
+struct waiting {
+    struct dr_output *output;
+    struct dr_workers workers;
+};
+
+static int wait_for_one(void *context, unsigned index, struct dr_error *error) {
+    struct waiting *waiting = context;
+    struct dr_engine *engine = waiting->output->engines[index];
+    int rc = dr_output_wait(&waiting->workers, engine, error);
+    dr_engine_drain(engine);
+    return rc;
+}
+
+int dr_output_wait_all(struct dr_output *out, const struct dr_control *control, struct dr_error *error) {
+    struct waiting waiting = {.output = out};
+    unsigned busy = 0;
+    for (unsigned i = 0; i < out->engine_count; i++)
+        busy += out->engines[i]->in_flight > 0;
+    if (busy == 0)
+        return 0;
+    return dr_workers_run(&waiting.workers, out->engine_count, wait_for_one, &waiting, control, error);
+}
+
 int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error) {
     const uint8_t *at = data;
     if (out->direct)
@@ -143,7 +166,10 @@ int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data,
 
 int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,
                    struct dr_error *error) {
-    int rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
+    int rc = dr_output_wait_all(out, control, error);
+    if (rc < 0)
+        return rc;
+    rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, out->path);
     if (out->options.sync == DR_SYNC_OFF)

@@ -53,15 +53,18 @@ int dr_output_take(struct dr_workers *workers, struct dr_engine *engine, struct 
 int dr_output_submit(struct dr_output *out, struct dr_engine *engine, struct dr_request *request, uint64_t offset,
                      size_t size, struct dr_error *error);
 
-/* Waits until nothing is in flight, or the workers were stopped. */
+/* Waits until nothing of an engine is in flight, or the workers were stopped. */
 int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct dr_error *error);
+
+/* Waits until nothing of any engine is in flight. */
+int dr_output_wait_all(struct dr_output *out, const struct dr_control *control, struct dr_error *error);
 
 /* Writes at once, in the calling thread; not with direct I/O. */
 int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error);
 
 /*
- * Cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see options.sync for what is durable then, or,
- * where it is given a set of syncs, when these are over.
+ * Waits for all that is in flight, and cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see
+ * options.sync for what is durable then, or, where it is given a set of syncs, when these are over.
  */
 #define DR_ANY_LENGTH UINT64_MAX
 int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,

@@ -4,7 +4,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>
+#include <limits.h>
 #include <linux/fs.h>
+#include <linux/futex.h>
 #include <linux/stat.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,6 +14,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #if __has_include(<linux/openat2.h>)
@@ -200,6 +203,15 @@ static int real_unmap(void *data, size_t size) { return result(munmap(data, size
 
 static int real_advise(void *data, size_t size, enum dr_advice advice) {
     return result(madvise(data, size, advice == DR_ADVICE_HUGE_PAGES ? MADV_HUGEPAGE : MADV_REMOVE));
+}
+
+static int real_futex_wait(atomic_uint *word, unsigned value, unsigned timeout_ms) {
+    struct timespec timeout = {.tv_sec = timeout_ms / 1000, .tv_nsec = (timeout_ms % 1000) * 1000000L};
+    return result((int)syscall(SYS_futex, word, FUTEX_WAIT, value, &timeout, NULL, 0));
+}
+
+static int real_futex_wake(atomic_uint *word) {
+    return result((int)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0));
 }
 
 static int real_uring_init(unsigned entries, struct io_uring *ring) { return io_uring_queue_init(entries, ring, 0); }

@@ -71,6 +71,9 @@ enum dr_advice { DR_ADVICE_HUGE_PAGES, DR_ADVICE_GIVE_BACK };
     CALL(MEMORY, void *, map, (size_t size), (size)) \
     CALL(NEVER, int, unmap, (void *data, size_t size), (data, size)) \
     CALL(ERRNO, int, advise, (void *data, size_t size, enum dr_advice advice), (data, size, advice)) \
+    /* On a word that processes may share: as long as it has this value, and nobody wakes who waits. */ \
+    CALL(NEVER, int, futex_wait, (atomic_uint * word, unsigned value, unsigned timeout_ms), (word, value, timeout_ms)) \
+    CALL(NEVER, int, futex_wake, (atomic_uint * word), (word)) \
     CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \
     /* Whether the ring's kernel can do an operation (IORING_OP_*). */ \
     CALL(NONE, int, uring_supports, (struct io_uring * ring, int operation), (ring, operation)) \

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 
+from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.base.joint import Joint
+
+BARRIER_BYTES = _C.ALIGNMENT_BYTES
+"""What a barrier takes of shared memory."""
+
+_WORD_BYTES = 4
+_PATIENCE_MS = 1000
 
 
 def share(joint: Joint, rank: int, leader: int, size: int) -> tuple[memoryview, str]:
@@ -35,3 +42,30 @@ def share(joint: Joint, rank: int, leader: int, size: int) -> tuple[memoryview, 
         if descriptor >= 0:
             os.close(descriptor)
     return (memoryview(b""), problems[0]) if problems else (memory, "")
+
+
+class Barrier:
+    """Where the ranks of a host wait for each other, in memory that they share: quickly, as long as nobody is late.
+
+    Args:
+        memory: ``BARRIER_BYTES``, which were zero.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self._words, self._size, self._target = memory, size, 0
+
+    def wait(self) -> bool:
+        """Whether all have come; if not, then on no rank, and they are to meet by the process group this time."""
+        if not self._words:
+            return False
+        self._target += self._size
+        if _C.barrier_wait(self._words, self._target, _PATIENCE_MS):
+            return True
+        self._words, self._target = self._words[_WORD_BYTES:], 0
+        return False
+
+    def end(self) -> None:
+        """Nobody is to wait for this rank."""
+        if self._words:
+            _C.barrier_end(self._words)

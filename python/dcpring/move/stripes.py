@@ -1,9 +1,10 @@
 """One rank's part of files that all ranks write together, as ``plan.stripes`` has it.
 
 A rank writes its own stripes from its memory. Others are put together in rounds: every rank fills what it holds into
-memory that the ranks of its host share, what other hosts hold comes through the process group, all tell how that went,
-and the stripe's writer writes it while the next rounds are filled. The memory of some rounds is used in turn: the word
-of a round says that what the next one needs of it was written.
+memory that the ranks of its host share, and they wait for each other at a barrier there. What other hosts hold comes
+through the process group, by which all tell how they do; so they do on one host, too, where a rank keeps others waiting
+at the barrier. Then the stripe's writer copies it into a block, which is on its way while all fill the next round, in
+other memory.
 
 Tensors that are no plain memory of the file's dtype, as they are to be cast or lie on an accelerator, are copied, of
 each no more than the rows that a window needs.
@@ -12,12 +13,10 @@ each no more than the rows that a window needs.
 from __future__ import annotations
 
 import bisect
-import collections
 import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from dcpring.move.save.items import PlanItems
 from dcpring.move.save.kinds import handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
-from dcpring.plan.stripes import ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
+from dcpring.plan.stripes import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0
@@ -170,11 +169,11 @@ class StripeSaving:
             yield None
             return
         options = self._options.for_core(self._pending.syncs is not None, self._watch)
-        own_bytes = sum(hi - lo for lo, hi in part.own)  # others are written from where they were put together
-        file = _C.StripeFile(self._path, layout.name, 0, own_bytes, options)
+        file = _C.StripeFile(self._path, layout.name, 0, part.writes_bytes, options)
         try:
             yield file
-            file.finish(None, self._pending.syncs)
+            with self._run.phases.core(self._watch, f"end of {layout.name}", [layout.name]):
+                file.finish(None, self._pending.syncs)
             self._pending.synced.append(layout.name)
             engine, direct = file.stats()
         finally:
@@ -320,54 +319,44 @@ class _Rounds:
         self._block_bytes = part.block_bytes
         self._hosts: list[Any] = list(part.hosts)
         leader = self._hosts.index(self._hosts[self._rank])
-        room = part.round_bytes
-        memory, problem = host_memory.share(joint, self._rank, leader, ROUNDS_IN_MEMORY * room)
+        size = host_memory.BARRIER_BYTES + ROUNDS_IN_MEMORY * ROUND_BYTES
+        memory, problem = host_memory.share(joint, self._rank, leader, size)
         if problem:  # then each rank is a host of its own
             self._hosts = list(range(len(self._hosts)))
-            memory = memoryview(bytearray(ROUNDS_IN_MEMORY * room))
-        self._memory = [memory[part * room : (part + 1) * room] for part in range(ROUNDS_IN_MEMORY)]
-        self._writing: collections.deque[Future[None]] = collections.deque()
+            memory = memoryview(bytearray(size))
         self._far = len(set(self._hosts)) > 1
+        self._barrier = host_memory.Barrier(memory[: host_memory.BARRIER_BYTES], len(self._hosts))
+        rooms = memory[host_memory.BARRIER_BYTES :]
+        self._rooms = itertools.cycle([rooms[at : at + ROUND_BYTES] for at in range(0, len(rooms), ROUND_BYTES)])
         self._number = 0
-        self._writer = ThreadPoolExecutor(1, "dcpring-stripes")
 
     def close(self) -> None:
-        self._writer.shutdown(cancel_futures=True)
+        """Who fails comes to no barrier any more."""
+        self._barrier.end()
 
     def run(self, turn: _Turn, part: FileStripes) -> None:
-        """All rounds of a file. Whatever comes, nothing is being written to it afterwards."""
-        try:
-            for stripes in part.rounds:
-                self._begin(turn, stripes)
-            self._wait(0)
-        except BaseException:
-            wait(self._writing)
-            self._writing.clear()
-            raise
+        for stripes in part.rounds:
+            self._round(turn, stripes)
 
-    def _begin(self, turn: _Turn, stripes: list[Shared]) -> None:
-        """Fills a round, with all ranks, and begins to write what is this rank's to write of it."""
-        memory = self._memory[self._number % ROUNDS_IN_MEMORY]
+    def _round(self, turn: _Turn, stripes: list[Shared]) -> None:
+        """Fills a round, with all ranks, and takes from it what is this rank's to write.
+
+        The memory was a round's before the last one. Of that all have taken what is theirs: they have come to the last.
+        """
+        memory = next(self._rooms)
         places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
         for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
             _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
-        self._wait(ROUNDS_IN_MEMORY - 2)
-        self._joint.settle(f"round {self._number + 1}")
+        self._number += 1
+        if self._far or not self._barrier.wait():
+            self._joint.settle(f"round {self._number}")
         if self._far:
             self._bring(stripes, memory)
         own = [stripe for stripe in stripes if stripe.writer == self._rank]
-        self._writing.append(self._writer.submit(self._write, turn, own, memory))
-        self._number += 1
-
-    def _wait(self, most: int) -> None:
-        """Until no more rounds than that are being written."""
-        while len(self._writing) > most:
-            self._writing.popleft().result()
-
-    def _write(self, turn: _Turn, stripes: list[Shared], memory: memoryview) -> None:
-        self._saving.write_blocks(turn, _joined(stripes, self._block_bytes), _Patches([], _C.Tensors([])), memory)
+        nothing = _Patches([], _C.Tensors([]))
+        self._saving.write_blocks(turn, _joined(own, self._block_bytes), nothing, memory)
         if self._far:  # as what other hosts send is added to it
-            for stripe in stripes:
+            for stripe in own:
                 torch.frombuffer(memory[stripe.at : stripe.at + stripe.hi - stripe.lo], dtype=torch.uint8).zero_()
 
     def _bring(self, stripes: list[Shared], memory: memoryview) -> None:

@@ -27,11 +27,11 @@ from dcpring.plan.table import BYTES_ROW
 
 STRIPE_BYTES = _C.CRC_BLOCK_BYTES
 
-ROUND_BYTES_A_RANK, MOST_ROUND_BYTES = 12 << 20, 32 << 20
-"""What is put together at a time, for each rank of the host that has fewest, and at most."""
+ROUND_BYTES = 12 << 20
+"""What is put together at a time."""
 
-ROUNDS_IN_MEMORY = 4
-"""A host's ranks share the memory of so many rounds, of which all but one may still be being written."""
+ROUNDS_IN_MEMORY = 2
+"""A host's ranks share the memory of so many: one is filled while some still take what is theirs of the last."""
 
 Ints = tuple[int, ...]
 
@@ -173,7 +173,6 @@ class Assignment:
         token: names the save.
         omitted: names whose data are saved under others: tied tensors.
         block_bytes: the coordinator's, for all: what is written at a time.
-        round_bytes: the memory of a round.
     """
 
     files: list[Layout]
@@ -182,7 +181,6 @@ class Assignment:
     token: str
     omitted: frozenset[str]
     block_bytes: int
-    round_bytes: int
 
     @property
     def has_rounds(self) -> bool:
@@ -238,20 +236,18 @@ class _Assignment:
     Args:
         world: how many ranks there are.
         block_bytes: stripes of a block go to one rank, where several hold as much.
-        round_bytes: of what is put together at a time.
     """
 
-    def __init__(self, world: int, block_bytes: int, round_bytes: int) -> None:
+    def __init__(self, world: int, block_bytes: int) -> None:
         self._load = [0] * world
         self._block_bytes = block_bytes
-        self._round_bytes = round_bytes
         self._last = (-1, -1)
 
     def parts(self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]) -> list[FileStripes]:
         """All ranks' parts of a file; ``boxes`` by the names of its tensors."""
         parts = [FileStripes() for _ in self._load]
         segments = (one for laid in layout.tensors if laid.size_bytes for one in _segments(laid, boxes[laid.name]))
-        used = self._round_bytes
+        used = ROUND_BYTES
         for lo, hi, held in _stripes(layout, segments):
             writer = next(iter(held)) if len(held) == 1 else self._chosen(lo, held)
             self._load[writer] += hi - lo
@@ -259,7 +255,7 @@ class _Assignment:
             if len(held) == 1:
                 _extend(parts[writer].own, lo, hi)
                 continue
-            if used + STRIPE_BYTES > self._round_bytes:
+            if used + STRIPE_BYTES > ROUND_BYTES:
                 used = 0
                 for part in parts:
                     part.rounds.append([])
@@ -288,26 +284,18 @@ def _extend(ranges: list[tuple[int, int]], lo: int, hi: int) -> None:
         ranges.append((lo, hi))
 
 
-def round_bytes(hosts: Sequence[str]) -> int:
-    """What is put together at a time, given the host of each rank."""
-    return min(ROUND_BYTES_A_RANK * min(map(hosts.count, hosts)), MOST_ROUND_BYTES)
-
-
-def assign(
-    layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int, round_bytes: int
-) -> list[list[FileStripes]]:
+def assign(layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int) -> list[list[FileStripes]]:
     """By rank, its part of each file.
 
     Args:
         boxes: by rank; together they are all that is laid out, none of it twice.
         block_bytes: of one I/O.
-        round_bytes: of a round.
     """
     by_name: dict[str, list[tuple[int, Box]]] = {}
     for rank, of_rank in enumerate(boxes):
         for box in of_rank:
             if math.prod(box.lengths):
                 by_name.setdefault(box.name, []).append((rank, box))
-    assignment = _Assignment(len(boxes), block_bytes, round_bytes)
+    assignment = _Assignment(len(boxes), block_bytes)
     by_file = [assignment.parts(layout, by_name) for layout in layouts]
     return [list(parts) for parts in zip(*by_file, strict=True)] if by_file else [[] for _ in boxes]

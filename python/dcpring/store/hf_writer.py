@@ -41,7 +41,7 @@ from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
-from dcpring.plan.stripes import Assignment, Box, Laid, Layout, assign, boxes_of, round_bytes
+from dcpring.plan.stripes import Assignment, Box, Laid, Layout, assign, boxes_of
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
@@ -191,12 +191,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
         block_bytes = self.options.block_size_bytes
         hosts, token = [one.host for one in told], new_tag()
-        room = round_bytes(hosts)
-        by_rank = assign(model.layouts, kept, block_bytes, room)
+        by_rank = assign(model.layouts, kept, block_bytes)
         self._create(model.layouts)
-        parts = [
-            Assignment(model.layouts, parts, hosts, token, frozenset(ties), block_bytes, room) for parts in by_rank
-        ]
+        parts = [Assignment(model.layouts, parts, hosts, token, frozenset(ties), block_bytes) for parts in by_rank]
         self._run.plans = [
             dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
         ]

@@ -488,6 +488,37 @@ def test_a_rank_that_fails_while_others_write(tmp_path: Path) -> None:
         assert "this disk is gone" in text and "in use" not in text
 
 
+def keep_others_waiting(path: str) -> list[bool]:
+    """Rank 1 comes late to each third round; who came to the barriers in time, by round."""
+    real, waits = stripes.StripeSaving.patches, host_memory.Barrier.wait
+    came: list[bool] = []
+
+    def late(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == 1 and len(came) % 3 == 2:
+            time.sleep(0.5)
+        return real(self, *args)
+
+    def noted(self: host_memory.Barrier) -> bool:
+        came.append(waits(self))
+        return came[-1]
+
+    with (
+        mock.patch.object(stripes.StripeSaving, "patches", late),
+        mock.patch.object(host_memory.Barrier, "wait", noted),
+        mock.patch.object(host_memory, "_PATIENCE_MS", 100),
+        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
+    ):
+        dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+    return came
+
+
+def test_a_rank_that_keeps_others_waiting(tmp_path: Path) -> None:
+    first, second = run(2, keep_others_waiting, str(tmp_path), timeout=60)
+    assert first == second
+    assert len(first) > 3 and not any(first[2::3])
+    same(read(tmp_path), whole())
+
+
 def fail_before_it_comes(path: str) -> tuple[str, float]:
     begun = time.monotonic()
     on_one = mock.patch("dcpring.store.hf_writer.items_of", side_effect=OSError(5, "nothing to be had"))

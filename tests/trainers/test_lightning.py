@@ -210,6 +210,22 @@ def test_another_fit_goes_on_where_the_checkpoint_was(
     assert model.given == dict(zip(range(first, 4), orders, strict=True))
 
 
+def test_what_a_resume_does_not_fit_can_be_left_out(tmp_path: Path) -> None:
+    loader, folder = torch.utils.data.DataLoader(torch.ones(8, 32)), tmp_path / "ckpt"
+    trainer = Trainer(max_steps=2, callbacks=[RingCheckpoint(folder, every_n_steps=2)], **QUIET)
+    trainer.fit(BoringModel(), loader)
+    trainer.save_checkpoint(tmp_path / "lightning.ckpt")
+    more = {"every_n_steps": 2, "components": {"more": dcpring.Replicated({"n": 1})}}
+    with pytest.raises(dcpring.CheckpointError, match=r"exclude=\['more'\]"):
+        Trainer(max_steps=4, callbacks=[RingCheckpoint(folder, **more)], **QUIET).fit(BoringModel(), loader)
+    trainer = Trainer(max_steps=4, callbacks=[RingCheckpoint(folder, exclude=["more"], **more)], **QUIET)
+    trainer.fit(BoringModel(), loader)
+    assert trainer.global_step == 4
+    trainer = Trainer(max_steps=6, callbacks=[RingCheckpoint(folder, **more)], **QUIET)
+    with pytest.raises(ValueError, match="leave ckpt_path out"):
+        trainer.fit(BoringModel(), loader, ckpt_path=tmp_path / "lightning.ckpt")
+
+
 def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:
     path, plugin = tmp_path / "last.ckpt", RingCheckpointIO(objects="error")
     torch.save({"step": 1}, path)

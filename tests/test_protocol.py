@@ -31,7 +31,7 @@ from fault._support import (
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import _C, RingReader, RingWriter
+from dcpring import _C, Checkpointer, Replicated, RingReader, RingWriter
 from dcpring.base.files import new_tag
 from dcpring.format.metadata import load_metadata, read_trailer
 from dcpring.store import layout
@@ -313,8 +313,20 @@ def test_metadata_that_cannot_be_read_keeps_its_files(tmp_path: Path) -> None:
 
 def test_a_relative_path_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(OLD, Path("a/b"))
-    assert equal(load(OLD, tmp_path / "a" / "b"), OLD)
+    writer, reader, resetting = RingWriter("a/b"), RingReader(Path("a/b")), RingWriter("none")
+    checkpointer = Checkpointer("steps", {"state": Replicated(OLD)})
+    resetting.reset("c")
+    monkeypatch.chdir("/")
+    checkpointer.save(1)
+    checkpointer.close()
+    assert checkpointer.path(1) == tmp_path / "steps" / "step-1" and checkpointer.steps() == [1]
+    dcp.save(OLD, storage_writer=writer, no_dist=True)
+    dcp.save(OLD, storage_writer=resetting, no_dist=True)
+    for path in (tmp_path / "a" / "b", tmp_path / "c"):
+        assert equal(load(OLD, path), OLD)
+    loaded = blank(OLD)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert equal(loaded, OLD)
 
 
 # ---- several processes ----

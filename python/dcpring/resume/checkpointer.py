@@ -109,7 +109,7 @@ class Checkpointer:
                 problem = unusable(folder)
                 if problem:
                     raise CheckpointError(problem)
-                self.folder = Path(folder)
+                self.folder = Path(folder).absolute()
                 if self._member.rank == 0 and is_read_only(self.folder):
                     logger.warning("nothing can be written into %s: a save there will fail", self.folder)
                 self._steps = Steps(self.folder)

@@ -41,11 +41,17 @@ def not_remote(path: object) -> str:
     )
 
 
-def require_local(path: object) -> None:
-    """Raises CheckpointError for what is ``not_remote``'s to refuse; None is no path."""
-    remote = "" if path is None else not_remote(path)
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """What a path stands for now: a save in the background, and one of many, goes where the first would have gone,
+    whatever directory the program is in by then.
+
+    Raises:
+        CheckpointError: it is ``not_remote``'s to refuse.
+    """
+    remote = not_remote(path)
     if remote:
         raise CheckpointError(remote)
+    return Path(path).absolute()
 
 
 def data_file_name(rank: int, index: int, tag: str) -> str:

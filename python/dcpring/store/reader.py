@@ -172,8 +172,9 @@ class RingReader(FileSystemReader):
             raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
         self._load = _Loads()
-        layout.require_local(path)
-        FileSystemReader.__init__(self, path, _extension_registry)  # whatever a subclass inherits from besides
+        FileSystemReader.__init__(
+            self, layout.local_path(path), _extension_registry
+        )  # whatever a subclass inherits from besides
         self.options = IOOptions(**io)
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
@@ -271,8 +272,7 @@ class RingReader(FileSystemReader):
         return unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        layout.require_local(checkpoint_id)
-        super().reset(checkpoint_id)
+        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def set_up_storage_reader(
         self,

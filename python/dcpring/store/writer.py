@@ -165,10 +165,9 @@ class RingWriter(FileSystemWriter):
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
                 "for safetensors use torch.distributed.checkpoint.HuggingFaceStorageWriter"
             )
-        layout.require_local(path)
         FileSystemWriter.__init__(  # a subclass of other writers of torch's, too, is made by this
             self,
-            path,
+            layout.local_path(path),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -186,9 +185,8 @@ class RingWriter(FileSystemWriter):
         self.objects: ObjectPolicy = objects
         self.safe_globals = tuple(safe_globals)
         check_unchanged(unchanged)
-        layout.require_local(unchanged_from)
         self.unchanged: Unchanged = unchanged
-        self.unchanged_from = None if unchanged_from is None else Path(unchanged_from)
+        self.unchanged_from = None if unchanged_from is None else layout.local_path(unchanged_from)
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
@@ -479,8 +477,7 @@ class RingWriter(FileSystemWriter):
         return name
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        layout.require_local(checkpoint_id)
-        super().reset(checkpoint_id)
+        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

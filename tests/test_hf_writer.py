@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
+from dcpring.base.joint import Joint
 from dcpring.format import safetensors as headers
 from dcpring.move import host_memory, stripes
 from dcpring.move.pending import Pending
@@ -488,34 +489,61 @@ def test_a_rank_that_fails_while_others_write(tmp_path: Path) -> None:
         assert "this disk is gone" in text and "in use" not in text
 
 
-def keep_others_waiting(path: str) -> list[bool]:
-    """Rank 1 comes late to each third round; who came to the barriers in time, by round."""
-    real, waits = stripes.StripeSaving.patches, host_memory.Barrier.wait
-    came: list[bool] = []
+def killed_between_rounds(path: str) -> str:
+    """Rank 1 is; rank 0 waits for it at the barrier."""
+    real, calls = stripes.StripeSaving.patches, 0
 
-    def late(self: Any, *args: Any) -> Any:
-        if dist.get_rank() == 1 and len(came) % 3 == 2:
-            time.sleep(0.5)
+    def killed(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls > 4:
+            os.kill(os.getpid(), 9)
         return real(self, *args)
 
-    def noted(self: host_memory.Barrier) -> bool:
-        came.append(waits(self))
-        return came[-1]
+    begun = time.monotonic()
+    with (
+        mock.patch.object(stripes.StripeSaving, "patches", killed),
+        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
+        pytest.raises(Exception, match=r"cannot be reached|onnection"),
+    ):
+        dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+    assert time.monotonic() - begun < 15
+    raise OSError("the others were not waited for")
 
+
+def test_a_rank_that_is_killed_between_rounds(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="the others were not waited for"):
+        run(2, killed_between_rounds, str(tmp_path), timeout=60)
+
+
+def late_in_a_round(path: str) -> None:
+    """The others go on by the process group, and come back to a barrier."""
+    real, calls, words = stripes.StripeSaving.patches, 0, []
+
+    def late(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls in (2, 4):
+            time.sleep(0.3)
+        return real(self, *args)
+
+    def settle(self: Any, label: str, is_last: bool = False) -> None:
+        words.append(label)
+        real_settle(self, label, is_last)
+
+    real_settle = Joint.settle
     with (
         mock.patch.object(stripes.StripeSaving, "patches", late),
-        mock.patch.object(host_memory.Barrier, "wait", noted),
-        mock.patch.object(host_memory, "_PATIENCE_MS", 100),
+        mock.patch.object(Joint, "settle", settle),
+        mock.patch.object(host_memory, "_PATIENCE_MS", 50),
         mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
     ):
         dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
-    return came
+    assert 0 < sum(word.startswith("round") for word in words) < calls - 2, words
 
 
-def test_a_rank_that_keeps_others_waiting(tmp_path: Path) -> None:
-    first, second = run(2, keep_others_waiting, str(tmp_path), timeout=60)
-    assert first == second
-    assert len(first) > 3 and not any(first[2::3])
+def test_a_rank_that_is_late(tmp_path: Path) -> None:
+    run(2, late_in_a_round, str(tmp_path))
     same(read(tmp_path), whole())
 
 

@@ -261,6 +261,16 @@ def test_an_unfinished_note_is_removed(tmp_path: Path) -> None:
 # ---- folders ----
 
 
+def test_of_a_step_that_is_a_link_the_link_goes(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "ckpt", tmp_path / "elsewhere"
+    train(folder, [1])
+    (folder / "step-1").rename(elsewhere)
+    (folder / "step-1").symlink_to(elsewhere)
+    train(folder, [2], keep_last=1)
+    assert [entry.name for entry in folder.iterdir()] == ["step-2"]
+    assert (elsewhere / ".metadata").exists()
+
+
 def test_a_folder_that_cannot_be_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -288,4 +288,7 @@ class Steps:
         if doomed and sync:
             _C.sync_directory(str(self.folder))
         for path in doomed:
-            shutil.rmtree(path)
+            if path.is_symlink():  # what it leads to is whoever's made it
+                path.unlink()
+            else:
+                shutil.rmtree(path)

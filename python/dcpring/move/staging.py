@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from operator import attrgetter, setitem
 from typing import Any
 
@@ -375,15 +375,16 @@ class Opened:
             return self._deep.copy(value)
 
     def _mapping(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-        made = dict(mapping)
-        if PLAIN_TYPES.issuperset(map(type, made.values())):
-            parents, keys, tensors = self._plain
-            parents.extend(repeat(made, len(made)))
-            keys.extend(made)
-            tensors.extend(made.values())
-            return made
-        for key, value in made.items():
-            made[key] = self._value(value, made, key)
+        made: dict[Any, Any] = {}
+        parents, keys, tensors = self._plain
+        for key, value in mapping.items():
+            if type(value) in PLAIN_TYPES:
+                parents.append(made)
+                keys.append(key)
+                tensors.append(value)
+                made[key] = value
+            else:
+                made[key] = self._value(value, made, key)
         return made
 
     def _tensor(self, tensor: Tensor, parent: Any, key: Any) -> None:

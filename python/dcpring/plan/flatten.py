@@ -56,19 +56,19 @@ def _flatten_value(flat: Flat, name: str, path: Path, value: Any) -> None:
         for index, entry in enumerate(value):
             _flatten_value(flat, f"{name}.{index}", (*path, index), entry)
     else:
-        _add_leaves(flat, [name], [path], [value], _path_code(path))
+        _add_leaf(flat, name, path, value, _path_code(path))
 
 
 def _flatten_mapping(flat: Flat, name: str, path: Path, mapping: Mapping[Any, Any]) -> None:
-    keys = [str(key) for key in mapping]
-    names, paths, values = [f"{name}.{key}" for key in keys], [(*path, key) for key in keys], list(mapping.values())
+    code = _path_code((*path, ""))  # the same for all leaves of this mapping
     if not {str}.issuperset(map(type, mapping)):
         _note_keys(flat, name, mapping)
-    if PLAIN_TYPES.issuperset(map(type, values)):
-        _add_leaves(flat, names, paths, values, _path_code((*path, "")))
-        return
-    for child, child_path, value in zip(names, paths, values, strict=True):
-        _flatten_value(flat, child, child_path, value)
+    for key, value in mapping.items():
+        child, child_path = f"{name}.{key}", (*path, str(key))
+        if type(value) in PLAIN_TYPES or not isinstance(value, (Mapping, list)):
+            _add_leaf(flat, child, child_path, value, code)
+        else:
+            _flatten_value(flat, child, child_path, value)
 
 
 def _note_keys(flat: Flat, name: str, mapping: Mapping[Any, Any]) -> None:
@@ -77,14 +77,12 @@ def _note_keys(flat: Flat, name: str, mapping: Mapping[Any, Any]) -> None:
         flat.renamed.append(f"{name} ({', '.join(sorted(others))})")
 
 
-def _add_leaves(flat: Flat, names: list[str], paths: list[Path], values: list[Any], code: bytes) -> None:
-    """Adds what has the same code for its path."""
-    if len({*names}) < len(names) or not flat.values.keys().isdisjoint(names):
-        twice = next(name for at, name in enumerate(names) if name in flat.values or name in names[:at])
-        raise ValueError(f"duplicated flatten key {twice}")
-    flat.values.update(zip(names, values, strict=True))
-    flat.mappings.update(zip(names, paths, strict=True))
-    flat.codes += [code] * len(names)
+def _add_leaf(flat: Flat, name: str, path: Path, value: Any, code: bytes) -> None:
+    if name in flat.values:
+        raise ValueError(f"duplicated flatten key {name}")
+    flat.values[name] = value
+    flat.mappings[name] = path
+    flat.codes.append(code)
 
 
 def is_terminal(values: list[Any]) -> bool:

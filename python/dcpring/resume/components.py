@@ -76,6 +76,7 @@ class Component:
         is_whole: whether a rank's state is no part of anything, but plain data that has to come back exactly.
         goes_last: taken over after all others, as they might change it.
         stateful: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
+        _given: what a load has given it, to be looked for in its ``state_dict()`` afterwards; None: nothing is.
     """
 
     kind: ClassVar[str]
@@ -84,6 +85,7 @@ class Component:
 
     def __init__(self, stateful: Any) -> None:
         self.stateful = stateful
+        self._given: Any = None
 
     @property
     def type_name(self) -> str:
@@ -137,10 +139,11 @@ class Component:
 
     def remarks(self) -> list[str]:
         """What is known not to be as it was saved, once the state has been taken over; for the report."""
-        return []
+        return [] if self._given is None else self._differences(self._given)
 
     def forget(self) -> None:
         """After a load, however it went: what was set up for it is not needed any more."""
+        self._given = None
 
     def _differences(self, given: Any) -> list[str]:
         """A remark if the object's ``state_dict()`` does not have what it was given; more it may have."""

@@ -37,7 +37,6 @@ class Sharded(Component):
         super().__init__(stateful)
         self.strict = strict
         self._nested: dict[str, Any] = {}
-        self._given: Any = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     def note(self, state: Any, member: Member) -> Any:
@@ -108,11 +107,9 @@ class Sharded(Component):
         super().apply(state, before)
         self._given = state
 
-    def remarks(self) -> list[str]:
-        return [] if self._given is None else self._differences(self._given)
-
     def forget(self) -> None:
-        self._nested, self._given = {}, None
+        super().forget()
+        self._nested = {}
 
 
 def _set_at(tree: Any, path: tuple[str | int, ...], value: Any) -> None:

@@ -27,10 +27,6 @@ class Replicated(Component):
     kind = "replicated"
     cure: ClassVar[str] = "what belongs to a rank is PerRank"
 
-    def __init__(self, stateful: Any) -> None:
-        super().__init__(stateful)
-        self._given: Any = None
-
     def state(self) -> Any:
         return dict(self.stateful) if isinstance(self.stateful, MutableMapping) else self.stateful.state_dict()
 
@@ -63,12 +59,6 @@ class Replicated(Component):
             self.stateful.load_state_dict(state)
         self._given = state
 
-    def remarks(self) -> list[str]:
-        return [] if self._given is None else self._differences(self._given)
-
-    def forget(self) -> None:
-        self._given = None
-
 
 class Elastic(Component):
     """Global progress that any number of ranks can go on from, such as that of an ``ElasticLoader``. Saved once.
@@ -86,7 +76,6 @@ class Elastic(Component):
     def __init__(self, stateful: Any, merge: Callable[[list[Any], int], Any] | None = None) -> None:
         super().__init__(stateful)
         self.merge = merge
-        self._given: Any = None
 
     def note(self, state: Any, member: Member) -> Any:
         return state
@@ -147,12 +136,6 @@ class Elastic(Component):
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         super().apply(state, before)
         self._given = state if self._is_own else None
-
-    def remarks(self) -> list[str]:
-        return [] if self._given is None else self._differences(self._given)
-
-    def forget(self) -> None:
-        self._given = None
 
 
 class PerRank(Component):

@@ -172,9 +172,8 @@ class RingReader(FileSystemReader):
             raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
         self._load = _Loads()
-        FileSystemReader.__init__(
-            self, layout.local_path(path), _extension_registry
-        )  # whatever a subclass inherits from besides
+        # Whatever a subclass inherits from besides.
+        FileSystemReader.__init__(self, layout.local_path(path), _extension_registry)
         self.options = IOOptions(**io)
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)

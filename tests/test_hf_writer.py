@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import time
 import weakref
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -435,15 +437,31 @@ def test_tied_shards_of_which_a_rank_has_none(tmp_path: Path) -> None:
     same(read(tmp_path), {"a": torch.arange(20.0).view(2, 10)})
 
 
-def fail_on_one(path: str, rank: int) -> str:
-    real = stripes.StripeSaving.patches
+@contextlib.contextmanager
+def before_rounds(rank: int, act: Callable[[int], object]) -> Iterator[list[int]]:
+    """Rounds are of 1 MiB; ``act`` gets the number of each, from one on, before ``rank`` gives what it has for it."""
+    real, numbers = stripes.StripeSaving.patches, list[int]()
 
-    def broken(self: Any, *args: Any) -> Any:
+    def patches(self: Any, *args: Any) -> Any:
+        numbers.append(len(numbers) + 1)
         if dist.get_rank() == rank:
-            raise OSError(5, "this disk is gone")
+            act(numbers[-1])
         return real(self, *args)
 
-    with mock.patch.object(stripes.StripeSaving, "patches", broken):
+    with (
+        mock.patch.object(stripes.StripeSaving, "patches", patches),
+        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
+    ):
+        yield numbers
+
+
+def break_down(number: int, since: int = 1) -> None:
+    if number >= since:
+        raise OSError(5, "this disk is gone")
+
+
+def fail_on_one(path: str, rank: int) -> str:
+    with before_rounds(rank, break_down):
         try:
             dcp.save(state((3,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
         except CheckpointException as error:
@@ -460,19 +478,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path, rank: int) -> N
 
 def fail_while_others_write(path: str) -> str:
     """On rank 1, in a later round, while rank 0 still writes what was put together before."""
-    real, calls = stripes.StripeSaving.patches, 0
-
-    def broken(self: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == 1 and calls > 4:
-            raise OSError(5, "this disk is gone")
-        return real(self, *args)
-
-    with (
-        mock.patch.object(stripes.StripeSaving, "patches", broken),
-        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
-    ):
+    with before_rounds(1, functools.partial(break_down, since=5)):
         if dist.get_rank() == 0:
             _C.arm_fault("pwrite", 1, 0, True, 200)
         try:
@@ -491,19 +497,9 @@ def test_a_rank_that_fails_while_others_write(tmp_path: Path) -> None:
 
 def killed_between_rounds(path: str) -> str:
     """Rank 1 is; rank 0 waits for it at the barrier."""
-    real, calls = stripes.StripeSaving.patches, 0
-
-    def killed(self: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == 1 and calls > 4:
-            os.kill(os.getpid(), 9)
-        return real(self, *args)
-
     begun = time.monotonic()
     with (
-        mock.patch.object(stripes.StripeSaving, "patches", killed),
-        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
+        before_rounds(1, lambda number: number == 5 and os.kill(os.getpid(), 9)),
         pytest.raises(Exception, match=r"cannot be reached|onnection"),
     ):
         dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
@@ -518,14 +514,7 @@ def test_a_rank_that_is_killed_between_rounds(tmp_path: Path) -> None:
 
 def late_in_a_round(path: str) -> None:
     """The others go on by the process group, and come back to a barrier."""
-    real, calls, words = stripes.StripeSaving.patches, 0, []
-
-    def late(self: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if dist.get_rank() == 1 and calls in (2, 4):
-            time.sleep(0.3)
-        return real(self, *args)
+    words = []
 
     def settle(self: Any, label: str, is_last: bool = False) -> None:
         words.append(label)
@@ -533,13 +522,12 @@ def late_in_a_round(path: str) -> None:
 
     real_settle = Joint.settle
     with (
-        mock.patch.object(stripes.StripeSaving, "patches", late),
+        before_rounds(1, lambda number: time.sleep(0.3 if number in (2, 4) else 0)) as numbers,
         mock.patch.object(Joint, "settle", settle),
         mock.patch.object(host_memory, "_PATIENCE_MS", 50),
-        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
     ):
         dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())
-    assert 0 < sum(word.startswith("round") for word in words) < calls - 2, words
+    assert 0 < sum(word.startswith("round") for word in words) < len(numbers) - 2, words
 
 
 def test_a_rank_that_is_late(tmp_path: Path) -> None:

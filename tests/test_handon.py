@@ -304,7 +304,7 @@ def one_is_killed(path: str, where: str) -> Any:
             target, name = {
                 "before": (RingReader, "read_data"),
                 "waiting": (base_groups.Meeting, "settle"),
-                "reading": (handon.Exchange, "_read_own"),
+                "reading": (handon.Exchange, "_begin"),
                 "taking": (handon.Exchange, "_fill"),
             }[where]
             setattr(target, name, kill)
@@ -333,7 +333,7 @@ def interrupted(path: str, where: str) -> tuple[Any, Any]:
         return call
 
     target, name = {
-        "reading": (handon.Exchange, "_read_own"),
+        "reading": (handon.Exchange, "_begin"),
         "gathering": (base_groups, "_all_gather"),
         "meeting": (base_groups.Meeting, "wait"),
     }[where]

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host share, made together with all ranks of the group."""
+"""Memory that the ranks of a host share, made together with all ranks of the group, and rounds that all go through."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.base.joint import Joint
 
-BARRIER_BYTES = _C.ALIGNMENT_BYTES
-"""What a barrier takes of shared memory."""
-
+_BARRIER_BYTES = _C.ALIGNMENT_BYTES
 _WORD_BYTES = 4
 _PATIENCE_MS = 1000
 
@@ -44,28 +42,52 @@ def share(joint: Joint, rank: int, leader: int, size: int) -> tuple[memoryview, 
     return (memoryview(b""), problems[0]) if problems else (memory, "")
 
 
-class Barrier:
-    """Where the ranks of a host wait for each other, in memory that they share: quickly, as long as nobody is late.
+class Rounds:
+    """Rounds that all ranks go through together: the memory of each, and where all wait for each other.
+
+    Ranks of one host wait at a barrier in its memory: quickly, as long as nobody is late. Where one is, or there are
+    several hosts, all meet by the process group.
 
     Args:
-        memory: ``BARRIER_BYTES``, which were zero.
-        size: how many ranks there are.
+        joint: an operation of all ranks.
+        ranks: of the operation.
+        count: of rooms; they are used in turn.
+        room_bytes: of each.
+        memory: ``Rounds.size_of(count, room_bytes)`` bytes; what this host shares, or a rank has for itself.
+        is_one_host: all ranks have this memory.
     """
 
-    def __init__(self, memory: memoryview, size: int) -> None:
-        self._words, self._size, self._target = memory, size, 0
+    def __init__(
+        self, joint: Joint, ranks: int, count: int, room_bytes: int, memory: memoryview, *, is_one_host: bool
+    ) -> None:
+        self._joint, self._ranks = joint, ranks
+        self._words, self._target = memory[: _BARRIER_BYTES if is_one_host else 0], 0
+        self._rooms = [memory[_BARRIER_BYTES + at * room_bytes :][:room_bytes] for at in range(count)]
 
-    def wait(self) -> bool:
-        """Whether all have come; if not, then on no rank, and they are to meet by the process group this time."""
+    @staticmethod
+    def size_of(count: int, room_bytes: int) -> int:
+        return _BARRIER_BYTES + count * room_bytes
+
+    def room(self, number: int) -> memoryview:
+        """The memory of a round. It is free once all have come to the end of the last round that had it."""
+        return self._rooms[number % len(self._rooms)]
+
+    def meet(self, number: int) -> None:
+        """Waits for all to have come to a place in a round. Raises what a rank has failed with."""
+        if not self._have_come():
+            self._joint.settle(f"round {number + 1}")
+
+    def _have_come(self) -> bool:
+        """Whether all are at the barrier; if not, then on no rank."""
         if not self._words:
             return False
-        self._target += self._size
+        self._target += self._ranks
         if _C.barrier_wait(self._words, self._target, _PATIENCE_MS):
             return True
         self._words, self._target = self._words[_WORD_BYTES:], 0
         return False
 
-    def end(self) -> None:
-        """Nobody is to wait for this rank."""
+    def leave(self) -> None:
+        """Nobody is to wait for this rank at a barrier."""
         if self._words:
             _C.barrier_end(self._words)

@@ -154,7 +154,7 @@ class StripeSaving:
         with contextlib.ExitStack() as stack:
             joint = stack.enter_context(joined(Joint(GroupChannel(self._group), "save")))
             rounds = _Rounds(self, joint, self._part, self._options.workers, self._group)
-            stack.callback(rounds.close)
+            stack.callback(rounds.leave)
             for number, (layout, part, held) in enumerate(files):
                 with joint.doing(f"{layout.name} cannot be written"), self._writing(layout, part) as file:
                     turn = self._turn(number, layout, file, held)
@@ -314,25 +314,22 @@ class _Rounds:
     def __init__(
         self, saving: StripeSaving, joint: Joint, part: Assignment, workers: int, group: dist.ProcessGroup
     ) -> None:
-        self._saving, self._joint, self._group, self._workers = saving, joint, group, workers
+        self._saving, self._group, self._workers = saving, group, workers
         self._rank = dist.get_rank(group)
         self._block_bytes = part.block_bytes
         self._hosts: list[Any] = list(part.hosts)
         leader = self._hosts.index(self._hosts[self._rank])
-        size = host_memory.BARRIER_BYTES + ROUNDS_IN_MEMORY * ROUND_BYTES
-        memory, problem = host_memory.share(joint, self._rank, leader, size)
+        rooms = ROUNDS_IN_MEMORY, ROUND_BYTES
+        memory, problem = host_memory.share(joint, self._rank, leader, host_memory.Rounds.size_of(*rooms))
         if problem:  # then each rank is a host of its own
             self._hosts = list(range(len(self._hosts)))
-            memory = memoryview(bytearray(size))
+            memory = memoryview(bytearray(host_memory.Rounds.size_of(*rooms)))
         self._far = len(set(self._hosts)) > 1
-        self._barrier = host_memory.Barrier(memory[: host_memory.BARRIER_BYTES], len(self._hosts))
-        rooms = memory[host_memory.BARRIER_BYTES :]
-        self._rooms = itertools.cycle([rooms[at : at + ROUND_BYTES] for at in range(0, len(rooms), ROUND_BYTES)])
+        self._rounds = host_memory.Rounds(joint, len(self._hosts), *rooms, memory, is_one_host=not self._far)
         self._number = 0
 
-    def close(self) -> None:
-        """Who fails comes to no barrier any more."""
-        self._barrier.end()
+    def leave(self) -> None:
+        self._rounds.leave()
 
     def run(self, turn: _Turn, part: FileStripes) -> None:
         for stripes in part.rounds:
@@ -343,13 +340,12 @@ class _Rounds:
 
         The memory was a round's before the last one. Of that all have taken what is theirs: they have come to the last.
         """
-        memory = next(self._rooms)
+        memory = self._rounds.room(self._number)
         places = [(stripe.lo, stripe.hi, stripe.at) for stripe in stripes]
         for batch in windows(places, lambda place: place[1] - place[0], turn.window_bytes):
             _C.fill_stripes(batch, *self._saving.patches(turn, batch), memory, self._workers)
+        self._rounds.meet(self._number)
         self._number += 1
-        if self._far or not self._barrier.wait():
-            self._joint.settle(f"round {self._number}")
         if self._far:
             self._bring(stripes, memory)
         own = [stripe for stripe in stripes if stripe.writer == self._rank]

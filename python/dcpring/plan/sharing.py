@@ -18,8 +18,11 @@ from dcpring.plan.table import TENSOR_ROW
 
 Share = Literal["auto", "host", "all", "off"]
 
-ROUND_BYTES = 64 << 20
-"""How many bytes are read before they are handed on. Twice that, and two pieces, are shared."""
+ROUND_BYTES = 32 << 20
+"""How many bytes are read before they are handed on."""
+
+ROUNDS_IN_MEMORY = 3
+"""One round is read while what the one before has left is taken, on some ranks still of that before it."""
 
 _ALIGNMENT = 16
 """Of units in shared memory: that of any element."""
@@ -75,12 +78,14 @@ class Sharing:
         rounds: 0: nothing is handed on.
         leader: the rank of this host that makes the shared memory.
         room: bytes of shared memory for one round.
+        is_one_host: all ranks are on this one.
         token: names this load's meeting.
     """
 
     rounds: int = 0
     leader: int = 0
     room: int = 0
+    is_one_host: bool = False
     units: list[Unit] = field(default_factory=list)
     token: str = ""
 
@@ -121,7 +126,10 @@ def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
     rounds = max((unit.round + 1 for part in units.values() for unit in part), default=0)
     rooms = {host: _room(units[rank] for rank, other in enumerate(hosts) if other == host) for host in set(hosts)}
     token = secrets.token_hex(8)
-    return [Sharing(rounds, hosts.index(host), rooms[host], units[rank], token) for rank, host in enumerate(hosts)]
+    return [
+        Sharing(rounds, hosts.index(host), rooms[host], len(rooms) == 1, units[rank], token)
+        for rank, host in enumerate(hosts)
+    ]
 
 
 def _room(parts: Iterable[list[Unit]]) -> int:

@@ -2,7 +2,8 @@
 
 Who reads what was planned with the load (``plan.sharing``). Then the ranks meet: they hand on only if all of them have
 come to do so. In rounds of bounded size every rank reads its units, into memory that the ranks of its host share, and
-tells all how that went. Then it takes what it needs from that memory, or, between hosts, through the process group.
+all wait for each other. Then each takes what it needs from that memory, or, between hosts, through the process group,
+while the next round is being read.
 
 The page cache would hand on as well, but a cold read through it takes two to four times as long as a direct one, more
 than handing on saves. Where the disk is fast, so does handing on itself: a copy through shared memory costs more CPU
@@ -17,8 +18,11 @@ raises is its next word to all (``base.joint``).
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +31,11 @@ from torch import Tensor
 from dcpring.base import groups
 from dcpring.base.joint import GroupChannel, Joint
 from dcpring.move import host_memory
+from dcpring.move.host_memory import Rounds
 from dcpring.options import IOStats
 from dcpring.plan.load_planner import RingLoadPlan
 from dcpring.plan.pieces import Piece, common_bytes
-from dcpring.plan.sharing import Sharing, Unit
+from dcpring.plan.sharing import ROUNDS_IN_MEMORY, Sharing, Unit
 from dcpring.torchside.groups import device_of
 from dcpring.watch.phases import Phases
 
@@ -42,11 +47,25 @@ MEET_SECONDS = 10.0
 Read = Callable[[set[int]], None]
 """Reads the overlaps at these positions into their tensors."""
 
-ReadPieces = Callable[[list[tuple[Piece, Tensor]]], None]
-"""Reads pieces into memory."""
+Begin = Callable[[list[tuple[Piece, Tensor]]], Callable[[], None]]
+"""Begins to read pieces into memory, and gives what waits until they are there."""
 
 Take = Callable[[list[tuple[int, Piece, Tensor]]], list[int]]
 """Fills overlaps with what they have of pieces, which are in memory; the bytes of each."""
+
+
+class _Round(NamedTuple):
+    """A round that is being read.
+
+    Attributes:
+        units: this rank's.
+        data: memory for each, by its row.
+        wait: until this rank has read what is its part.
+    """
+
+    units: list[Unit]
+    data: dict[int, Tensor]
+    wait: Callable[[], None]
 
 
 class Exchange:
@@ -90,7 +109,7 @@ class Exchange:
         self,
         positions: set[int],
         read: Read,
-        read_pieces: ReadPieces,
+        begin: Begin,
         take: Take,
         stats: IOStats,
         phases: Phases,
@@ -103,7 +122,7 @@ class Exchange:
             phases: of the load.
             advance: is told of bytes that were received.
         """
-        self._read_pieces, self._take, self._stats = read_pieces, take, stats
+        self._begin_pieces, self._take, self._stats = begin, take, stats
         self._phases, self._advance = phases, advance
         done: set[int] = set()
         with phases.span("wait for all", "wait"):
@@ -119,29 +138,46 @@ class Exchange:
 
     def _hand_on(self) -> set[int]:
         """Goes through all rounds; the overlaps that have been filled."""
-        memory = self._shared_memory()
-        units = self._sharing.units
         self._filled: set[int] = set()
         self._received: dict[int, int] = {}
-        for number in range(self._sharing.rounds if memory else 0):
-            with self._phases.span(f"hand-on round {number + 1}"):
-                now = [unit for unit in units if unit.round == number]
-                self._data = {unit.row: self._place_of(unit, memory[number % 2]) for unit in now}
-                self._read_own(now)
-                operations = self._operations(now)
-                self._settle(f"round {number + 1}")
-                for work in dist.batch_isend_irecv(operations) if operations else []:
-                    work.wait()
-                self._fill(now)
-        with self._phases.span("wait for all", "wait"):  # the memory is used until then
-            received = self._joint.gather("received", self._received, is_last=True)
+        with contextlib.ExitStack() as stack:
+            rounds = self._shared_memory()
+            if rounds is not None:
+                stack.callback(rounds.leave)
+                for number, now in enumerate(self._begun(rounds)):
+                    with self._phases.span(f"hand-on round {number + 1}"):
+                        self._hand_on_round(rounds, number, now)
+            with self._phases.span("wait for all", "wait"):  # the memory is used until then
+                received = self._joint.gather("received", self._received, is_last=True)
         self._stats.sent_bytes += sum(each.get(self._rank, 0) for each in received)
-        own = {unit.row for unit in units}
+        own = {unit.row for unit in self._sharing.units}
         return self._filled.difference(*(piece.overlaps for row, piece in enumerate(self._pieces) if row not in own))
 
-    def _settle(self, label: str) -> None:
+    def _begun(self, rounds: Rounds) -> Iterator[_Round]:
+        """Each round, once the one after it has been begun as well."""
+        begun: collections.deque[_Round] = collections.deque()
+        for number in range(self._sharing.rounds):
+            begun.append(self._begin(rounds, number))
+            if len(begun) > 1:
+                yield begun.popleft()
+        yield from begun
+
+    def _begin(self, rounds: Rounds, number: int) -> _Round:
+        """Begins to read a round. Of the one that had its room all have taken what is theirs: they came to the next."""
+        units = [unit for unit in self._sharing.units if unit.round == number]
+        room = torch.frombuffer(rounds.room(number), dtype=torch.uint8) if self._sharing.room else torch.empty(0)
+        data = {unit.row: self._place_of(unit, room) for unit in units}
+        own = [(self._pieces[unit.row], data[unit.row]) for unit in units if unit.reader == self._rank]
+        return _Round(units, data, self._begin_pieces(own) if own else lambda: None)
+
+    def _hand_on_round(self, rounds: Rounds, number: int, now: _Round) -> None:
+        now.wait()
+        operations = self._operations(now)
         with self._phases.span("wait for all", "wait"):
-            self._joint.settle(label)
+            rounds.meet(number)
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        self._fill(now)
 
     def _place_of(self, unit: Unit, room: Tensor) -> Tensor:
         """Memory for a unit: shared on the reader's host, if others there take it."""
@@ -151,18 +187,13 @@ class Exchange:
         device = device_of(self._group) if self._rank in unit.away else torch.device("cpu")
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def _read_own(self, units: list[Unit]) -> None:
-        own = [(self._pieces[unit.row], self._data[unit.row]) for unit in units if unit.reader == self._rank]
-        if own:
-            self._read_pieces(own)
-
-    def _fill(self, units: list[Unit]) -> None:
+    def _fill(self, now: _Round) -> None:
         """Takes what this rank needs of a round's units."""
         readers, taken = [], []
-        for unit in units:
+        for unit in now.units:
             piece = self._pieces[unit.row]
             readers += [unit.reader] * len(piece.overlaps)
-            taken += [(position, piece, self._data[unit.row]) for position in piece.overlaps]
+            taken += [(position, piece, now.data[unit.row]) for position in piece.overlaps]
         self._filled.update(position for position, _, _ in taken)
         for reader, size in zip(readers, self._take(taken), strict=True):
             self._stats.tensor_bytes += size
@@ -172,31 +203,28 @@ class Exchange:
         self._stats.received_bytes += arrived
         self._advance(arrived)
 
-    def _operations(self, units: list[Unit]) -> list[dist.P2POp]:
+    def _operations(self, now: _Round) -> list[dist.P2POp]:
         """What is sent between hosts, in the order of the units. All buffers are made before the round's word."""
         device = device_of(self._group)
         operations = []
-        for unit in units:
+        for unit in now.units:
             if self._rank in unit.away:
-                data = self._data[unit.row]
+                data = now.data[unit.row]
                 operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
             elif unit.away and unit.reader == self._rank:
-                data = self._data[unit.row].to(device)
+                data = now.data[unit.row].to(device)
                 operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
         return operations
 
-    def _shared_memory(self) -> list[Tensor]:
-        """Memory for two rounds that all ranks of this host map; none on all ranks where one cannot map it.
-
-        Two rounds' memory is used in turn: the word of a round says that what the one before has left was taken.
-        """
-        room = self._sharing.room
-        memory, problem = host_memory.share(self._joint, self._rank, self._sharing.leader, 2 * room)
+    def _shared_memory(self) -> Rounds | None:
+        """The rounds, in memory that all ranks of this host map; None on all ranks where one cannot map it."""
+        rooms = ROUNDS_IN_MEMORY, self._sharing.room
+        memory, problem = host_memory.share(self._joint, self._rank, self._sharing.leader, Rounds.size_of(*rooms))
         if problem:
             logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problem)
-            return []
-        data = torch.frombuffer(memory, dtype=torch.uint8) if room else torch.empty(0, dtype=torch.uint8)
-        return [data[:room], data[room:]]
+            return None
+        ranks = dist.get_world_size(self._group)
+        return Rounds(self._joint, ranks, *rooms, memory, is_one_host=self._sharing.is_one_host)
 
 
 def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange | None:

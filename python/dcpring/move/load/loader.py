@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -209,12 +211,14 @@ class Loader:
             matched.read(self._reads, both(matched.mask, mask_of(len(matched.mask), positions)))
             self._tensors.load([position for position in self._payloads if position in positions])
 
-        def read_pieces(pieces: list[tuple[Piece, Tensor]]) -> None:
-            matched.read_pieces(self._reads, pieces)
+        def begin(pieces: list[tuple[Piece, Tensor]]) -> Callable[[], None]:
+            call = matched.call_for_pieces(self._reads, pieces)
+            return functools.partial(self._reads.end, call, pool.submit(call.read).result)
 
         def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
             self._explain.filled.append([position for position, _, _ in taken])
             return matched.take(taken)
 
         everything = {position for position, good in enumerate(matched.mask) if good} | self._payloads.keys()
-        exchange.run(everything, read, read_pieces, take, self._stats, self._phases, self._meter.advance)
+        with ThreadPoolExecutor(1, "dcpring-round") as pool:
+            exchange.run(everything, read, begin, take, self._stats, self._phases, self._meter.advance)

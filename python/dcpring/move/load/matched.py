@@ -126,8 +126,8 @@ class Matched:
                 calls.append(Call(itertools.compress(range(len(chosen)), chosen), read))
         return calls
 
-    def read_pieces(self, reads: Reads, pieces: list[tuple[Piece, Tensor]]) -> None:
-        """Reads pieces of records as bytes."""
+    def call_for_pieces(self, reads: Reads, pieces: list[tuple[Piece, Tensor]]) -> Call:
+        """What reads pieces of records as bytes."""
         explain = reads.explain
         boxes: list[tuple[Any, ...]] = []
         for piece, _ in pieces:
@@ -145,7 +145,7 @@ class Matched:
             boxes.append((*where, place.crcs, None, *piece.as_bytes()))
         targets = [memory.view(box[-1]) for box, (_, memory) in zip(boxes, pieces, strict=True)]
         read = functools.partial(_C.load, reads.inputs.core, boxes, targets, reads.options)
-        reads.run([Call((piece.overlaps[0] for piece, _ in pieces), read)], fills=False)
+        return Call([piece.overlaps[0] for piece, _ in pieces], read)
 
     def take(self, taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
         """Fills items with what they have of pieces that are in memory; the bytes of each."""

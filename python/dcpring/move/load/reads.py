@@ -104,10 +104,14 @@ class Reads:
             fills: whether they overwrite their items; else they read into other memory.
         """
         for call in calls:
-            with self.explain.core(call.positions, fills):
-                with self._phases.core(self._watch, "read tensors", self.inputs.names):
-                    stats = call.read()
-                self._count(stats)
+            self.end(call, call.read, fills)
+
+    def end(self, call: Call, result: Callable[[], ReadStats], fills: bool = False) -> None:
+        """Counts what a call gives, or explains what it raises, wherever it was begun."""
+        with self.explain.core(call.positions, fills):
+            with self._phases.core(self._watch, "read tensors", self.inputs.names):
+                stats = result()
+            self._count(stats)
 
     def stream(self, uploader: Uploader, made: Iterable[Window]) -> None:
         """Reads windows, some of them at the same time, and has each copied from when it is there."""

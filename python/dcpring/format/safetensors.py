@@ -542,20 +542,35 @@ def make_header(
 
     Their number is a multiple of the alignment.
     """
-    entries: dict[str, Any] = {NOTES: dict(notes)}
+    return join_header(header_entries(tensors, cures), notes, alignment, cures)
+
+
+def header_entries(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], cures: Cures) -> bytes:
+    """What a header says of its tensors: a JSON object."""
+    entries: dict[str, Any] = {}
     at = 0
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": _shape_written(name, dtype, shape), "data_offsets": [at, end]}
         at = end
-    try:
-        data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"a name cannot be written as UTF-8; {cures.rename}") from error
+    return _encoded(entries, cures)
+
+
+def join_header(entries: bytes, notes: Mapping[str, str], alignment: int, cures: Cures) -> bytes:
+    """The header of these tensors, with notes."""
+    data = _encoded({NOTES: dict(notes)}, cures)
+    data = data[:-1] + b"," * (len(entries) > 2) + entries[1:]
     data += b" " * (-(8 + len(data)) % alignment)
     if len(data) > _MOST_HEADER_BYTES:
         raise CheckpointError(f"there are too many tensors for one safetensors file; {cures.split}")
     return len(data).to_bytes(8, "little") + data
+
+
+def _encoded(entries: Mapping[str, Any], cures: Cures) -> bytes:
+    try:
+        return json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a name cannot be written as UTF-8; {cures.rename}") from error
 
 
 def _shape_written(name: str, dtype: torch.dtype, shape: Sequence[int]) -> list[int]:

@@ -85,18 +85,16 @@ class Laid(NamedTuple):
         stored: in the file.
         dtype: of the elements in the file.
         shape: of the tensor.
-        begin: offset of its first byte in the file.
+        size_bytes: in the file.
+        begin: offset of its first byte there.
     """
 
     name: str
     stored: str
     dtype: torch.dtype
     shape: Ints
+    size_bytes: int
     begin: int
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:

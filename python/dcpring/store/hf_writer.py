@@ -209,12 +209,12 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         kept = {name: box for name, box in tensors.items() if name not in ties}
         groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
         names = free_names(self._directory, len(groups))
-        model = _Model(names, [], {}, {stored[second]: stored[first] for second, first in ties.items()})
+        model = _Model(names, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
         for name, group in zip(names, groups, strict=True):
             # Larger elements first: every tensor is then aligned to its own.
             ordered = sorted(group, key=lambda each: -chosen[each].itemsize)
-            laid = [Laid(each, stored[each], chosen[each], kept[each].shape, 0) for each in ordered]
-            model.layouts.append(self._placed(f".{unfinished_name(name)}", laid, model))
+            laid = [_laid(kept[each], stored[each], chosen[each]) for each in ordered]
+            self._place(f".{unfinished_name(name)}", laid, model)
             model.files.update((each.stored, name) for each in laid)
         return model
 
@@ -247,26 +247,29 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             groups[index - 1].append(name)
         return groups
 
-    def _placed(self, name: str, tensors: list[Laid], model: _Model) -> Layout:
-        """A file in which the header has room for all CRCs. How many there are depends on where the tensors begin."""
+    def _place(self, name: str, tensors: list[Laid], model: _Model) -> None:
+        """Adds a file whose header has room for all CRCs. How many there are depends on where the tensors begin."""
+        entries = safetensors.header_entries(((each.stored, each.dtype, each.shape) for each in tensors), _CURES)
+        bare_bytes = len(self._header(entries, model, dict.fromkeys((each.stored for each in tensors), ""), 1))
         head_bytes = 0
         while True:
             at, laid = head_bytes, []
             for each in tensors:
                 laid.append(each._replace(begin=at))
-                at = laid[-1].end
-            layout = Layout(name, head_bytes, laid)
-            needed = len(self._header(layout, model, {each.stored: "00000000" * each.crc_count for each in laid}))
+                at += each.size_bytes
+            digits = 8 * sum(each.crc_count for each in laid) if self.options.checksum else 0
+            needed = -(-(bare_bytes + digits) // _C.ALIGNMENT_BYTES) * _C.ALIGNMENT_BYTES
             if needed <= head_bytes:
-                return layout
+                model.layouts.append(Layout(name, head_bytes, laid))
+                model.entries.append(entries)
+                return
             head_bytes = needed
 
-    def _header(self, layout: Layout, model: _Model, crcs: Mapping[str, str]) -> bytes:
+    def _header(self, entries: bytes, model: _Model, crcs: Mapping[str, str], alignment: int) -> bytes:
         notes = {**model.ties, "format": "pt"}
         if self.options.checksum:
             notes[safetensors.CRCS] = json.dumps(dict(crcs), separators=(",", ":"), ensure_ascii=False)
-        tensors = ((each.stored, each.dtype, each.shape) for each in layout.tensors)
-        return safetensors.make_header(tensors, notes, max(layout.head_bytes, _C.ALIGNMENT_BYTES), _CURES)
+        return safetensors.join_header(entries, notes, alignment, _CURES)
 
     def _create(self, layouts: Sequence[Layout]) -> None:
         """Makes the files, with all their bytes allocated; none, where a disk has no room for all."""
@@ -338,8 +341,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         pending = Pending(str(self.path), None, self.sync_files)
         pending.names += [layout.name for layout in model.layouts]
         with pending.removed_on_failure():
-            for number, layout in enumerate(model.layouts):
-                header = self._header(layout, model, {} if crcs is None else crcs[number])
+            for number, (layout, entries) in enumerate(zip(model.layouts, model.entries, strict=True)):
+                header = self._header(entries, model, {} if crcs is None else crcs[number], layout.head_bytes)
                 self._write_header(layout, header, pending)
             if pending.syncs is not None:
                 pending.syncs.above(str(self.path))
@@ -378,12 +381,14 @@ class _Model(NamedTuple):
     Attributes:
         names: of the files, once they are complete.
         layouts: of each.
+        entries: what its header says of its tensors.
         files: the file of each tensor, by the names in them.
         ties: names in the files whose tensors are under another.
     """
 
     names: list[str]
     layouts: list[Layout]
+    entries: list[bytes]
     files: dict[str, str]
     ties: dict[str, str]
 
@@ -394,6 +399,11 @@ _CURES = safetensors.Cures(
     rename="rename it with RingHFWriter(key_map=...)",
     split="give RingHFWriter a smaller max_shard_bytes",
 )
+
+
+def _laid(box: Box, stored: str, dtype: torch.dtype) -> Laid:
+    """A tensor in a file, whose place is not known yet."""
+    return Laid(box.name, stored, dtype, box.shape, math.prod(box.shape) * dtype.itemsize, 0)
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype | dict[str, torch.dtype] | None:

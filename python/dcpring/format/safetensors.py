@@ -546,19 +546,20 @@ def make_header(
 
 
 def header_entries(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], cures: Cures) -> bytes:
-    """What a header says of its tensors: a JSON object."""
-    entries: dict[str, Any] = {}
-    at = 0
+    """What a header says of its tensors, a JSON object. It is made as text: objects would keep the collector busy."""
+    quoted = json.JSONEncoder(ensure_ascii=False).encode
+    texts, at = [], 0
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": _shape_written(name, dtype, shape), "data_offsets": [at, end]}
+        sizes = ",".join(map(str, _shape_written(name, dtype, shape)))
+        texts.append(f'{quoted(name)}:{{"dtype":"{NAMES[dtype]}","shape":[{sizes}],"data_offsets":[{at},{end}]}}')
         at = end
-    return _encoded(entries, cures)
+    return _encoded(f"{{{','.join(texts)}}}", cures)
 
 
 def join_header(entries: bytes, notes: Mapping[str, str], alignment: int, cures: Cures) -> bytes:
     """The header of these tensors, with notes."""
-    data = _encoded({NOTES: dict(notes)}, cures)
+    data = _encoded(json.dumps({NOTES: dict(notes)}, separators=(",", ":"), ensure_ascii=False), cures)
     data = data[:-1] + b"," * (len(entries) > 2) + entries[1:]
     data += b" " * (-(8 + len(data)) % alignment)
     if len(data) > _MOST_HEADER_BYTES:
@@ -566,16 +567,16 @@ def join_header(entries: bytes, notes: Mapping[str, str], alignment: int, cures:
     return len(data).to_bytes(8, "little") + data
 
 
-def _encoded(entries: Mapping[str, Any], cures: Cures) -> bytes:
+def _encoded(text: str, cures: Cures) -> bytes:
     try:
-        return json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a name cannot be written as UTF-8; {cures.rename}") from error
 
 
-def _shape_written(name: str, dtype: torch.dtype, shape: Sequence[int]) -> list[int]:
+def _shape_written(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Sequence[int]:
     if NAMES[dtype] != _PACKED:
-        return list(shape)
+        return shape
     if not shape:
         raise CheckpointError(f"{name!r}: safetensors cannot hold a {dtype} of no dimensions")
     return [*shape[:-1], 2 * shape[-1]]

@@ -270,7 +270,7 @@ def in_another_file(path: Path, index: dict[str, Any]) -> str:
 
 def outside(path: Path, index: dict[str, Any]) -> str:
     index["weight_map"]["rows"] = "../model-00001-of-00003.safetensors"
-    return "names files that do not lie beside it"
+    return "names .../model-00001-of-00003.safetensors., which is no file beside it"
 
 
 def no_map(path: Path, index: dict[str, Any]) -> str:

@@ -262,11 +262,11 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file of each name, of those that an index lists. Files lie beside it."""
     try:
         listed = strict_json.loads(read_regular(index))["weight_map"]
-        good = all(isinstance(name, str) and name.encode() not in (b"", b".", b"..") for name in listed.values())
+        bad = [name for name in listed.values() if name.encode() in (b"", b".", b"..") or "/" in name or "\0" in name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
-    if not good or any("/" in name or "\0" in name for name in listed.values()):
-        raise CorruptCheckpointError("the index names files that do not lie beside it", str(index))
+    if bad:
+        raise CorruptCheckpointError(f"the index names {bad[0]!r:.200}, which is no file beside it", str(index))
     return dict(listed)
 
 

@@ -545,7 +545,7 @@ def test_a_shape_of_very_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
 def test_an_index_that_leads_elsewhere(tmp_path: Path, file: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CorruptCheckpointError, match="no file beside it|no index"):
+    with pytest.raises(CorruptCheckpointError, match=r"no file beside it|no index"):
         convert(tmp_path, tmp_path / "b.pt")
 
 

@@ -37,6 +37,7 @@ from dcpring.resume import backend
 from dcpring.resume.conversions import conversion_of_load, conversion_of_save
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
+from dcpring.store.hf_reader import check_exists
 from dcpring.store.hf_writer import RingHFWriter
 from dcpring.torchside import modules
 from dcpring.torchside.composed import Composed
@@ -107,11 +108,7 @@ def load_pretrained(
     ranks = Ranks(process_group)
     try:
         with ranks.operation("load_pretrained") as joint:
-            if not os.path.exists(path):
-                raise CheckpointError(
-                    f"{os.fspath(path)} does not exist; what is on a hub is to be downloaded first, for example with "
-                    "huggingface_hub.snapshot_download"
-                )
+            check_exists(path)
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
             reader.joint = joint
             state = backend.get_model_state_dict(model)

@@ -17,6 +17,14 @@ from dcpring.store.reader import RingReader
 __all__ = ["RingHFReader", "RingQuantizedHFReader"]
 
 
+def check_exists(path: str | os.PathLike[str]) -> None:
+    if not os.path.exists(path):
+        raise CheckpointError(
+            f"{os.fspath(path)} does not exist; what is on a hub is to be downloaded first, for example with "
+            "huggingface_hub.snapshot_download"
+        )
+
+
 class RingHFReader(RingReader, HuggingFaceStorageReader):
     """Reads safetensors: ``dcp.load(state_dict, storage_reader=RingHFReader(path))``.
 
@@ -42,8 +50,7 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
         self.thread_count = thread_count
 
     def _is_model(self, path: Path) -> bool:
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist")
+        check_exists(path)
         if not is_safetensors(path):
             raise CheckpointError(f"{path} holds no safetensors; RingReader reads checkpoints of DCP")
         return True

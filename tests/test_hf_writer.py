@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import re
 import time
 import weakref
@@ -36,6 +37,7 @@ from dcpring.base.joint import Joint
 from dcpring.format import safetensors as headers
 from dcpring.move import host_memory, stripes
 from dcpring.move.pending import Pending
+from dcpring.plan.stripes import Assignment, Box, Common, Laid, Layout, assign
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (3001, 257),
@@ -585,3 +587,23 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="floating-point dtype"):
             RingHFWriter(tmp_path, dtype=dtype)  # type: ignore[arg-type]
     assert CheckpointError
+
+
+def told_bytes(ranks: int) -> int:
+    """What a rank is told of 1600 stripes of which every rank has some columns."""
+    shape, size = (4096, 4096), 2 * 4096 * 4096
+    wide = 4096 // ranks
+    boxes = [
+        [Box(str(name), torch.bfloat16, shape, (0, rank * wide), (4096, wide)) for name in range(50)]
+        for rank in range(ranks)
+    ]
+    tensors = [Laid(str(name), str(name), torch.bfloat16, shape, size, 4096 + name * size) for name in range(50)]
+    layout = Layout("model", 4096, tensors)
+    by_rank, rounds = assign([layout], boxes, 4 << 20)
+    assert sum(parts[0].writes_bytes for parts in by_rank) == 50 * size
+    packed = Common([layout], rounds, ["host"] * ranks, "token", frozenset(), 4 << 20).packed()
+    return max(len(pickle.dumps(Assignment(packed, parts))) for parts in by_rank)
+
+
+def test_what_a_rank_is_told_does_not_grow_with_their_number() -> None:
+    assert told_bytes(256) < 2 * told_bytes(4) < 60_000

@@ -72,7 +72,7 @@ class _Patches(NamedTuple):
 
 
 def _meeting(part: Assignment, group: dist.ProcessGroup) -> groups.Meeting:
-    return groups.Meeting(f"dcpring/stripes/{part.token}", dist.get_world_size(group))
+    return groups.Meeting(f"dcpring/stripes/{part.common.token}", dist.get_world_size(group))
 
 
 def stay_away(part: Assignment, group: dist.ProcessGroup | None) -> None:
@@ -111,7 +111,7 @@ class StripeSaving:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._items = items
-        self._part = part
+        self._part, self._common = part, part.common
         self._path = path
         self._run = run
         self._watch = pending.watch
@@ -122,12 +122,12 @@ class StripeSaving:
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._sums: Sums = []
-        places = {laid.name: (number, laid) for number, file in enumerate(part.files) for laid in file.tensors}
-        self._held: list[list[_Held]] = [[] for _ in part.files]
+        places = {laid.name: (number, laid) for number, file in enumerate(self._common.files) for laid in file.tensors}
+        self._held: list[list[_Held]] = [[] for _ in self._common.files]
         for position in items.tensors:
             box = boxes[position]
             assert isinstance(box, Box)
-            if math.prod(box.lengths) and box.name not in part.omitted:
+            if math.prod(box.lengths) and box.name not in self._common.omitted:
                 number, laid = places[box.name]
                 self._held[number].append(_Held(position, box, laid))
         for held in self._held:
@@ -138,7 +138,7 @@ class StripeSaving:
 
     def write(self) -> Sums:
         """Writes this rank's stripes of all files, and gives their CRCs."""
-        files = list(zip(self._part.files, self._part.parts, self._held, strict=True))
+        files = list(zip(self._common.files, self._part.parts, self._held, strict=True))
         if not self._part.has_rounds:
             for number, (layout, part, held) in enumerate(files):
                 with self._writing(layout, part) as file:
@@ -159,7 +159,7 @@ class StripeSaving:
                 with joint.doing(f"{layout.name} cannot be written"), self._writing(layout, part) as file:
                     turn = self._turn(number, layout, file, held)
                     self._write_own(turn, part)
-                    rounds.run(turn, part)
+                    rounds.run(turn)
         return self._sums
 
     @contextlib.contextmanager
@@ -186,7 +186,7 @@ class StripeSaving:
     # ---- writing ----
 
     def _write_own(self, turn: _Turn, part: FileStripes) -> None:
-        blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._part.block_bytes)]
+        blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._common.block_bytes)]
         batches = windows(blocks, lambda block: block[1] - block[0], turn.window_bytes)
         with contextlib.closing(
             read_ahead("dcpring-gather", batches, lambda batch: self.patches(turn, batch))
@@ -316,8 +316,8 @@ class _Rounds:
     ) -> None:
         self._saving, self._group, self._workers = saving, group, workers
         self._rank = dist.get_rank(group)
-        self._block_bytes = part.block_bytes
-        self._hosts: list[Any] = list(part.hosts)
+        self._common = part.common
+        self._hosts: list[Any] = list(self._common.hosts)
         leader = self._hosts.index(self._hosts[self._rank])
         rooms = ROUNDS_IN_MEMORY, ROUND_BYTES
         memory, problem = host_memory.share(joint, self._rank, leader, host_memory.Rounds.size_of(*rooms))
@@ -331,9 +331,9 @@ class _Rounds:
     def leave(self) -> None:
         self._rounds.leave()
 
-    def run(self, turn: _Turn, part: FileStripes) -> None:
-        for stripes in part.rounds:
-            self._round(turn, stripes)
+    def run(self, turn: _Turn) -> None:
+        for stripes in self._common.rounds[turn.number]:
+            self._round(turn, [stripe for stripe in stripes if self._rank in stripe.holders])
 
     def _round(self, turn: _Turn, stripes: list[Shared]) -> None:
         """Fills a round, with all ranks, and takes from it what is this rank's to write.
@@ -350,7 +350,7 @@ class _Rounds:
             self._bring(stripes, memory)
         own = [stripe for stripe in stripes if stripe.writer == self._rank]
         nothing = _Patches([], _C.Tensors([]))
-        self._saving.write_blocks(turn, _joined(own, self._block_bytes), nothing, memory)
+        self._saving.write_blocks(turn, _joined(own, self._common.block_bytes), nothing, memory)
         if self._far:  # as what other hosts send is added to it
             for stripe in own:
                 torch.frombuffer(memory[stripe.at : stripe.at + stripe.hi - stripe.lo], dtype=torch.uint8).zero_()

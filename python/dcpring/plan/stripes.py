@@ -10,7 +10,10 @@ Stripes that are put together come in rounds of bounded size, for ``move.stripes
 
 from __future__ import annotations
 
+import functools
 import math
+import pickle
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -147,26 +150,28 @@ class Shared(NamedTuple):
 
 @dataclass
 class FileStripes:
-    """One rank's part of a file.
+    """One rank's part of a file, but for what is put together in rounds.
 
     Attributes:
         own: ranges [lo, hi) that it writes from its memory.
-        rounds: of each round the stripes that it holds something of.
-        writes_bytes: of the file.
+        writes_bytes: of the file, in all.
     """
 
     own: list[tuple[int, int]] = field(default_factory=list)
-    rounds: list[list[Shared]] = field(default_factory=list)
     writes_bytes: int = 0
 
 
+SharedRounds = list[list[Shared]]
+"""Of a file, the stripes of each round."""
+
+
 @dataclass
-class Assignment:
-    """What the coordinator tells a rank.
+class Common:
+    """What the coordinator tells all ranks.
 
     Attributes:
         files: all of them.
-        parts: this rank's of each.
+        rounds: of each.
         hosts: of all ranks.
         token: names the save.
         omitted: names whose data are saved under others: tied tensors.
@@ -174,16 +179,35 @@ class Assignment:
     """
 
     files: list[Layout]
-    parts: list[FileStripes]
+    rounds: list[SharedRounds]
     hosts: list[str]
     token: str
     omitted: frozenset[str]
     block_bytes: int
 
+    def packed(self) -> bytes:
+        return zlib.compress(pickle.dumps(self), 1)
+
+
+@dataclass
+class Assignment:
+    """What the coordinator tells a rank.
+
+    Attributes:
+        packed: the same for all ranks, and so packed once.
+        parts: this rank's of each file.
+    """
+
+    packed: bytes
+    parts: list[FileStripes]
+
+    @functools.cached_property
+    def common(self) -> Common:
+        return pickle.loads(zlib.decompress(self.packed))
+
     @property
     def has_rounds(self) -> bool:
-        """The same on all ranks: each knows of all rounds."""
-        return any(part.rounds for part in self.parts)
+        return any(self.common.rounds)
 
 
 class _Segment(NamedTuple):
@@ -216,9 +240,11 @@ def _stripes(layout: Layout, segments: Iterable[_Segment]) -> Iterator[tuple[int
                 yield *_bounds(layout, current), held
                 held, current = {}, number
             lo, hi = _bounds(layout, number)
-            size = min(hi, segment.hi) - max(lo, segment.lo)
-            for rank in segment.ranks:
-                held[rank] = held.get(rank, 0.0) + size / len(segment.ranks)
+            size = (min(hi, segment.hi) - max(lo, segment.lo)) / len(segment.ranks)
+            if held:
+                held.update((rank, held.get(rank, 0.0) + size) for rank in segment.ranks)
+            else:
+                held = dict.fromkeys(segment.ranks, size)
     if held:
         yield *_bounds(layout, current), held
 
@@ -240,10 +266,14 @@ class _Assignment:
         self._load = [0] * world
         self._block_bytes = block_bytes
         self._last = (-1, -1)
+        self._holders: dict[Ints, Ints] = {}
 
-    def parts(self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]) -> list[FileStripes]:
-        """All ranks' parts of a file; ``boxes`` by the names of its tensors."""
+    def parts(
+        self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]
+    ) -> tuple[list[FileStripes], SharedRounds]:
+        """All ranks' parts of a file, and its rounds; ``boxes`` by the names of its tensors."""
         parts = [FileStripes() for _ in self._load]
+        rounds: SharedRounds = []
         segments = (one for laid in layout.tensors if laid.size_bytes for one in _segments(laid, boxes[laid.name]))
         used = ROUND_BYTES
         for lo, hi, held in _stripes(layout, segments):
@@ -255,14 +285,13 @@ class _Assignment:
                 continue
             if used + STRIPE_BYTES > ROUND_BYTES:
                 used = 0
-                for part in parts:
-                    part.rounds.append([])
+                rounds.append([])
+            holders = tuple(sorted(held))
+            holders = self._holders.setdefault(holders, holders)  # one object of each kind, which is pickled once
             # A stripe that begins behind the header lies behind it in memory, too: those of a block lie side by side.
-            shared = Shared(lo, hi, used + lo % STRIPE_BYTES, writer, tuple(sorted(held)))
-            for rank in held:
-                parts[rank].rounds[-1].append(shared)
+            rounds[-1].append(Shared(lo, hi, used + lo % STRIPE_BYTES, writer, holders))
             used += STRIPE_BYTES
-        return parts
+        return parts, rounds
 
     def _chosen(self, lo: int, held: Mapping[int, float]) -> int:
         """Who holds most; of those who hold as much the one who writes this block already, or least so far."""
@@ -282,8 +311,10 @@ def _extend(ranges: list[tuple[int, int]], lo: int, hi: int) -> None:
         ranges.append((lo, hi))
 
 
-def assign(layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int) -> list[list[FileStripes]]:
-    """By rank, its part of each file.
+def assign(
+    layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int
+) -> tuple[list[list[FileStripes]], list[SharedRounds]]:
+    """By rank, its part of each file; and of each file the rounds.
 
     Args:
         boxes: by rank; together they are all that is laid out, none of it twice.
@@ -296,4 +327,5 @@ def assign(layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_byte
                 by_name.setdefault(box.name, []).append((rank, box))
     assignment = _Assignment(len(boxes), block_bytes)
     by_file = [assignment.parts(layout, by_name) for layout in layouts]
-    return [list(parts) for parts in zip(*by_file, strict=True)] if by_file else [[] for _ in boxes]
+    by_rank = [[parts[rank] for parts, _ in by_file] for rank in range(len(boxes))]
+    return by_rank, [rounds for _, rounds in by_file]

@@ -41,7 +41,7 @@ from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
-from dcpring.plan.stripes import Assignment, Box, Laid, Layout, assign, boxes_of
+from dcpring.plan.stripes import Assignment, Box, Common, Laid, Layout, assign, boxes_of
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
@@ -190,12 +190,13 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self._model = model = self._lay_out(boxes, ties)
         kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
         block_bytes = self.options.block_size_bytes
-        hosts, token = [one.host for one in told], new_tag()
-        by_rank = assign(model.layouts, kept, block_bytes)
+        by_rank, rounds = assign(model.layouts, kept, block_bytes)
         self._create(model.layouts)
-        parts = [Assignment(model.layouts, parts, hosts, token, frozenset(ties), block_bytes) for parts in by_rank]
+        hosts = [one.host for one in told]
+        packed = Common(model.layouts, rounds, hosts, new_tag(), frozenset(ties), block_bytes).packed()
         self._run.plans = [
-            dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)
+            dataclasses.replace(plan, storage_data=Assignment(packed, parts))
+            for plan, parts in zip(plans, by_rank, strict=True)
         ]
         return _trace.send(self._phases, self._run.plans)
 
@@ -301,7 +302,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             sums = saving.write()
             pending.wait(self._phases)
         except BaseException:
-            remove_files(self._directory, [layout.name for layout in part.files])
+            remove_files(self._directory, [layout.name for layout in part.common.files])
             raise
         return StripeResults(sums, stats)
 
@@ -319,7 +320,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             list(boxes_of(plan.items)),
             part,
             path=str(self.path),
-            options=dataclasses.replace(self.options, block_size_bytes=part.block_bytes),
+            options=dataclasses.replace(self.options, block_size_bytes=part.common.block_bytes),
             is_windowed=makes_tensors(planner),
             pending=pending,
             run=self._run,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,23 +287,41 @@ def test_meta_is_refused_by_name(tmp_path: Path) -> None:
     assert "CheckpointError" in text and "'layer.weight'" in text and "meta" in text
 
 
-def _freed() -> Tensor:
-    tensor = _matrix()
-    tensor.untyped_storage().resize_(0)
+def _resized(tensor: Tensor, size_bytes: int) -> Tensor:
+    tensor.untyped_storage().resize_(size_bytes)
     return tensor
 
 
-def test_freed_memory_is_refused_by_name(tmp_path: Path) -> None:
-    """torch crashes where it is read or written."""
-    text = failure(lambda: save({"good": _matrix(), "layer.weight": _freed()}, tmp_path))
+FREED: dict[str, Callable[[], Tensor]] = {
+    "all": lambda: _resized(_matrix(), 0),
+    "a byte": lambda: _resized(_matrix(), 95),
+    "of a transposed one": lambda: _resized(_matrix().t(), 95),
+    "of rows behind": lambda: _resized(_matrix()[2:], 48),
+    "of a conjugate view": lambda: _resized(torch.ones(4, 6, dtype=torch.complex64).conj(), 100),
+}
+
+
+@pytest.mark.parametrize("kind", FREED)
+def test_freed_memory_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """torch crashes where it is read or written, or takes what lies behind it."""
+    made = FREED[kind]
+    text = failure(lambda: save({"good": _matrix(), "layer.weight": made()}, tmp_path))
     assert "CheckpointError: cannot save 'layer.weight': its memory was given back" in text
     with pytest.raises(CheckpointError, match=r"cannot copy 'layer': .* its memory was given back"):
-        RingStager().stage({"layer": _freed()}).result()
-    save({"layer": _matrix()}, tmp_path)
+        RingStager().stage({"layer": made()}).result()
+    save({"layer": torch.zeros(made().shape, dtype=made().dtype)}, tmp_path)
     for planner in (RingLoadPlanner(), DefaultLoadPlanner()):
-        state = {"layer": _freed()}
+        state = {"layer": made()}
         text = failure(lambda: dcp.load(state, storage_reader=RingReader(tmp_path), planner=planner))  # noqa: B023
         assert "'layer'" in text and "its memory was given back" in text
+
+
+def test_memory_that_is_longer_or_shorter_than_it_was_is_taken_where_it_suffices(tmp_path: Path) -> None:
+    state = {"cut": _resized(_matrix()[1:2], 48), "grown": _resized(_matrix(), 1000), "0": _resized(_matrix()[:0], 0)}
+    save(state, tmp_path)
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    load(loaded, tmp_path)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
 def test_what_torch_cannot_describe_is_refused_by_name(tmp_path: Path) -> None:

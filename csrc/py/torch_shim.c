@@ -32,6 +32,8 @@ static int bind_functions(struct torch_shim *shim, void *library, const char *ve
     BIND(get_dim);
     BIND(get_sizes);
     BIND(get_strides);
+    BIND(get_storage_offset);
+    BIND(get_storage_size);
     BIND(get_dtype);
     BIND(get_device_type);
     BIND(get_layout);
@@ -104,6 +106,21 @@ static const struct dr_dtype *dtype_of(const struct torch_shim *shim, int32_t co
     return NULL;
 }
 
+/* Whether a tensor of at least one element lies in its storage, which may have been resized below it. */
+static bool is_in_storage(const struct torch_shim *shim, AtenTensorHandle handle, const struct tensor_view *view) {
+    int64_t last, size, bytes;
+    if (shim->get_storage_offset(handle, &last) || shim->get_storage_size(handle, &size))
+        return false;
+    for (int64_t d = 0; d < view->ndim; d++) {
+        int64_t step;
+        if (__builtin_mul_overflow(view->sizes[d] - 1, view->strides[d], &step) ||
+            __builtin_add_overflow(last, step, &last))
+            return false;
+    }
+    return !__builtin_add_overflow(last, 1, &last) &&
+           !__builtin_mul_overflow(last, (int64_t)view->dtype->item_size, &bytes) && bytes <= size;
+}
+
 /* What cannot be looked at is TENSOR_OTHER: torch.save decides. */
 static struct tensor_view look_at(const struct torch_shim *shim, AtenTensorHandle handle) {
     struct tensor_view view = {.kind = TENSOR_OTHER};
@@ -128,7 +145,7 @@ static struct tensor_view look_at(const struct torch_shim *shim, AtenTensorHandl
         return view;
     struct dr_shape shape = {view.dtype, (int)view.ndim, view.sizes};
     uint64_t bytes;
-    if (dr_shape_bytes(&shape, &bytes) && (view.data || bytes == 0))
+    if (dr_shape_bytes(&shape, &bytes) && (bytes == 0 || (view.data && is_in_storage(shim, handle, &view))))
         view.kind = TENSOR_PLAIN;
     return view;
 }

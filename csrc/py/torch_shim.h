@@ -23,6 +23,8 @@ struct torch_shim {
     AOTITorchError (*get_dim)(AtenTensorHandle tensor, int64_t *ret_dim);
     AOTITorchError (*get_sizes)(AtenTensorHandle tensor, int64_t **ret_sizes);
     AOTITorchError (*get_strides)(AtenTensorHandle tensor, int64_t **ret_strides);
+    AOTITorchError (*get_storage_offset)(AtenTensorHandle tensor, int64_t *ret_storage_offset);
+    AOTITorchError (*get_storage_size)(AtenTensorHandle tensor, int64_t *ret_size);
     AOTITorchError (*get_dtype)(AtenTensorHandle tensor, int32_t *ret_dtype);
     AOTITorchError (*get_device_type)(AtenTensorHandle tensor, int32_t *ret_device_type);
     AOTITorchError (*get_layout)(AtenTensorHandle tensor, int32_t *ret_layout);
@@ -36,7 +38,7 @@ struct torch_shim {
 };
 
 enum tensor_kind {
-    TENSOR_PLAIN = 0,  /* strided, in CPU memory, of a dtype that the record format knows */
+    TENSOR_PLAIN = 0,  /* strided, in CPU memory that holds all of it, of a dtype that the record format knows */
     TENSOR_DEVICE = 1, /* the same on another device: copy it down first */
     TENSOR_OTHER = 2,  /* torch.save must take it */
 };

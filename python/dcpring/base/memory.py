@@ -38,13 +38,17 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-FREED = "its memory was given back, as untyped_storage().resize_(0) does; make it again first"
+FREED = "its memory was given back, or a part of it, as untyped_storage().resize_() does; make it again first"
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether its memory was given back (``untyped_storage().resize_(0)``): torch crashes where it is used."""
+    """Whether it lies in memory that was given back (``untyped_storage().resize_()``), which torch uses anyway."""
     known = tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in PLAIN_TYPES
-    return known and bool(tensor.numel()) and not tensor.untyped_storage().size()
+    if not known or not tensor.numel():
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = 1 if tensor.is_quantized else (last + 1) * tensor.itemsize  # some of these have two elements in a byte
+    return tensor.untyped_storage().size() < needed
 
 
 def memory_key(tensor: Tensor) -> tuple[Any, ...]:

@@ -287,6 +287,7 @@ def _is_plain(value: Tensor) -> bool:
         and not value.is_quantized
         and not value.is_meta
         and bool(value.data_ptr() or not value.numel())
+        and not is_freed(value)
     )
 
 

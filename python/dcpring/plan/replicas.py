@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.groups import world_size
+from dcpring.base.memory import is_freed
 from dcpring.base.samples import sample_view
 from dcpring.base.values import digest
 from dcpring.base.windows import windows
@@ -66,7 +67,9 @@ def is_hashed(value: Any) -> bool:
 
 
 def _is_compared(tensor: Tensor) -> bool:
-    """Whether a tensor is small, or such that a sample can be had of it without a copy."""
+    """Whether a tensor is small, or such that a sample can be had of it without a copy; and has its memory."""
+    if is_freed(tensor):
+        return False
     if tensor.nbytes <= MAX_BYTES:
         return True
     is_plain = not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

@@ -72,6 +72,21 @@ def test_streams_that_take_nothing(tmp_path: Path, redirection: str) -> None:
         assert program.wait() == 2 and "Traceback" not in files.err
 
 
+def test_a_full_standard_output_is_named(tmp_path: Path) -> None:
+    dcp.save({f"{n}": torch.ones(1) for n in range(3000)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    for options in (["--keys", "1"], [], ["--json"]):
+        with _prepared.files() as files, open("/dev/full", "w") as full:
+            streams = (files.streams[0], full.fileno(), files.streams[2])
+            assert _prepared.Program(["-m", "dcpring", "ls", str(tmp_path), *options], streams).wait() == 2
+            assert files.err == "dcpring: No space left on device: standard output\n"
+
+
+@pytest.mark.parametrize("arguments", [("ls", ""), ("convert", "ckpt", ""), ("bench", ""), ("doctor", "")])
+def test_an_empty_path_is_not_the_current_directory(arguments: tuple[str, ...]) -> None:
+    result = _cli.run(*arguments)
+    assert result.status == 2 and 'the path is empty; "." is the current directory' in result.err
+
+
 def test_whoever_reads_has_seen_enough(tmp_path: Path) -> None:
     """Status 1 would say that something differs."""
     dcp.save({f"key {n}": torch.ones(1) for n in range(5000)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)

@@ -11,8 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -54,6 +54,32 @@ def in_words(error: Exception) -> str:
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
+class _Named:
+    """A stream whose errors say which one it is."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._naming():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._naming():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._name
+            raise
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Left to the caller: rich's own way ends the program with status 1."""
@@ -72,16 +98,16 @@ class Output:
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        self._out = self._console(out or sys.stdout)
-        self._err = self._console(err or sys.stderr)
+        self._out = self._console(out or sys.stdout, "standard output")
+        self._err = self._console(err or sys.stderr, "standard error")
         self.interactive = self._out.is_terminal
 
     @staticmethod
-    def _console(stream: TextIO) -> _Console:
+    def _console(stream: TextIO, name: str) -> _Console:
         # rich looks at FORCE_COLOR and the like: a pipe gets plain text whatever they say.
         plain: dict[str, Any] = {"force_terminal": False, "color_system": None, "width": _PIPE_WIDTH}
         return _Console(
-            file=stream,
+            file=cast(TextIO, _Named(stream, name)),
             highlight=False,
             markup=False,
             emoji=False,

@@ -132,7 +132,7 @@ class Commands:
 def add_checkpoint(parser: argparse.ArgumentParser, name: str = "checkpoint", **kwargs: Any) -> None:
     """An argument that names a checkpoint."""
     kwargs.setdefault("help", "directory of a checkpoint, stock's or dcpring's, or of safetensors")
-    parser.add_argument(name, metavar=kwargs.pop("metavar", "CKPT"), **kwargs)
+    parser.add_argument(name, metavar=kwargs.pop("metavar", "CKPT"), type=given_path, **kwargs)
 
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +192,13 @@ def tolerance(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
+
+
+def given_path(text: str) -> str:
+    """A path, for ``type=``: a shell's variable that is not set would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError('the path is empty; "." is the current directory')
+    return text
 
 
 def positive(text: str) -> int:

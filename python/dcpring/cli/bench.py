@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_json, add_output, size
+from dcpring.cli._parser import Commands, add_json, add_output, given_path, size
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
         ],
         differs="",
     )
-    parser.add_argument("directory", metavar="DIR", help="a directory on the storage")
+    parser.add_argument("directory", metavar="DIR", type=given_path, help="a directory on the storage")
     parser.add_argument(
         "--size",
         type=_size,

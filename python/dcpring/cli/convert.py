@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive, size
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, given_path, positive, size
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.report import count, format_bytes
 
@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
         metavar="SRC",
         help="directory of a DCP checkpoint; file of torch.save; safetensors file, its index, or their directory",
     )
-    parser.add_argument("target", metavar="DST", help="file or directory to be made")
+    parser.add_argument("target", metavar="DST", type=given_path, help="file or directory to be made")
     parser.add_argument("--to", choices=_FORMATS, help="what to make; with safetensors a directory gets shards")
     parser.add_argument(
         "--only",

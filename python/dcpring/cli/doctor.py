@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dcpring.cli import __version__
 from dcpring.cli._output import Output, visible
-from dcpring.cli._parser import Commands, add_json
+from dcpring.cli._parser import Commands, add_json, given_path
 from dcpring.tools.machine.doctor import Check, examine, works
 
 _STYLES = {"ok": "green", "slow": "yellow", "missing": "yellow", "failed": "bold red"}
@@ -33,7 +33,12 @@ def add(commands: Commands) -> None:
         differs="checkpoints cannot be saved to DIR; what is only slow or missing does not count",
     )
     parser.add_argument(
-        "directory", metavar="DIR", nargs="?", default=".", help="where checkpoints will go; default: ."
+        "directory",
+        metavar="DIR",
+        type=given_path,
+        nargs="?",
+        default=".",
+        help="where checkpoints will go; default: .",
     )
     add_json(parser)
 

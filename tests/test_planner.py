@@ -537,6 +537,26 @@ def test_missing_keys_are_all_named(tmp_path: Path) -> None:
     assert torch.equal(wanted["a"], torch.ones(2))
 
 
+NAMES = ("lone \ud800 surrogate", "new\nline", "nul\0", "a/b", "..", "", ".a..b.", "x" * 70_000, "\u00e9\U0001f600")
+
+
+@pytest.mark.parametrize("saved_by_stock", (False, True), ids=("ring", "stock"))
+def test_names_of_any_kind(tmp_path: Path, saved_by_stock: bool) -> None:
+    numbers = {name: n for n, name in enumerate(NAMES)}
+    saved = {"m": {name: torch.full((3,), float(n)) for name, n in numbers.items()}, "step": numbers}
+    if saved_by_stock:
+        dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    else:
+        dcp.save(saved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
+    for reader, planner in ((RingReader, RingLoadPlanner), (dcp.FileSystemReader, dcp.DefaultLoadPlanner)):
+        loaded: dict[str, Any] = {"m": {name: torch.zeros(3) for name in NAMES}, "step": dict.fromkeys(NAMES, -1)}
+        dcp.load(loaded, storage_reader=reader(tmp_path), planner=planner())
+        assert loaded["step"] == saved["step"]
+        assert all(map(torch.equal, loaded["m"].values(), saved["m"].values()))
+    with pytest.raises(dcp.api.CheckpointException, match=r"missing from the checkpoint \(1\):\n  '\\udfff'"):
+        dcp.load({"\udfff": 1}, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner())
+
+
 def test_another_shape(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2, 3)}, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner())
     wanted = {"a": torch.zeros(3, 2)}

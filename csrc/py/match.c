@@ -69,8 +69,7 @@ static PyObject *missing(PyObject *object, PyObject *unused) {
     const struct dr_table *table = wanted_of(self);
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < self->core.missing_count; i++) {
-        uint32_t name = table->rows[self->core.missing[i]].name;
-        PyObject *text = PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, NULL);
+        PyObject *text = table_name(table, table->rows[self->core.missing[i]].name);
         if (!text || PyList_Append(list, text) < 0)
             Py_CLEAR(list);
         Py_XDECREF(text);

@@ -135,9 +135,11 @@ static PyObject *fingerprints_of(const struct dr_merge *merge, uint32_t group) {
             Py_CLEAR(list);
         Py_XDECREF(pair);
     }
-    return list ? Py_BuildValue("(s#N)", dr_table_text(&merge->groups, row->name),
-                                (Py_ssize_t)merge->groups.names[row->name].size, list)
-                : NULL;
+    PyObject *name = list ? table_name(&merge->groups, row->name) : NULL;
+    if (name)
+        return Py_BuildValue("(NN)", name, list);
+    Py_XDECREF(list);
+    return NULL;
 }
 
 static PyObject *differing(PyObject *object, PyObject *most_object) {

@@ -134,21 +134,38 @@ static int append_value(struct builder *b, uint32_t name, PyObject *value, Py_ss
     return rc;
 }
 
-static int append_named(struct builder *b, Py_ssize_t i, Py_ssize_t *tensor) {
-    Py_ssize_t size;
-    const char *text = PyUnicode_AsUTF8AndSize(PyList_GetItem(b->names, i), &size);
+/* A name in UTF-8, with surrogates that stand alone as pickles have them: then the bytes are `held`'s. */
+static const char *utf8_of(PyObject *name, Py_ssize_t *size, PyObject **held) {
+    const char *text = PyUnicode_AsUTF8AndSize(name, size);
+    if (text || !PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+        return text;
+    PyErr_Clear();
+    *held = PyUnicode_AsEncodedString(name, "utf-8", "surrogatepass");
+    char *bytes = NULL;
+    return *held && PyBytes_AsStringAndSize(*held, &bytes, size) == 0 ? bytes : NULL;
+}
+
+static int append_name(struct builder *b, Py_ssize_t i, uint32_t *name) {
+    Py_ssize_t size, path_size = 0;
+    PyObject *held = NULL;
+    const char *text = utf8_of(PyList_GetItem(b->names, i), &size, &held);
     char *path = "";
-    Py_ssize_t path_size = 0;
-    if (!text || (b->paths != Py_None && PyBytes_AsStringAndSize(PyList_GetItem(b->paths, i), &path, &path_size) < 0))
-        return -1;
-    if (size > INT32_MAX || path_size > INT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "a name is too long");
-        return -1;
+    int rc = -1;
+    if (text && (b->paths == Py_None || PyBytes_AsStringAndSize(PyList_GetItem(b->paths, i), &path, &path_size) == 0)) {
+        if (size > INT32_MAX || path_size > INT32_MAX)
+            PyErr_SetString(PyExc_ValueError, "a name is too long");
+        else
+            rc = no_core_error(b, dr_table_name(b->table, text, (uint32_t)size, path, (uint32_t)path_size, DR_NO_NAME,
+                                                name, &b->error));
     }
+    Py_XDECREF(held);
+    return rc;
+}
+
+static int append_named(struct builder *b, Py_ssize_t i, Py_ssize_t *tensor) {
     uint32_t name;
     size_t before = b->table->name_count;
-    if (no_core_error(b, dr_table_name(b->table, text, (uint32_t)size, path, (uint32_t)path_size, DR_NO_NAME, &name,
-                                       &b->error)) < 0)
+    if (append_name(b, i, &name) < 0)
         return -1;
     if (b->table->name_count == before) {
         PyErr_Format(PyExc_ValueError, "the name %R comes twice", PyList_GetItem(b->names, i));
@@ -249,8 +266,8 @@ static PyObject *encode(PyObject *object, PyObject *unused) {
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
-static PyObject *name_object(const struct dr_table *table, uint32_t name) {
-    return PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, NULL);
+PyObject *table_name(const struct dr_table *table, uint32_t name) {
+    return PyUnicode_DecodeUTF8(dr_table_text(table, name), (Py_ssize_t)table->names[name].size, "surrogatepass");
 }
 
 static PyObject *names(PyObject *object, PyObject *unused) {
@@ -260,7 +277,7 @@ static PyObject *names(PyObject *object, PyObject *unused) {
     PyObject *last = NULL;
     for (size_t i = 0; list && i < table->count; i++) {
         bool same = last && table->rows[i].name == table->rows[i - 1].name;
-        PyObject *name = same ? Py_NewRef(last) : name_object(table, table->rows[i].name);
+        PyObject *name = same ? Py_NewRef(last) : table_name(table, table->rows[i].name);
         if (!name || PyList_SetItem(list, (Py_ssize_t)i, name) < 0)
             Py_CLEAR(list);
         last = name;
@@ -274,7 +291,7 @@ static PyObject *row(PyObject *object, PyObject *argument) {
     if (i < 0 || (size_t)i >= table->count)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "row %zd", i);
     const struct dr_row *r = &table->rows[i];
-    return Py_BuildValue("(NiNNNii)", name_object(table, r->name), (int)r->type,
+    return Py_BuildValue("(NiNNNii)", table_name(table, r->name), (int)r->type,
                          ints_tuple(dr_row_size(table, r), r->ndim), ints_tuple(dr_row_offsets(table, r), r->ndim),
                          ints_tuple(dr_row_lengths(table, r), r->ndim), (int)r->properties, (int)r->flags);
 }

@@ -22,6 +22,9 @@ PyObject *table_new(struct module_state *state);
 
 /* What an object wraps, NULL with an exception when it is another kind of object. */
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
+
+/* A name as a str. */
+PyObject *table_name(const struct dr_table *table, uint32_t name);
 const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object);
 
 PyObject *ints_tuple(const int64_t *ints, int count);

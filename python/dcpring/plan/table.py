@@ -203,14 +203,7 @@ def table_of_chunks(names: list[str], codes: list[bytes] | None, chunks: Sequenc
         chunks: of each key; None for an object.
     """
     values = [None if rows is None else [_row(SHARD_ROW, *row, flags=0) for row in rows] or ... for rows in chunks]
-    return _table(names, codes, values, bytes(len(names)))
-
-
-def _table(names: list[str], codes: list[bytes] | None, values: list[Any], flags: bytes) -> _C.Table:
-    try:
-        return _C.make_table(names, codes, values, flags, _row_of_tensor)
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"the key {error.object!r} cannot be written as UTF-8; rename it") from error
+    return _C.make_table(names, codes, values, bytes(len(names)), _row_of_tensor)
 
 
 def make_table(
@@ -230,7 +223,7 @@ def make_table(
     if hashed is not None:
         _mark_hashed(originals, values, flags, hashed)
     codes = flat.codes if flat.mappings else None
-    return _table(names, codes, values, bytes(flags))
+    return _C.make_table(names, codes, values, bytes(flags), _row_of_tensor)
 
 
 def _flags(values: list[Any], plain: list[bool]) -> bytearray:

@@ -324,10 +324,19 @@ def test_memory_that_is_longer_or_shorter_than_it_was_is_taken_where_it_suffices
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-def test_what_torch_cannot_describe_is_refused_by_name(tmp_path: Path) -> None:
-    state = {"good": _matrix(), "layer.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}
+@pytest.mark.parametrize("layout", (torch.strided, torch.jagged))
+def test_what_torch_cannot_describe_is_refused_by_name(tmp_path: Path, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    state = {"good": _matrix(), "layer.weight": nested}
     text = failure(lambda: dcp.save(state, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner()))
-    assert "PlanError: cannot plan 'layer.weight', a Tensor: " in text
+    assert "PlanError: cannot plan 'layer.weight', a " in text
+    staged = RingStager().stage(state).result()["layer.weight"]
+    assert all(map(torch.equal, staged.unbind(), nested.unbind()))
+
+
+def test_what_torch_cannot_copy_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot copy 'layer\.weight': NotImplementedError: .*not implemented"):
+        RingStager().stage({"layer": {"weight": torch.zeros(4, dtype=torch.uint8).view(torch.uint1)}}).result()
 
 
 # ---- containers and objects ----

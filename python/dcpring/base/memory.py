@@ -43,8 +43,8 @@ FREED = "its memory was given back, or a part of it, as untyped_storage().resize
 
 def is_freed(tensor: Tensor) -> bool:
     """Whether it lies in memory that was given back (``untyped_storage().resize_()``), which torch uses anyway."""
-    known = tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in PLAIN_TYPES
-    if not known or not tensor.numel():
+    known = tensor.layout == torch.strided and type(tensor) in PLAIN_TYPES
+    if not known or tensor.is_meta or tensor.is_nested or not tensor.numel():
         return False
     last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     needed = 1 if tensor.is_quantized else (last + 1) * tensor.itemsize  # some of these have two elements in a byte

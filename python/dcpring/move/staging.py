@@ -144,7 +144,7 @@ class StagingBuffer:
         unchanged = self._unchanged(signs, tensors, hosts, opened.devices)
         mask = _plain_bytes(tensors, handles)
         others = [n for n in compress(range(len(mask)), zeros(mask)) if n not in unchanged]
-        self._copy_others(tensors, hosts, others, opened.devices)
+        self._copy_others(tensors, hosts, others, opened)
         if unchanged:
             mask = bytes(is_plain and n not in unchanged for n, is_plain in enumerate(mask))
         _C.copy_tensors(handles, places, mask, self._workers)
@@ -189,12 +189,12 @@ class StagingBuffer:
         return with_equal_samples(numbers, looked, copies)
 
     @staticmethod
-    def _copy_others(tensors: list[Tensor], hosts: list[Tensor], others: list[int], devices: Devices) -> None:
+    def _copy_others(tensors: list[Tensor], hosts: list[Tensor], others: list[int], opened: Opened) -> None:
         """What the core cannot copy: tensors of accelerators, and such whose bytes are not their values."""
         for device in {tensors[n].device for n in others}:
-            devices.meet(device)
+            opened.devices.meet(device)
         for n in others:
-            with devices.on(tensors[n].device):
+            with opened.naming(tensors[n]), opened.devices.on(tensors[n].device):
                 copy_one(tensors[n], hosts[n])
 
 
@@ -281,11 +281,10 @@ def _in_memory(sources: list[Tensor], handles: _C.Tensors) -> tuple[Sequence[int
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Whether it is plain memory; sparse and quantized tensors know themselves how they are copied."""
+    """Whether it is plain memory; sparse, quantized and nested tensors know themselves how they are copied."""
     return (
         value.layout == torch.strided
-        and not value.is_quantized
-        and not value.is_meta
+        and not (value.is_quantized or value.is_meta or value.is_nested)
         and bool(value.data_ptr() or not value.numel())
         and not is_freed(value)
     )
@@ -372,7 +371,7 @@ class Opened:
             return made
         if type(value) in _ATOMS:
             return value
-        with naming(lambda: f"cannot copy {_name_of(value, self._root[0])}"):
+        with self.naming(value):
             return self._deep.copy(value)
 
     def _mapping(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -422,8 +421,13 @@ class Opened:
 
     def own_copy(self, tensor: Tensor) -> Tensor:
         """As the class of one of the tensors in the tree copies itself."""
-        with naming(lambda: f"cannot copy {_name_of(tensor, self.tree)}"):
+        with self.naming(tensor):
             return own_copy(tensor)
+
+    def naming(self, value: Any) -> AbstractContextManager[None]:
+        """Where a value of the tree, or what is inside of one, is copied."""
+        whole = self._wholes.get(id(value), value)
+        return naming(lambda: f"cannot copy {_name_of(whole, self.tree)}")
 
 
 def _name_of(value: Any, tree: Any) -> str:

@@ -67,7 +67,12 @@ def _row(
 ) -> Row:
     encoded, dtype_bytes = encode_properties(properties, lengths)
     item_bytes = properties.dtype.itemsize
-    return kind, tuple(size), tuple(offsets), tuple(lengths), encoded, dtype_bytes, item_bytes, flags
+    return kind, _ints(size), _ints(offsets), _ints(lengths), encoded, dtype_bytes, item_bytes, flags
+
+
+def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Plain numbers: a symbol that has none, as of a ragged dimension, raises here."""
+    return tuple(map(int, sizes))
 
 
 def _row_of_tensor(name: str, tensor: Tensor) -> Row:

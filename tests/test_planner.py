@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -522,6 +523,30 @@ def reads_by_locality_in_a_subgroup(path: str) -> tuple[int, int]:
 
 def test_own_files_in_a_subgroup(tmp_path: Path) -> None:
     assert _distributed.run(3, reads_by_locality_in_a_subgroup, str(tmp_path)) == [(0, 0)] + [(32 * 8 * 4, 0)] * 2
+
+
+def loads_its_own(path: str, writer: Any) -> list[list[str]]:
+    """What is said of a load in which rank 0 names another checkpoint than the others, of copies, and of one rank's."""
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    state = {"a": distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src_data_rank=None)}
+    for name in "first", "second":
+        dcp.save(state, storage_writer=writer(f"{path}/{name}"))
+    dcp.save(state, storage_writer=writer(f"{path}/apart"), use_collectives=False)
+    shutil.copytree(f"{path}/first", f"{path}/of-{rank}")
+    said = []
+    for name in ("second" if rank else "first", f"of-{rank}", "apart"):
+        with logged() as records:
+            dcp.load(state, storage_reader=RingReader(f"{path}/{name}"), planner=RingLoadPlanner())
+        said.append([text for text in records if "different checkpoints" in text])
+    return said
+
+
+@pytest.mark.parametrize("writer", [RingWriter, dcp.FileSystemWriter])
+def test_ranks_that_load_different_checkpoints(tmp_path: Path, writer: Any) -> None:
+    on_0, *others = _distributed.run(3, loads_its_own, str(tmp_path), writer)
+    assert others == [[[], [], []]] * 2 and on_0[1:] == [[], []]
+    text = re.sub(r"\(save \w{8}\)", "(save)", on_0[0][0])
+    assert f"{tmp_path}/first (save) on rank 0, {tmp_path}/second (save) on ranks 1-2" in text
 
 
 # ---- one process ----

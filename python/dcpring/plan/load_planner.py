@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcpring import _C
 from dcpring.base.groups import host_id, rank_in
+from dcpring.base.text import some, spans
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
@@ -110,6 +111,7 @@ class RingLoadPlan(LoadPlan):
     Attributes:
         chunks: the checkpoint's; only on its own rank.
         reads: the rank's part of the report.
+        source: of which save the rank has read the metadata, and where.
         needs: what the rank will read, where ranks hand on.
         sharing: the coordinator's reply to that.
         pieces: what each row of the needs stands for; only on its own rank.
@@ -117,13 +119,14 @@ class RingLoadPlan(LoadPlan):
 
     chunks: Chunks | None = field(default=None, repr=False)
     reads: ReadReport | None = None
+    source: tuple[str, str] | None = None
     needs: Needs | None = field(default=None, repr=False)
     sharing: Sharing | None = field(default=None, repr=False)
     pieces: list[Piece] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent: dict[str, Any] = {"items": [], "reads": self.reads, "needs": self.needs, "sharing": self.sharing}
-        return rebuilt, (RingLoadPlan, {**fields_of(self, LoadPlan), **sent})
+        sent = {name: getattr(self, name) for name in ("reads", "source", "needs", "sharing")}
+        return rebuilt, (RingLoadPlan, {**fields_of(self, LoadPlan), "items": [], **sent})
 
 
 class RingLoadPlanner(DefaultLoadPlanner):
@@ -251,12 +254,13 @@ class RingLoadPlanner(DefaultLoadPlanner):
         items: Any = ReadItems(match, wanted, chunks.table, self._names)
         reads = _reads(match, chunks, self.process_group)
         self._run.rank = None if reads is None else reads.rank
-        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads)
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads, source=self._run.source)
         self._add_needs(self._own_plan)
         return self._own_plan
 
     @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        _warn_of_several(global_plan)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
         self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
@@ -412,6 +416,22 @@ class RingLoadPlanner(DefaultLoadPlanner):
             return False
         old = names_as_2_3(self.original_state_dict) - self.state_dict.keys()
         return not old.isdisjoint(self._names.get(name, name) for name in chunks.table.names())
+
+
+def _warn_of_several(plans: Sequence[LoadPlan]) -> None:
+    """Says so where ranks load what several saves have written: each gets what it has named, as with torch."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan, RingLoadPlan) and plan.source is not None:
+            ranks.setdefault(plan.source, []).append(rank)
+    if len({save_id for save_id, _ in ranks}) > 1:
+        shown = [f"{path} (save {save_id[:8]}) on {spans(at)}" for (save_id, path), at in ranks.items()]
+        logger.warning(
+            "ranks load different checkpoints at a time: %s. A tensor that is sharded over these ranks is put together "
+            "of parts of each. If that is not meant, give all ranks the same path, for instance rank 0's by "
+            "dist.broadcast_object_list",
+            some(shown, 4),
+        )
 
 
 def _reply(plan: LoadPlan, sharing: Sharing | None) -> LoadPlan:

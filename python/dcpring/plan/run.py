@@ -123,6 +123,8 @@ class LoadRun(Run):
         stored: the metadata under the checkpoint's own names, where the storage has a key map.
         goes_by_stored: whether the plan's items have these names.
         made_of: of the checkpoint's names those that others are made of: nobody need ask for them.
+        source: the id of the save that the metadata is of, and where it was read; None where it does not say, and where
+            each rank has metadata of its own.
         report: what RingLoadPlanner has planned.
         rank: of this process in the report.
     """
@@ -130,6 +132,7 @@ class LoadRun(Run):
     stored: Metadata | None = None
     goes_by_stored: bool = False
     made_of: frozenset[str] = frozenset()
+    source: tuple[str, str] | None = None
     report: LoadReport = field(default_factory=LoadReport)
     rank: int | None = None
 

@@ -221,6 +221,8 @@ class RingReader(FileSystemReader):
         self._load.run.made_of = self.made_of
         about = with_run(metadata.storage_meta, self._load.run)
         about.load_id = self.load_id
+        if rank is None and about.save_id:
+            self._load.run.source = about.save_id, os.fspath(self.path)
         if self.key_map is not None:
             self._load.run.stored = metadata
             metadata = LazyMetadata(source=_Renamed(metadata, self.key_map), version=getattr(metadata, "version", None))

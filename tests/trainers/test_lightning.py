@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import _ranks
 import pytest
 import torch
 from _checkpoints import assert_equal, is_ours
+from _logs import logged
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import dcpring
@@ -224,6 +227,51 @@ def test_what_a_resume_does_not_fit_can_be_left_out(tmp_path: Path) -> None:
     trainer = Trainer(max_steps=6, callbacks=[RingCheckpoint(folder, **more)], **QUIET)
     with pytest.raises(ValueError, match="leave ckpt_path out"):
         trainer.fit(BoringModel(), loader, ckpt_path=tmp_path / "lightning.ckpt")
+
+
+class Averages(EMAWeightAveraging):
+    """As the page of Lightning has it: the average is part of the callback's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"average": self._average_model.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._average_model.load_state_dict(state_dict["average"])
+        super().load_state_dict(state_dict)
+
+
+def fit_with_callbacks(folder: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The average that ``fit`` ends with, and what stops early."""
+    torch.manual_seed(0)
+    stopping = EarlyStopping("train_loss", patience=9, mode="max", check_on_train_epoch_end=True)
+    callbacks = [RingCheckpoint(folder, every_n_steps=2), Averages(decay=0.5), Timer("00:01:00:00"), stopping]
+    trainer = Trainer(max_steps=steps, callbacks=callbacks, **QUIET)
+
+    class Model(BoringModel):
+        def training_step(self, batch: torch.Tensor, index: int) -> Any:
+            loss = super().training_step(batch, index)["loss"]
+            self.log("train_loss", loss, on_epoch=True)
+            return loss
+
+    model = Model()
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(4, 32), batch_size=2))
+    return model.state_dict(), stopping.state_dict()
+
+
+def test_callbacks_go_on_where_they_were(tmp_path: Path) -> None:
+    whole = fit_with_callbacks(tmp_path / "whole", 6)
+    fit_with_callbacks(tmp_path / "cut", 4)
+    shutil.rmtree(tmp_path / "cut" / "step-4")  # the callback that averages ends with the average in the model
+    assert_same_tree(fit_with_callbacks(tmp_path / "cut", 6), whole)
+
+
+def test_what_hooks_put_into_checkpoints_is_said_to_be_left_out(tmp_path: Path) -> None:
+    with logged() as texts:
+        for callback in EMAWeightAveraging(), Timer():
+            callbacks = [RingCheckpoint(tmp_path / type(callback).__name__, every_n_steps=2), callback]
+            trainer = Trainer(max_steps=1, callbacks=callbacks, **QUIET)
+            trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(8, 32)))
+    assert [text for text in texts if "what on_save_checkpoint of EMAWeightAveraging adds" in text] == texts
 
 
 def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:

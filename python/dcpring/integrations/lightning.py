@@ -8,6 +8,8 @@ The strategies that save shards (FSDP, ModelParallel) have no place for a plugin
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
 from dcpring.resume.checkpointer import Checkpointer
-from dcpring.resume.components import Component
+from dcpring.resume.components import Component, Member
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
@@ -25,16 +27,18 @@ from dcpring.resume.whole import Replicated
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.utilities import CombinedLoader
 except ModuleNotFoundError:
     from lightning_fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import Checkpoint
     from pytorch_lightning.utilities import CombinedLoader
 
 __all__ = ["RingCheckpoint", "RingCheckpointIO"]
+
+logger = logging.getLogger("dcpring")
 
 
 class RingCheckpointIO(CheckpointIO):
@@ -91,7 +95,10 @@ class RingCheckpointIO(CheckpointIO):
 
 
 class RingCheckpoint(Checkpoint):
-    """Saves model, optimizers, schedulers, loops and random states every so many steps, and resumes from the last one.
+    """Saves all of a training every so many steps, and resumes from the last one.
+
+    That is model, optimizers, schedulers, loops, random states, and what callbacks, the precision and the datamodule
+    have as ``state_dict()``.
 
     With any strategy: each rank writes its shards, in the background, and any number of processes resumes. Takes the
     place of ``ModelCheckpoint`` and ``ckpt_path=``. The folder is that of a ``Checkpointer``.
@@ -129,6 +136,7 @@ class RingCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loads the latest checkpoint, if there is one."""
+        _warn_of_hooks(trainer)
         components: dict[str, Any] = {
             "model": trainer.strategy.model,
             "loops": _Loops(trainer, list(self.components.values())),
@@ -184,7 +192,11 @@ class RingCheckpoint(Checkpoint):
 
 
 class _Loops(Replicated):
-    """Lightning's loops, and with them what loaders have as a state that are not among the components."""
+    """Lightning's loops, and with them what loaders have as a state that are not among the components, and callbacks.
+
+    Loops are alike on all ranks. What callbacks and their like have is rank 0's, as in Lightning's own checkpoints, and
+    goes to those that are there when it is loaded.
+    """
 
     cure = 'a loader with a state of each rank goes into components={"data": PerRank(loader)}'
 
@@ -198,14 +210,48 @@ class _Loops(Replicated):
         loaders = CombinedLoader(self._trainer.train_dataloader).flattened
         if all(any(loader is other for other in self._others) for loader in loaders if hasattr(loader, "state_dict")):
             state["state_dict"].pop(_LOADERS, None)
-        return state
+        states = {name: one.state_dict() for name, one in _with_a_state(self._trainer).items()}
+        return state | {_CALLBACKS: {name: one for name, one in states.items() if one}}
+
+    def note(self, state: Any, member: Member) -> Any:
+        return super().note(_without_callbacks(state), member)
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
-        super().apply(state, before)
-        own = {name: value for name, value in state["state_dict"].items() if name != _LOADERS}
-        self._given = {**state, "state_dict": own}  # Lightning keeps the rest for loaders that it has not made yet
+        loops = _without_callbacks(state)
+        super().apply(loops, before)
+        own = {name: value for name, value in loops["state_dict"].items() if name != _LOADERS}
+        self._given = {**loops, "state_dict": own}  # Lightning keeps the rest for loaders that it has not made yet
+        there = _with_a_state(self._trainer)
+        for name, value in state.get(_CALLBACKS, {}).items():
+            if name in there:
+                there[name].load_state_dict(copy.deepcopy(value))
 
 
+def _without_callbacks(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != _CALLBACKS}
+
+
+def _with_a_state(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning asks for a state besides model, optimizers, schedulers and loops, by the names it has for them."""
+    more = (trainer.precision_plugin, getattr(trainer, "datamodule", None))
+    callbacks: dict[str, Any] = {callback.state_key: callback for callback in trainer.callbacks}
+    return callbacks | {type(one).__qualname__: one for one in more if one is not None}
+
+
+def _warn_of_hooks(trainer: Trainer) -> None:
+    """Names those who put into Lightning's own checkpoints what is in none of ours."""
+    hooks = {Callback.on_save_checkpoint, LightningModule.on_save_checkpoint}
+    objects = [*trainer.callbacks, trainer.lightning_module]
+    named = [type(one).__name__ for one in objects if type(one).on_save_checkpoint not in hooks]
+    if named:
+        logger.warning(
+            "RingCheckpoint does not save what on_save_checkpoint of %s adds to checkpoints. Have it in state_dict() "
+            "and load_state_dict() of a callback, or in components=",
+            " and ".join(named),
+        )
+
+
+_CALLBACKS = "callbacks"
 _LOADERS = "combined_loader"
 
 

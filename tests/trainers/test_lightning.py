@@ -229,6 +229,27 @@ def test_what_a_resume_does_not_fit_can_be_left_out(tmp_path: Path) -> None:
         trainer.fit(BoringModel(), loader, ckpt_path=tmp_path / "lightning.ckpt")
 
 
+class TwoSteps(BoringModel):
+    """Each batch is a step of two optimizers."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.layer.weight], lr=0.1), torch.optim.Adam([self.layer.bias], lr=0.1)]
+
+
+def test_steps_that_a_batch_skips_are_saved_after_it(tmp_path: Path) -> None:
+    trainer = Trainer(max_steps=10, callbacks=[RingCheckpoint(tmp_path, every_n_steps=3)], **QUIET)
+    trainer.fit(TwoSteps(), torch.utils.data.DataLoader(torch.ones(8, 32)))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-4", "step-6", "step-10"}
+
+
 class Averages(EMAWeightAveraging):
     """As the page of Lightning has it: the average is part of the callback's state."""
 

@@ -163,8 +163,8 @@ class RingCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves where the number of steps asks for it."""
-        if trainer.global_step % self.every_n_steps == 0:
+        """Saves where the number of steps asks for it; a batch may take several of them."""
+        if trainer.global_step // self.every_n_steps > self._saved // self.every_n_steps:
             self._save(trainer.global_step, self.blocking)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

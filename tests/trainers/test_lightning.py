@@ -304,3 +304,13 @@ def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_pa
     plugin.save_checkpoint({"step": {2: 3}}, path)
     assert plugin.load_checkpoint(path) == {"step": {2: 3}}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_replaced_and_what_it_shows_stays(tmp_path: Path) -> None:
+    """As where ``save_last="link"`` has become ``save_last=True``."""
+    best, last, plugin = tmp_path / "best.ckpt", tmp_path / "last.ckpt", RingCheckpointIO()
+    plugin.save_checkpoint({"step": 1}, best)
+    last.symlink_to(best.name)
+    plugin.save_checkpoint({"step": 2}, last)
+    assert (plugin.load_checkpoint(best), plugin.load_checkpoint(last)) == ({"step": 1}, {"step": 2})
+    assert not last.is_symlink()

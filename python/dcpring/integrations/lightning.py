@@ -63,12 +63,13 @@ class RingCheckpointIO(CheckpointIO):
         """Saves a checkpoint into the folder ``path``. What was there before stays until the new one is complete."""
         if storage_options is not None:
             raise TypeError("RingCheckpointIO takes no storage_options; give options of RingWriter to it instead")
-        is_file = os.path.isfile(path)  # of another plugin: a folder cannot be renamed over it
-        target = f"{os.fspath(path)}.new" if is_file else path
+        # A file is another plugin's, and a link shows another checkpoint: a folder cannot be renamed over either.
+        is_in_the_way = os.path.isfile(path) or os.path.islink(path)
+        target = f"{os.fspath(path)}.new" if is_in_the_way else path
         single.save(
             checkpoint, target, objects=self.objects, safe_globals=self.safe_globals, writer_options=self.options
         )
-        if is_file:
+        if is_in_the_way:
             os.unlink(path)
             os.rename(target, path)
 

@@ -14,7 +14,7 @@ import torch
 from _checkpoints import assert_equal, is_ours
 from _logs import logged
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, Timer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import dcpring
@@ -293,6 +293,23 @@ def test_what_hooks_put_into_checkpoints_is_said_to_be_left_out(tmp_path: Path) 
             trainer = Trainer(max_steps=1, callbacks=callbacks, **QUIET)
             trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(8, 32)))
     assert [text for text in texts if "what on_save_checkpoint of EMAWeightAveraging adds" in text] == texts
+
+
+class Tunable(BoringModel):
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_a_tuner_runs_before_a_resume(tmp_path: Path) -> None:
+    """It saves and restores a checkpoint of its own, which is none that ``fit`` was given."""
+    for steps in (2, 4):
+        callbacks = [RingCheckpoint(tmp_path / "ckpt", every_n_steps=2), LearningRateFinder(num_training_steps=3)]
+        trainer = Trainer(max_steps=steps, callbacks=callbacks, default_root_dir=tmp_path, **QUIET)
+        trainer.fit(Tunable(), torch.utils.data.DataLoader(torch.ones(8, 32)))
+        assert trainer.global_step == steps
+    assert {path.name for path in (tmp_path / "ckpt").iterdir()} == {"step-2", "step-4"}
 
 
 def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ from dcpring.resume.whole import Replicated
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.utilities import CombinedLoader
 except ModuleNotFoundError:
     from lightning_fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning_fabric.utilities.cloud_io import get_filesystem
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import Checkpoint
     from pytorch_lightning.utilities import CombinedLoader
@@ -147,7 +149,9 @@ class RingCheckpoint(Checkpoint):
         components |= {f"scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         self.checkpointer = Checkpointer(self.folder, components | self.components, **self.options)
         self.report = self.checkpointer.load(exclude=self.exclude, missing_ok=True)
-        if self.report.step is not None and trainer.ckpt_path is not None:
+        # One that is gone is a tuner's, which has put back by it what it has tried its steps with.
+        is_there = trainer.ckpt_path is not None and get_filesystem(trainer.ckpt_path).exists(str(trainer.ckpt_path))
+        if self.report.step is not None and is_there:
             raise ValueError(
                 f"{self.report.path} was loaded, and ckpt_path={str(trainer.ckpt_path)!r} would be over it; leave "
                 "ckpt_path out, or give RingCheckpoint another folder"

@@ -33,6 +33,12 @@ def test_resume_from_checkpoint_goes_on_as_with_stock(tmp_path: Path) -> None:
     assert is_ours(tmp_path / "on 3" / "checkpoint-4")
 
 
+def test_all_ranks_end_with_the_best_model(tmp_path: Path) -> None:
+    said = _ranks.run("transformers_program.py", 2, tmp_path, "--install", "--best")
+    best = {(tmp_path / f"best-of-{rank}").read_text() for rank in range(2)}
+    assert best == {str(tmp_path / "checkpoint-4")} and "different checkpoints" not in said
+
+
 @pytest.mark.parametrize("kind", ("llama", "tied", "mixtral", "qwen", "deepseek", "gpt-oss"))
 def test_load_pretrained_on_meta(tmp_path: Path, kind: str) -> None:
     _ranks.run("pretrained_program.py", 2, tmp_path, kind)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate_program import take_cpus_for_devices
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -20,11 +22,19 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class MakesFolder(TrainerCallback):
+    """As the page of accelerate has it: else ranks find different folders of the best step, or none."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        os.makedirs(f"{args.output_dir}/checkpoint-{state.global_step}", exist_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--resume", default=None)
+    parser.add_argument("--best", action="store_true", help="ends with the best model that there was")
     options = parser.parse_args()
     if options.install:
         import dcpring
@@ -35,6 +45,7 @@ def main() -> None:
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True} if options.best else {}
     arguments = TrainingArguments(
         output_dir=str(options.folder),
         use_cpu=True,
@@ -51,8 +62,19 @@ def main() -> None:
             "state_dict_type": "SHARDED_STATE_DICT",
             "cpu_ram_efficient_loading": False,
         },
+        **best,
     )
-    Trainer(LlamaForCausalLM(config), arguments, train_dataset=Tokens()).train(resume_from_checkpoint=options.resume)
+    trainer = Trainer(
+        LlamaForCausalLM(config),
+        arguments,
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=[MakesFolder()] if options.best else None,
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+    if options.best:
+        rank = torch.distributed.get_rank()
+        (options.folder / f"best-of-{rank}").write_text(trainer.state.best_model_checkpoint)
     torch.distributed.destroy_process_group()
 
 

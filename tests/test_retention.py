@@ -261,6 +261,21 @@ def test_an_unfinished_note_is_removed(tmp_path: Path) -> None:
 # ---- folders ----
 
 
+def test_a_folder_that_comes_while_a_step_is_saved_stays(tmp_path: Path) -> None:
+    """Another rank, which goes on as soon as a save is committed, may be making the next step's."""
+    steps = Steps(tmp_path)
+    for crashed in (2, 3):
+        steps.path(crashed).mkdir()
+    steps.before(3, None)
+    steps.path(4).mkdir()
+    for _ in range(2):
+        steps.remove_superfluous(3, None, None)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4"]
+    steps.before(5, None)
+    steps.remove_superfluous(5, None, None)
+    assert not any(tmp_path.iterdir())
+
+
 def test_of_a_step_that_is_a_link_the_link_goes(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "ckpt", tmp_path / "elsewhere"
     train(folder, [1])

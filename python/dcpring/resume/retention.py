@@ -167,6 +167,7 @@ class Steps:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._crashed: set[int] = set()  # steps that were there before the save, and no checkpoints
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -223,14 +224,16 @@ class Steps:
     # ---- a save, on rank 0 ----
 
     def before(self, step: int, base: int | None, sync: bool = True) -> None:
-        """Notes what a save will leave once it is committed.
+        """Notes what a save will leave once it is committed, and what crashed saves have left by now.
 
         Args:
             step: that is about to be saved.
             base: see ``leave``.
             sync: the note is to be durable.
         """
+        folders = self._folders()  # before those that are committed: nothing that is committed meanwhile is taken
         note, there = self._read(), self.committed()
+        self._crashed = set(folders) - set(there)
         left = {other: fork for other, fork in self._current(note).items() if other in there}
         then = leave(left, there, base, step)
         if then == left == note.left and note.step is None:
@@ -261,7 +264,10 @@ class Steps:
     # ---- retention, on rank 0 ----
 
     def remove_superfluous(self, saved: int, keep_last: int | None, keep_every: int | None, sync: bool = True) -> None:
-        """Removes what a step that was just committed makes superfluous, and what crashed saves have left."""
+        """Removes what a step that was just committed makes superfluous, and what crashed saves had left before it.
+
+        A folder that has come since is whoever's made it: other ranks may have gone on from the save by now.
+        """
         there, left = self.committed(), self.left()
         later = [step for step in there if step > saved and step not in left]
         if later:
@@ -274,7 +280,7 @@ class Steps:
         self._remove_doomed(sync)
         for path in [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]:
             path.unlink()
-        for step in set(self._folders()) - set(self.committed()):
+        for step in self._crashed & set(self._folders()) - set(self.committed()):
             layout.remove_leftovers(self.path(step))
             with contextlib.suppress(OSError):  # holds files that no save made
                 self.path(step).rmdir()

@@ -53,6 +53,7 @@ class Stream:
         self.done = 0
 
     def submit(self, action: Callable[[], Any]) -> None:
+        self._twin.crossings += isinstance(action, Copy)
         self.work.append(action)
         self._twin.submitted(self)
 
@@ -142,6 +143,7 @@ class Twin(accelerators.Accelerators):
         allocated, most_allocated: bytes of tensors on each device, now and at most.
         pinned_bytes, most_pinned: bytes of pinned memory that torch would hold, in use or kept, now and at most.
         waits: how often the host has waited.
+        crossings: how many copies between devices and host have been submitted.
     """
 
     def __init__(self, order: Order = "needed only", devices: int = 2) -> None:
@@ -152,7 +154,7 @@ class Twin(accelerators.Accelerators):
         self.allocated = [0] * devices
         self.most_allocated = [0] * devices
         self.pinned_bytes = self.most_pinned = 0
-        self.waits = 0
+        self.waits = self.crossings = 0
         self._pinned: dict[int, int] = {}
         self._kept_pinned = 0
 

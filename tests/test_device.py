@@ -520,6 +520,56 @@ def _save_rows(path: str) -> None:
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
 
 
+def _small_ones() -> dict[str, Tensor]:
+    """Of every dtype and kind, many to a window."""
+    return {f"{n}.{key}": t for n in range(8) for key, t in everything().items() if t.nbytes < 4000}
+
+
+@pytest.mark.parametrize("planner", ["ring", "stock"])
+def test_small_tensors_cross_the_link_together(tmp_path: Path, strict_twin: Twin, planner: str) -> None:
+    saved = _small_ones()
+    moved = {key: strict_twin.tensor(tensor) for key, tensor in saved.items()}
+    allocated, crossed = strict_twin.allocated[0], strict_twin.crossings
+    dcp.save(moved, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner() if planner == "ring" else None)
+    assert strict_twin.crossings - crossed == 1
+    assert strict_twin.allocated[0] == allocated and strict_twin.most_allocated[0] - allocated < 17 * MiB
+    loaded = {key: strict_twin.tensor(poisoned(tensor)) for key, tensor in saved.items()}
+    lazy = sum(tensor.is_conj() or tensor.is_neg() for tensor in saved.values())
+    allocated, crossed = strict_twin.allocated[0], strict_twin.crossings
+    _load_with(planner, loaded, tmp_path)
+    assert strict_twin.crossings - crossed <= 2 + lazy
+    assert strict_twin.allocated[0] == allocated
+    assert_same_bits(_values(strict_twin, loaded), saved)
+
+
+def test_where_the_device_is_full_small_tensors_cross_alone(
+    tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = _small_ones()
+    moved, loaded = (
+        {key: strict_twin.tensor(tensor) for key, tensor in some.items()}
+        for some in (saved, {key: poisoned(tensor) for key, tensor in saved.items()})
+    )
+
+    def full(self: Any, device: torch.device, size_bytes: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(devices.Room, "__init__", full)
+    save(moved, tmp_path)
+    _load_with("ring", loaded, tmp_path)
+    assert strict_twin.crossings > 2 * len(saved)
+    assert_same_bits(_values(strict_twin, loaded), saved)
+
+
+def test_large_tensors_cross_alone(tmp_path: Path, strict_twin: Twin) -> None:
+    saved = {str(n): torch.randn(1 << 18) for n in range(6)}
+    moved = {key: strict_twin.tensor(tensor) for key, tensor in saved.items()}
+    allocated = strict_twin.allocated[0]
+    save(moved, tmp_path)
+    _load_with("ring", moved, tmp_path)
+    assert strict_twin.most_allocated[0] == allocated
+
+
 def test_small_tensors_that_were_saved_in_parts(
     tmp_path: Path, strict_twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

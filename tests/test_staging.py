@@ -40,7 +40,8 @@ from dcpring import (
 from dcpring.base.memory import memory_key
 from dcpring.move import arena, staging
 from dcpring.move.arena import blocks_for, fitted
-from dcpring.move.staging import StagingBuffer
+from dcpring.move.device import Room
+from dcpring.move.staging import Devices, SideStreams, StagingBuffer
 from dcpring.plan import table as plans
 from dcpring.plan.flatten import flatten, is_terminal
 from dcpring.torchside import accelerators
@@ -447,6 +448,59 @@ def test_devices_are_copied_behind_the_current_stream_and_not_waited_for(
         assert [float(staged[str(n)][7]) for n in range(4)] == [0, 1, 2, 3]
         assert staged["0"].device.type == "cpu" != TYPE
         del staged, future
+
+
+@pytest.mark.parametrize("devices", [Devices, SideStreams])
+def test_small_tensors_cross_the_link_together(twin: Twin, devices: type[Devices]) -> None:
+    """Again and again, with another stream each time, and with what training writes before and after each copy."""
+    sizes = [100, 70_000, 3, 1, 12_345, 64, 0, 500] * 6
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+    state = {f"small.{n}": twin.tensor(torch.zeros(size, dtype=dtypes[n % 4])) for n, size in enumerate(sizes)}
+    state |= {"large": twin.tensor(torch.zeros(100_000)), "cpu": torch.ones(50), "other": twin.tensor(torch.ones(9), 1)}
+    buffer = StagingBuffer()
+    allocated = twin.allocated[0]
+    for turn in range(3):
+        for tensor in state.values():
+            if tensor.device.type == TYPE:
+                twin.write(tensor, turn)
+        opened = buffer.open(state, devices(), None)
+        crossed = twin.crossings
+        staged = buffer.fill(opened)
+        assert twin.crossings - crossed == 4, "the small ones in two blocks, the large one, what is alone on its device"
+        for tensor in state.values():
+            if tensor.device.type == TYPE:
+                twin.write(tensor, 77)
+        for key, tensor in staged.items():
+            assert key == "cpu" or bool((tensor == torch.full_like(tensor, turn)).all()), (turn, key)
+        del staged, opened, tensor
+    assert twin.allocated[0] <= allocated + 8 * MiB
+    buffer.release()
+    assert twin.allocated[0] == allocated
+
+
+def test_what_is_not_copied_again_keeps_its_copy_between_others(twin: Twin) -> None:
+    frozen = torch.nn.Parameter(twin.tensor(torch.ones(20_000)), requires_grad=False)
+    state = {"a": twin.tensor(torch.ones(20_000)), "frozen": frozen, "b": twin.tensor(torch.ones(20_000))}
+    buffer = StagingBuffer()
+    buffer.stage(state, [])
+    for key in ("a", "b"):
+        twin.write(state[key], 2.0)
+    crossed = twin.crossings
+    staged = buffer.stage(state, [])
+    assert [float(staged[key].sum()) for key in state] == [40_000, 20_000, 40_000]
+    assert twin.crossings - crossed == 3, "a sample of the frozen one"
+
+
+def test_small_tensors_that_cannot_be_copied_together_are_named(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"model": {str(n): twin.tensor(torch.ones(10)) for n in range(4)}}
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(Room, "to_host", failing)
+    with pytest.raises(CheckpointError, match=r"cannot copy 'model.0', or one of 3 small tensors that go with it: .*"):
+        StagingBuffer().stage(state)
+    assert not twin.under_way
 
 
 def test_devices_without_a_tensor_of_the_state_are_left_alone() -> None:

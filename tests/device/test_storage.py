@@ -15,6 +15,7 @@ from device._support import (
     brought,
     devices,
     extra_bytes,
+    keep_busy,
     moved,
     other_stream,
     pinned_bytes,
@@ -154,6 +155,19 @@ def test_memory_of_a_load_is_bounded(tmp_path: Path) -> None:
     assert extra_bytes(lambda: load(loaded, tmp_path)) <= 64 * MiB
     assert pinned_bytes() - before <= 32 * MiB
     assert_same_bits(brought(loaded), saved)
+
+
+def test_many_small_tensors_cross_together(tmp_path: Path) -> None:
+    """Behind work that changes them, and seen by what follows; with a piece's memory on the device for them."""
+    saved = {str(n): torch.full((1 + n % 1500,), float(n)) for n in range(4000)}
+    there = {key: torch.zeros_like(tensor, device=devices()[0]) for key, tensor in saved.items()}
+    keep_busy(devices()[0])
+    for tensor, values in zip(there.values(), saved.values(), strict=True):
+        tensor.fill_(float(values[0]))
+    assert extra_bytes(lambda: save(there, tmp_path)) <= DEFAULT_PIECE_BYTES
+    set_late(there["7"], -1.0)
+    assert extra_bytes(lambda: load(there, tmp_path)) <= DEFAULT_PIECE_BYTES
+    assert_same_bits(brought({key: tensor * 2 for key, tensor in there.items()}), {k: t * 2 for k, t in saved.items()})
 
 
 # ---- fingerprints of replicas ----

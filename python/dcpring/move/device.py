@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -32,6 +32,9 @@ DEFAULT_PIECE_BYTES = 8 << 20
 
 _ALIGNMENT = 64
 """Copies in a buffer start where any dtype may."""
+
+_LEAST_ALONE_BYTES = 256 << 10
+"""Of tensors that cross the link one by one: the call for a smaller one takes longer than the link."""
 
 
 def on_accelerator(tensor: Tensor) -> bool:
@@ -90,6 +93,82 @@ class _Side:
         self.events, self.used = [], 0
 
 
+class Room:
+    """Memory of a device in which small tensors lie side by side, as their host copies do, to cross the link in one.
+
+    It is used on one stream at a time, whose order is all that keeps copies apart. It is of the stream that is current
+    for the device when it is made: what uses it on another one waits for that first.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self._memory = torch.empty(padded(size_bytes), dtype=torch.uint8, device=device)
+        self._as_dtype: dict[torch.dtype, Tensor] = {}
+
+    @classmethod
+    def on(cls, device: torch.device, size_bytes: int) -> Room | None:
+        """One if the device has the memory. Without it tensors go one by one."""
+        try:
+            return cls(device, size_bytes)
+        except RuntimeError:
+            return None
+
+    def to_host(self, sources: list[Tensor], hosts: list[Tensor]) -> None:
+        """Starts copies as ``copy_to_host`` does. What lies between the dense hosts in their memory is overwritten."""
+        buffer, within, counterparts = self._opposite(hosts)
+        copy_to_host(sources, counterparts)
+        buffer.copy_(within, non_blocking=True)
+
+    def from_host(self, targets: list[Tensor], hosts: list[Tensor]) -> None:
+        """Starts copies from dense tensors that lie in one memory."""
+        buffer, within, counterparts = self._opposite(hosts)
+        within.copy_(buffer, non_blocking=True)
+        start_copies(targets, counterparts)
+
+    def _opposite(self, hosts: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The stretch of host memory in which tensors lie, as much of the room, and where they are in that."""
+        starts = [host.storage_offset() * host.itemsize for host in hosts]
+        begin = min(starts) // _ALIGNMENT * _ALIGNMENT
+        size = max(start + host.nbytes for start, host in zip(starts, hosts, strict=True)) - begin
+        buffer = torch.empty(0, dtype=torch.uint8).set_(hosts[0].untyped_storage(), begin, (size,), (1,))
+        counterparts = [
+            self._view(host.dtype).as_strided(host.shape, host.stride(), (start - begin) // host.itemsize)
+            for start, host in zip(starts, hosts, strict=True)
+        ]
+        return buffer, self._memory[:size], counterparts
+
+    def _view(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._as_dtype:
+            self._as_dtype[dtype] = self._memory.view(dtype)
+        return self._as_dtype[dtype]
+
+
+def _cross_together(tensors: list[Tensor]) -> bool:
+    return len(tensors) > 1 and sum(tensor.nbytes for tensor in tensors) < len(tensors) * _LEAST_ALONE_BYTES
+
+
+def side_by_side(hosts: Mapping[int, Tensor], limit: int) -> Iterator[list[int]]:
+    """Runs of dense tensors that follow each other in one memory with nothing in between, of at most so many bytes."""
+    run: list[int] = []
+    begin = end = 0
+    memory = -1
+    for key, host in sorted(hosts.items(), key=lambda pair: pair[1].data_ptr()):
+        start, storage = host.data_ptr(), host.untyped_storage().data_ptr()
+        if run and (storage != memory or start - end >= _ALIGNMENT or start + host.nbytes - begin > limit):
+            yield run
+            run = []
+        if not run:
+            begin, memory = start, storage
+        run.append(key)
+        end = start + host.nbytes
+    if run:
+        yield run
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Sparse tensors do not say how many bytes they have."""
+    return tensor.layout == torch.strided and tensor.nbytes < _LEAST_ALONE_BYTES
+
+
 # ---- from accelerators ----
 
 
@@ -117,8 +196,8 @@ class Downloader:
 
     The tensors are as they are when the work is done that this thread has given to the current stream of their device
     before it calls ``pieces``. Who writes to them on another stream makes the current one wait for that, as before any
-    other use. Copies run on a stream of their own. Beside the two buffers on the host they take as much on the device,
-    for tensors that are not contiguous.
+    other use. Copies run on a stream of their own. Beside the two buffers on the host they take memory on the device:
+    as much for tensors that are not contiguous, and one buffer's for small ones.
 
     Args:
         piece_bytes: of each buffer; rounded down to a power of two, as torch would round it up.
@@ -135,13 +214,14 @@ class Downloader:
         if not self._sides:
             self._sides = [_Side(pinned_memory(self._piece_bytes)) for _ in range(2)]
         device = tensors[0].device
+        room = Room.on(device, self._piece_bytes) if sum(map(is_small, tensors)) > 1 else None
         stream = accelerators.active.stream(device)
         stream.wait_stream(accelerators.active.current_stream(device))
         pending: tuple[_Side, HostCopies] | None = None
         try:
             for turn, (piece, sources) in enumerate(self._cut(tensors)):
                 side = self._sides[turn % 2]
-                self._start(stream, side, piece, sources)
+                self._start(stream, side, piece, sources, room)
                 if pending is not None:
                     yield self._arrived(*pending)
                 pending = (side, piece)
@@ -167,12 +247,16 @@ class Downloader:
             yield HostCopies([index], [], start, whole=False), [part]
             start += part.nbytes
 
-    def _start(self, stream: torch.Stream, side: _Side, piece: HostCopies, sources: list[Tensor]) -> None:
+    @staticmethod
+    def _start(stream: torch.Stream, side: _Side, piece: HostCopies, sources: list[Tensor], room: Room | None) -> None:
         side.wait()
         event = accelerators.active.event(sources[0].device)
         with stream:
             hosts = [side.take(tuple(source.shape), source.dtype) for source in sources]
-            copy_to_host(sources, hosts)
+            if room is not None and _cross_together(hosts):
+                room.to_host(sources, hosts)
+            else:
+                copy_to_host(sources, hosts)
             piece.tensors += hosts if piece.whole else [host.view(-1) for host in hosts]
         event.record(stream)
         side.events.append(event)
@@ -238,20 +322,25 @@ class Uploader:
     """
 
     def __init__(self, targets: Iterable[Tensor], needed_bytes: int) -> None:
-        self._devices = {tensor.device for tensor in targets if on_accelerator(tensor)}
+        elsewhere = list(filter(on_accelerator, targets))
+        self._devices = {tensor.device for tensor in elsewhere}
+        self._has_small = sum(map(is_small, elsewhere)) > 1
         self._sides: list[_Side] = []
+        self._room: Room | None = None
         self._most_sides = WINDOWS if self._devices else 1
         self.ahead = WINDOWS // 2 if self._devices else 0
         most = max(HOST_BYTES // self._most_sides // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
         self.window_bytes = min(most, max(padded(needed_bytes), _ALIGNMENT))
 
     def __enter__(self) -> Uploader:
+        if self._has_small and len(self._devices) == 1:
+            self._room = Room.on(next(iter(self._devices)), self.window_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for device in self._devices:
             accelerators.active.current_stream(device).synchronize()
-        self._sides = []
+        self._sides, self._room = [], None
 
     @contextlib.contextmanager
     def readers(self) -> Iterator[Callable[[Callable[[], T]], Callable[[], T]]]:
@@ -285,11 +374,17 @@ class Uploader:
             else:
                 target.copy_(host)
         if later:
-            start_copies([target for target, _ in later], [host for _, host in later])
+            self._start([target for target, _ in later], [host for _, host in later])
         for device in self._devices:
             event = accelerators.active.event(device)
             event.record(accelerators.active.current_stream(device))
             self._side(number).events.append(event)
+
+    def _start(self, targets: list[Tensor], hosts: list[Tensor]) -> None:
+        if self._room is not None and _cross_together(hosts):
+            self._room.from_host(targets, hosts)
+        else:
+            start_copies(targets, hosts)
 
     def _side(self, number: int) -> _Side:
         return self._sides[number % self._most_sides]

@@ -29,7 +29,15 @@ from dcpring.base.memory import FREED, is_dense, is_freed, is_lazy_view, lazy_vi
 from dcpring.base.samples import sample_view
 from dcpring.errors import naming
 from dcpring.move.arena import Arena
-from dcpring.move.device import copy_to_host, on_accelerator, parts_of
+from dcpring.move.device import (
+    DEFAULT_PIECE_BYTES,
+    Room,
+    copy_to_host,
+    is_small,
+    on_accelerator,
+    parts_of,
+    side_by_side,
+)
 from dcpring.move.frozen import Held, Sign, same_signs, samples_of_devices, signs_of, with_equal_samples
 from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
@@ -78,6 +86,7 @@ class StagingBuffer:
         self._workers = workers or min(_WORKERS, os.cpu_count() or 1)
         self._is_shared = is_shared
         self._arena = Arena(is_shared)
+        self._rooms: dict[torch.device, Room] = {}
 
     @property
     def allocations(self) -> int:
@@ -127,6 +136,7 @@ class StagingBuffer:
 
     def release(self) -> None:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
+        self._rooms.clear()
         self._arena.release()
 
     def _fill(self, opened: Opened) -> dict[int, Held]:
@@ -188,14 +198,38 @@ class StagingBuffer:
             devices.wait()
         return with_equal_samples(numbers, looked, copies)
 
-    @staticmethod
-    def _copy_others(tensors: list[Tensor], hosts: list[Tensor], others: list[int], opened: Opened) -> None:
+    def _copy_others(self, tensors: list[Tensor], hosts: list[Tensor], others: list[int], opened: Opened) -> None:
         """What the core cannot copy: tensors of accelerators, and such whose bytes are not their values."""
         for device in {tensors[n].device for n in others}:
             opened.devices.meet(device)
+        together = self._copy_together(tensors, hosts, others, opened)
         for n in others:
-            with opened.naming(tensors[n]), opened.devices.on(tensors[n].device):
-                copy_one(tensors[n], hosts[n])
+            if n not in together:
+                with opened.naming(tensors[n]), opened.devices.on(tensors[n].device):
+                    copy_one(tensors[n], hosts[n])
+
+    def _copy_together(self, tensors: list[Tensor], hosts: list[Tensor], others: list[int], opened: Opened) -> set[int]:
+        """Copies small tensors of accelerators whose copies lie side by side; which they are."""
+        small: dict[torch.device, dict[int, Tensor]] = {}
+        for n in others:
+            if on_accelerator(tensors[n]) and is_small(tensors[n]) and tensors[n].numel():
+                small.setdefault(tensors[n].device, {})[n] = hosts[n]
+        done: set[int] = set()
+        for device, chosen in small.items():
+            for run in side_by_side(chosen, DEFAULT_PIECE_BYTES):
+                if len(run) < 2 or (room := self._room(device)) is None:
+                    continue
+                with opened.naming(tensors[run[0]], len(run) - 1), opened.devices.on(device):
+                    room.to_host([tensors[n] for n in run], [hosts[n] for n in run])
+                done.update(run)
+        return done
+
+    def _room(self, device: torch.device) -> Room | None:
+        """Memory of the device that is kept: what has used it is done when ``fill`` returns, on whatever stream."""
+        if device not in self._rooms and (room := Room.on(device, DEFAULT_PIECE_BYTES)) is not None:
+            accelerators.active.current_stream(device).synchronize()  # on which it may have been somebody else's
+            self._rooms[device] = room
+        return self._rooms.get(device)
 
 
 class Devices:
@@ -424,10 +458,11 @@ class Opened:
         with self.naming(tensor):
             return own_copy(tensor)
 
-    def naming(self, value: Any) -> AbstractContextManager[None]:
-        """Where a value of the tree, or what is inside of one, is copied."""
+    def naming(self, value: Any, others: int = 0) -> AbstractContextManager[None]:
+        """Where a value of the tree, or what is inside of one, is copied, with so many others."""
         whole = self._wholes.get(id(value), value)
-        return naming(lambda: f"cannot copy {_name_of(whole, self.tree)}")
+        besides = f", or one of {others} small tensors that go with it" if others else ""
+        return naming(lambda: f"cannot copy {_name_of(whole, self.tree)}{besides}")
 
 
 def _name_of(value: Any, tree: Any) -> str:

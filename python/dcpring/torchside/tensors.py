@@ -158,6 +158,25 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> 
     return tensor
 
 
-def start_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies each source to its target on that one's current stream; this may be under way when it returns."""
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+_COPIED_TOGETHER = frozenset(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16}
+    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+"""Of lists of one of these dtypes, all on one device, torch makes one kernel; it raises for some others."""
+
+
+def start_copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, of the same dtype, on that one's current stream.
+
+    This may be under way when it returns. On a device contiguous tensors are copied together. None is a lazy view.
+    """
+    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype in _COPIED_TOGETHER and target.is_contiguous() and source.is_contiguous():
+            into, values = together.setdefault(target.dtype, ([], []))
+            into.append(target)
+            values.append(source)
+        else:
+            target.copy_(source, non_blocking=True)
+    for into, values in together.values():
+        torch._foreach_copy_(into, values, non_blocking=True)

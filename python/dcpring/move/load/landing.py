@@ -56,6 +56,7 @@ class Landing:
         self.mask = mask_of(len(match), itertools.chain.from_iterable(wholes))
 
     def __enter__(self) -> Landing:
+        self.uploader.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -144,6 +144,7 @@ class Twin(accelerators.Accelerators):
         pinned_bytes, most_pinned: bytes of pinned memory that torch would hold, in use or kept, now and at most.
         waits: how often the host has waited.
         crossings: how many copies between devices and host have been submitted.
+        pins: whether memory that is there can be pinned.
     """
 
     def __init__(self, order: Order = "needed only", devices: int = 2) -> None:
@@ -155,6 +156,7 @@ class Twin(accelerators.Accelerators):
         self.most_allocated = [0] * devices
         self.pinned_bytes = self.most_pinned = 0
         self.waits = self.crossings = 0
+        self.pins = True
         self._pinned: dict[int, int] = {}
         self._kept_pinned = 0
 
@@ -186,6 +188,19 @@ class Twin(accelerators.Accelerators):
         self._pinned[start] = size
         weakref.finalize(memory, self._unpin, start, rounded)
         return torch.frombuffer(memory, dtype=torch.uint8)[:size].fill_(0x77)
+
+    def can_pin(self) -> bool:
+        return self.pins
+
+    def pin(self, address: int, size: int) -> None:
+        assert address not in self._pinned
+        self._pinned[address] = size
+        self.pinned_bytes += size
+        self.most_pinned = max(self.most_pinned, self.pinned_bytes)
+
+    def unpin(self, address: int) -> None:
+        self.pinned_bytes -= self._pinned.pop(address)
+        ctypes.c_uint8.from_address(address).value  # noqa: B018 - it is still there
 
     def _unpin(self, start: int, rounded: int) -> None:
         self._pinned.pop(start, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import threading
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -605,18 +607,50 @@ def test_only_what_lies_on_a_device_takes_pinned_memory(twin: Twin) -> None:
     assert twin.pinned_bytes == 1024 and buffer.size_bytes == 400_000 + 1024
 
 
-def test_pinned_memory_stays_so_when_a_copy_of_it_is_sent(twin: Twin) -> None:
-    """torch would move it to shared memory, for good."""
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_pinned_memory_stays_so_when_a_copy_of_it_is_sent(twin: Twin, can_pin: bool) -> None:
+    """torch would move it to shared memory, for good. Where shared memory can be pinned, nothing is copied again."""
+    twin.pins = can_pin
     buffer = StagingBuffer(is_shared=True)
     for n in range(2):
         state = {"model": {str(k): twin.tensor(torch.full((3,), float(n + k))) for k in range(500)}}
+        state["model"]["cpu"] = torch.full((3,), float(n))
         staged = buffer.stage(state)
         sent = bytes(ForkingPickler.dumps(staged))
         assert len(sent) < 60 * 500, "as columns"
-        assert all(map(twin.is_pinned, staged["model"].values()))
+        assert all(twin.is_pinned(tensor) == (key != "cpu") for key, tensor in staged["model"].items())
         received = ForkingPickler.loads(sent)
         assert all(torch.equal(received["model"][str(k)], torch.full((3,), float(n + k))) for k in range(500))
-    assert buffer.allocations == 1
+        staged["model"]["7"].fill_(-1)
+        assert (received["model"]["7"][0] == -1) == can_pin, "it is the same memory"
+        del received, staged
+    assert buffer.allocations == (1 if can_pin else 2)
+
+
+def test_shared_memory_is_pinned_for_what_lies_on_a_device_and_as_long_as_it_is_there(twin: Twin) -> None:
+    sizes = [7, 100_000, 3000]
+    state = {str(n): twin.tensor(torch.ones(size)) for n, size in enumerate(sizes)} | {"cpu": torch.ones(5000)}
+    needed = sum(-(-4 * size // 64) * 64 for size in sizes)
+    buffer = StagingBuffer(is_shared=True)
+    for _ in range(3):
+        buffer.stage(state)
+        assert twin.pinned_bytes == needed
+    buffer.stage({"cpu": torch.ones(100), "device": twin.tensor(torch.ones(105_024))})
+    assert twin.pinned_bytes == twin.most_pinned == 420_096 and buffer.allocations == 1, "more of the same mapping"
+    child = os.fork()
+    if not child:
+        del buffer
+        gc.collect()
+        os._exit(twin.pinned_bytes != 420_096)
+    assert os.waitpid(child, 0)[1] == 0, "a child unpins nothing"
+    staged = buffer.stage(state)
+    buffer.release()
+    assert twin.pinned_bytes == 0 and float(staged["1"].sum()) == 100_000
+    buffer.stage(state)
+    assert twin.pinned_bytes == needed
+    del buffer
+    gc.collect()
+    assert twin.pinned_bytes == 0
 
 
 def test_memory_that_has_moved_is_noticed() -> None:
@@ -628,15 +662,16 @@ def test_memory_that_has_moved_is_noticed() -> None:
     assert torch.equal(staged, state["w"]) and staged.data_ptr() == place
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_where_memory_cannot_be_pinned_it_is_ordinary(
-    twin: Twin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    twin: Twin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_shared: bool
 ) -> None:
-    def refuse(size: int) -> Tensor:
+    def refuse(*_: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
-    monkeypatch.setattr(twin, "pinned", refuse)
+    monkeypatch.setattr(twin, "pin" if is_shared else "pinned", refuse)
     tensor = twin.tensor(torch.ones(1000))
-    staged = StagingBuffer().stage({"x": tensor})
+    staged = StagingBuffer(is_shared=is_shared).stage({"x": tensor})
     assert torch.equal(staged["x"], torch.ones(1000))
     assert "pinned" in caplog.text and "out of memory" in caplog.text and "more" not in caplog.text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def test_pinned_memory_is_little_more_than_the_state_and_given_back() -> None:
     del staged
     buffer.release()
     assert pinned_bytes() <= before
+
+
+def test_shared_memory_is_pinned_as_it_is() -> None:
+    """For CUDA and ROCm; it is sent to a process without being copied, and unpinned before it goes."""
+    accelerators.active.give_back_pinned()
+    before = pinned_bytes()
+    state = {str(n): torch.full((3 * MiB // 4,), float(n), device=devices()[0]) for n in range(8)}
+    state |= {f"small.{n}": torch.full((9,), float(n), device=devices()[0]) for n in range(100)}
+    for _ in range(2):
+        buffer = StagingBuffer(is_shared=True)
+        staged = buffer.stage(state)
+        assert KIND == "cpu" or all(tensor.is_pinned() for tensor in staged.values())
+        assert all(torch.equal(staged[key], tensor.cpu()) for key, tensor in state.items())
+        if accelerators.active.can_pin():
+            assert pinned_bytes() <= before
+            received = ForkingPickler.loads(bytes(ForkingPickler.dumps(staged)))
+            staged["3"].fill_(-1)
+            assert bool((received["3"] == -1).all())
+        buffer.release()
+        assert not (accelerators.active.can_pin() and staged["3"].is_pinned())
 
 
 # ---- saves and loads of trainings ----

@@ -1,8 +1,9 @@
 """Host memory for a copy of a state, taken once and used for copy after copy.
 
 Copies of what lies in host memory go into one mapping. Where that is shared it has one descriptor, whatever the number
-of tensors: a process that they are sent to maps it, and copies nothing. What lies on an accelerator goes into pinned
-blocks. An arena belongs to one StagingBuffer, which alone decides when its memory is written to again; memory that an
+of tensors: a process that they are sent to maps it, and copies nothing. What lies on an accelerator goes to the front
+of that, which is pinned; where torch cannot pin memory that is there, or nothing is shared, into pinned blocks of
+torch's. An arena belongs to one StagingBuffer, which alone decides when its memory is written to again; memory that an
 arena lets go of lives for as long as a tensor in it.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.base.memory import is_dense
-from dcpring.move.device import on_accelerator, ordinary_memory, padded, pinned_memory
+from dcpring.move.device import on_accelerator, ordinary_memory, padded, pinned_memory, say_cannot_pin
 from dcpring.move.frozen import Held
 from dcpring.torchside import accelerators
 from dcpring.torchside.storage import map_shared, uses
@@ -36,7 +38,7 @@ class Arena:
     """Room for the tensors of one state, with the same tensors in it for as long as the states are alike.
 
     Args:
-        is_shared: other processes can map what is not pinned. Such memory takes longer to be had.
+        is_shared: other processes can map the memory, but for pinned blocks of torch's. It takes longer to be had.
 
     Attributes:
         allocations: how often memory was taken.
@@ -86,6 +88,7 @@ class Arena:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
         if self._process == os.getpid() and not self.is_used:
             self._kept = None
+            self._host.unpin()
             self._host.give_back()
         self._kept = None
         self._host.release()
@@ -93,12 +96,20 @@ class Arena:
 
     def _made_for(self, sources: list[Tensor], kinds: bytes) -> _Kept:
         made: list[Tensor] = [_NOTHING] * len(sources)
-        pinned = [on_accelerator(tensor) for tensor in sources]
-        for memory in (self._host, self._pinned):
-            chosen = [n for n, is_pinned in enumerate(pinned) if is_pinned == (memory is self._pinned)]
+        hosts: list[int] = []
+        elsewhere: list[int] = []
+        for n, source in enumerate(sources):
+            (elsewhere if on_accelerator(source) else hosts).append(n)
+        groups: list[tuple[_Memory, list[int]]] = [(self._host, hosts), (self._pinned, elsewhere)]
+        if self._is_shared and accelerators.active.can_pin():
+            # Small tensors of a device lie side by side, as they do in blocks.
+            groups = [(self._host, sorted(elsewhere, key=lambda n: -sources[n].nbytes) + hosts)]
+        for memory, chosen in groups:
             self.allocations += memory.make_room([sources[n].nbytes for n in chosen])
             for n, (block, start) in zip(chosen, memory.places, strict=True):
                 made[n] = _like(sources[n], memory.blocks[block], start)
+        if len(groups) == 1:
+            self._host.pin(sum(padded(sources[n].nbytes) for n in elsewhere))
         return _Kept(made, kinds, self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
@@ -201,11 +212,34 @@ class _Memory:
 
 
 class _Host(_Memory):
-    """One block."""
+    """One block, of which the front may be pinned."""
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__()
         self._take = shared_bytes if is_shared else ordinary_memory
+        self._pinned_bytes = 0
+        self.unpin: Callable[[], object] = _nothing
+
+    def pin(self, size: int) -> None:
+        """Pins so many bytes at the front, until ``unpin`` or ``release`` is called, or this is gone."""
+        if size <= self._pinned_bytes:
+            return
+        self.unpin()
+        address = self.blocks[0].storage.data_ptr()
+        try:
+            accelerators.active.pin(address, size)
+        except RuntimeError as error:
+            say_cannot_pin(size, error)
+            return
+        self._pinned_bytes = size
+        unpin = weakref.finalize(self, _unpin, address, os.getpid())  # before the blocks go
+        unpin.atexit = False
+        self.unpin = unpin
+
+    def release(self) -> None:
+        self.unpin()
+        self._pinned_bytes, self.unpin = 0, _nothing
+        super().release()
 
     def _find(self, sizes: list[int]) -> bool:
         self.places, total = [], 0
@@ -224,6 +258,16 @@ class _Host(_Memory):
         for storage in self.storages:
             if storage.is_shared() and storage.nbytes():
                 _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _unpin(address: int, process: int) -> None:
+    """A forked child has no accelerator, and its parent's memory stays pinned."""
+    if process == os.getpid():
+        accelerators.active.unpin(address)
 
 
 def shared_bytes(size: int) -> Tensor:

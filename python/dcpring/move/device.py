@@ -50,12 +50,16 @@ def pinned_memory(size: int) -> Tensor:
     try:
         return accelerators.active.pinned(size)
     except RuntimeError as error:
-        logger.warning(
-            "%d MiB of pinned host memory cannot be had (%s): copies go through ordinary memory, which takes longer; "
-            "see how much the machine has left, and how much the container may use",
-            *(-(-size >> 20), str(error).partition("\n")[0]),
-        )
+        say_cannot_pin(size, error)
         return ordinary_memory(size)
+
+
+def say_cannot_pin(size: int, error: RuntimeError) -> None:
+    logger.warning(
+        "%d MiB of pinned host memory cannot be had (%s): copies go through ordinary memory, which takes longer; "
+        "see how much the machine has left, and how much the container may use",
+        *(-(-size >> 20), str(error).partition("\n")[0]),
+    )
 
 
 def ordinary_memory(size: int) -> Tensor:

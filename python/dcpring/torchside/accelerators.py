@@ -15,6 +15,17 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+_PORTABLE = 1
+"""The runtime's ``cudaHostRegisterPortable``."""
+
+
+def _check(result: object) -> None:
+    """Raises what the runtime has returned, if that is an error."""
+    code = int(result)  # type: ignore[call-overload]
+    if code:
+        raise RuntimeError(f"the accelerator's runtime has returned error {code}")
+
+
 class Accelerators:
     """Those of this process, as torch has them."""
 
@@ -39,6 +50,22 @@ class Accelerators:
         torch takes the next power of two, and keeps what is freed for the next who asks for pinned memory.
         """
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def can_pin(self) -> bool:
+        """Whether memory that is there can be pinned, as torch itself does it for CUDA and ROCm."""
+        return torch.cuda.is_available()
+
+    def pin(self, address: int, size: int) -> None:
+        """Pins memory that is there, for all of the process's devices. It has to be unpinned before it is unmapped.
+
+        Raises:
+            RuntimeError: it cannot be.
+        """
+        _check(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        """Of the memory that was pinned at this address."""
+        _check(torch.cuda.cudart().cudaHostUnregister(address))
 
     def give_back_pinned(self) -> None:
         """Gives the pinned memory that torch keeps, and nobody uses, back to the system, where this torch can."""

@@ -782,6 +782,59 @@ static void blocks_go_on_behind_a_call(void) {
     sample_free(samples, COUNT);
 }
 
+/* ---- a file system that takes files from their beginning to their end ---- */
+
+static off_t taken; /* of the one file */
+
+static int no_fallocate(int fd, off_t size) {
+    (void)fd, (void)size;
+    return -EOPNOTSUPP;
+}
+
+static int no_ftruncate(int fd, off_t size) {
+    (void)fd, (void)size;
+    return -EPERM;
+}
+
+static int statfs_of_fuse(const char *path, struct statfs *out) {
+    int rc = dr_sys_real.statfs(path, out);
+    out->f_type = 0x65735546;
+    return rc;
+}
+
+static ssize_t pwrite_in_order(int fd, const void *data, size_t size, off_t offset) {
+    if (offset != taken)
+        return -ESPIPE;
+    ssize_t n = dr_sys_real.pwrite(fd, data, size > MIB / 2 ? MIB / 2 : size, offset);
+    taken += n > 0 ? n : 0;
+    return n;
+}
+
+static void goes_from_the_beginning_to_the_end(void) {
+    enum { COUNT = 40 };
+    struct rng rng = {45};
+    struct sample samples[COUNT];
+    for (unsigned n = 0; n < 4 * WAYS; n++) {
+        struct dr_options options;
+        struct dr_error error;
+        if (!vary(n, &rng, &options) || options.direct == DR_DIRECT_ON)
+            continue;
+        if (n % 2)
+            options.engine = "threads"; /* whose writes are seen */
+        size_t count = make_samples(samples, COUNT, &rng);
+        dr_sys.fallocate = no_fallocate;
+        dr_sys.ftruncate = no_ftruncate;
+        dr_sys.statfs = statfs_of_fuse;
+        dr_sys.pwrite = pwrite_in_order;
+        taken = 0;
+        CHECK_OK(sample_save("f", samples, count, 7, 10 * MIB, &options, NULL, NULL, &error), &error);
+        dr_sys = dr_sys_real;
+        sample_check_file("f", samples, count, true);
+        sample_free(samples, count);
+        forget("f");
+    }
+}
+
 CHECK_MAIN({"round_trips", round_trips}, {"without_checksums", without_checksums}, {"odd_lengths", odd_lengths},
            {"many_small", many_small}, {"several_files", several_files},
            {"reads_only_what_is_needed", reads_only_what_is_needed}, {"flipped_bits", flipped_bits},
@@ -789,4 +842,5 @@ CHECK_MAIN({"round_trips", round_trips}, {"without_checksums", without_checksums
            {"existing_file", existing_file}, {"impossible_sources", impossible_sources},
            {"parts_out_of_order", parts_out_of_order}, {"unfinished_files_go", unfinished_files_go},
            {"no_space_is_known_at_once", no_space_is_known_at_once}, {"direct_refused", direct_refused},
-           {"cancels", cancels}, {"blocks_go_on_behind_a_call", blocks_go_on_behind_a_call})
+           {"cancels", cancels}, {"blocks_go_on_behind_a_call", blocks_go_on_behind_a_call},
+           {"goes_from_the_beginning_to_the_end", goes_from_the_beginning_to_the_end})

@@ -114,6 +114,9 @@ static const char *cure_for(int err) {
         return "the path leads out of the checkpoint directory, which is refused; copy the file into it";
     case ENOTDIR:
         return "a checkpoint is a directory; the path, or a part of it, is a file";
+    case ESPIPE:
+        return "this file system takes a file only from its beginning to its end, as some before an object storage do; "
+               "mount it with a cache for writes, or save elsewhere and copy";
     case ESTALE:
         return "the file server has removed or replaced it; see that nobody else writes there, and try again";
     case ETIMEDOUT:

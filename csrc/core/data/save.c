@@ -16,6 +16,7 @@ struct dr_writer {
     struct dr_output output;
     bool finished, failed;
     bool overlaps;     /* calls do not wait for the disk */
+    bool was_direct;   /* before its last block */
     uint64_t expected; /* bytes, from the size hint */
     uint64_t position; /* the stream's length so far */
     uint8_t *carry;    /* the bytes from the last block boundary to position: a spare buffer of the first engine */
@@ -205,7 +206,8 @@ static int write_rest(struct dr_writer *w, struct dr_error *error) {
     if (size == 0)
         return 0;
     assert(w->output.engine_count > 0 && w->carry); /* whoever moved the position has made them */
-    if (start == 0 && size <= SMALL_FILE)
+    w->was_direct = w->output.direct && start > 0;
+    if (w->output.in_order || (start == 0 && size <= SMALL_FILE))
         dr_output_leave_direct(&w->output);
     struct dr_engine *engine = w->output.engines[0];
     struct dr_request *request;
@@ -248,7 +250,7 @@ void dr_writer_stats(const struct dr_writer *w, struct dr_writer_stats *out) {
     *out = (struct dr_writer_stats){
         .bytes = w->position,
         .engine = w->output.engine_count ? w->output.engines[0]->ops->name : NULL,
-        .direct = w->output.direct,
+        .direct = w->output.direct || w->was_direct,
         .checksum = w->output.options.checksum,
     };
 }

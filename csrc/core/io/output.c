@@ -14,6 +14,8 @@
 
 enum { WAIT_MS = 100 };
 
+#define FUSE_MAGIC 0x65735546u
+
 /* ---- opening ---- */
 
 static int open_file(struct dr_output *out, bool create, struct dr_error *error) {
@@ -41,12 +43,21 @@ int dr_output_open(struct dr_output *out, const char *dir, const char *name, boo
     return open_file(out, create, error);
 }
 
+static bool is_fuse(const char *dir) {
+    struct statfs about = {0};
+    return DR_RETRY(dr_sys.statfs(dir, &about)) == 0 && (about.f_type & UINT32_MAX) == FUSE_MAGIC;
+}
+
 int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {
     struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = size, .step = DR_STEP_ALLOCATE};
     int rc = size ? DR_RETRY(dr_sys.fallocate(out->fd, (off_t)dr_align_up(size, DR_ALIGNMENT))) : 0;
     dr_watch_note(out->options.watch, span);
     if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
         return dr_error_io(error, -rc, DR_CALL_FALLOCATE, out->path, 0, (int64_t)size);
+    if (rc < 0 && is_fuse(out->dir)) {
+        out->in_order = true;
+        out->options.queue_depth = out->options.workers = 1;
+    }
     return 0;
 }
 
@@ -164,12 +175,19 @@ int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data,
 
 /* ---- the end ---- */
 
+/* Whether the file need not be cut, or cannot be but has its length. */
+static bool has_length(const struct dr_output *out, uint64_t length) {
+    struct stat st;
+    return length == DR_ANY_LENGTH ||
+           (out->in_order && DR_RETRY(dr_sys.fstat(out->fd, &st)) == 0 && (uint64_t)st.st_size == length);
+}
+
 int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,
                    struct dr_error *error) {
     int rc = dr_output_wait_all(out, control, error);
     if (rc < 0)
         return rc;
-    rc = length == DR_ANY_LENGTH ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
+    rc = has_length(out, length) ? 0 : DR_RETRY(dr_sys.ftruncate(out->fd, (off_t)length));
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FTRUNCATE, out->path);
     if (out->options.sync == DR_SYNC_OFF)

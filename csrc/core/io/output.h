@@ -22,7 +22,8 @@ struct dr_output {
     int dirfd, fd;
     pid_t owner;
     bool direct;
-    bool created; /* by this output: dr_output_close removes it if told to */
+    bool created;  /* by this output: dr_output_close removes it if told to */
+    bool in_order; /* blocks go one after the other, and the last one as it is: see dr_output_allocate */
     struct dr_engine *engines[DR_MAX_WORKERS];
     unsigned engine_count;
 };
@@ -33,7 +34,11 @@ struct dr_output {
 int dr_output_open(struct dr_output *out, const char *dir, const char *name, bool create,
                    const struct dr_options *options, struct dr_error *error);
 
-/* Preallocates: a full disk is known at once. Where the file system cannot, the file just grows. */
+/*
+ * Preallocates: a full disk is known at once. Where the file system cannot, the file just grows. If that is FUSE's, it
+ * may be one of those, mostly before an object storage, that take a file only from its beginning to its end, and none
+ * that is cut: then one block is in flight at a time, in the order that the caller submits them in.
+ */
 int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error);
 
 /* Sees to it that there are `count` engines. Buffers beyond what `expected` bytes need are never allocated. */

@@ -112,10 +112,12 @@ class Keeper:
         self.key = self._keeping.key
 
     def link_files(self, pending: Pending, next_name: Callable[[], str]) -> None:
-        """Links the files that need not be written. Their names are added as they come to be."""
+        """Links the files that need not be written. Their names are added as they come to be.
+
+        A name that could not be linked is not used again: an object storage may still be removing what was tried.
+        """
         for file in self._keeping.linkable():
-            name = next_name()
-            pending.names.append(name)
+            pending.names.append(name := next_name())
             if self._link(file, name, pending):
                 self._saving.take_over(name, self._keeping.places(file), self._keeping.digests(file))
                 self._linked |= file.rows.keys()

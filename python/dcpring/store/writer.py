@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -312,18 +313,21 @@ class RingWriter(FileSystemWriter):
             judge=None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused),
         )
         self._run.meter.begin(saving.planned_bytes)
-        rank, tag = self._plan_rank(plan), new_tag()
+        rank, tag, numbers = self._plan_rank(plan), new_tag(), itertools.count()
+
+        def next_name() -> str:
+            return layout.data_file_name(rank, next(numbers), tag)
+
         pending = Pending(str(self.path), watch, self.sync_files)
         keeper = self._keeper(saving, planner, rank)
         with pending.removed_on_failure():
             if keeper is not None:
                 with self._phases.span("link"):
-                    keeper.link_files(pending, lambda: layout.data_file_name(rank, len(pending.names), tag))
+                    keeper.link_files(pending, next_name)
                 if watch is not None:
                     watch.add(stats.linked_bytes)
             for some, objects, key in self._files(saving.items, keeper):
-                name = layout.data_file_name(rank, len(pending.names), tag)
-                pending.names.append(name)
+                pending.names.append(name := next_name())
                 with self._phases.core(watch, f"file {name}", [name]):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcpring import CorruptCheckpointError, RingReader, convert, diff_checkpoints
-from dcpring.move.crc import RunningCrcs, box_start, buffer_at
+from dcpring.move.crc import RunningCrcs, buffer_at
+from dcpring.plan.pieces import range_of_box
 from dcpring.sources.contents import open_contents
 
 ROWS, COLUMNS = 10, 1 << 20
@@ -71,16 +72,16 @@ def test_other_parts_are_not_summed_up() -> None:
     assert not sums.add("r", 70, data[70:], 200, wrong)
 
 
-def test_where_a_box_begins() -> None:
+def test_the_range_of_a_box() -> None:
     for sizes in ((4, 3, 2), (1, 3, 1), (5,), (2, 1, 2)):
         numbers = torch.arange(torch.Size(sizes).numel()).view(sizes)
         slices = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in sizes]
         for box in itertools.product(*slices):
             found = numbers[tuple(slice(*pair) for pair in box)].flatten()
             follows = torch.equal(found, torch.arange(len(found)) + found[0])
-            start = box_start(sizes, tuple(a for a, _ in box), tuple(b - a for a, b in box))
-            assert start == (int(found[0]) if follows else None), (sizes, box)
-    assert box_start((), (), ()) == 0
+            bounds = range_of_box(sizes, tuple(a for a, _ in box), tuple(b - a for a, b in box))
+            assert bounds == ((int(found[0]), int(found[-1]) + 1) if follows else None), (sizes, box)
+    assert range_of_box((), (), ()) == (0, 1)
 
 
 def test_memory_without_a_copy() -> None:

@@ -18,8 +18,15 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from dcpring import _C, RingReader, RingSavePlanner, RingWriter, verify
-from dcpring.format.ledger import block_count, decode_ledger
-from dcpring.format.metadata import METADATA_NAME, join_metadata, read_trailer, referenced_files, split_metadata
+from dcpring.format.ledger import decode_ledger
+from dcpring.format.metadata import (
+    METADATA_NAME,
+    block_count,
+    join_metadata,
+    read_trailer,
+    referenced_files,
+    split_metadata,
+)
 from dcpring.move.pending import Pending
 from dcpring.options import IOStats
 from dcpring.torchside import versions

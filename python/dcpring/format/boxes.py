@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +17,7 @@ def wrong_boxes(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], t
             return f"a chunk lies outside of its tensor of shape {list(shape)}"
     if sum(_measure(offsets, lengths) for offsets, lengths in boxes) == _measure((0,) * len(shape), shape):
         return ""
-    held, whole = sum(_volume(lengths) for _, lengths in boxes), _volume(shape)
+    held, whole = sum(math.prod(lengths) for _, lengths in boxes), math.prod(shape)
     if held == whole:
         return "its chunks overlap, and leave a gap"
     return f"its chunks {'overlap' if held > whole else 'leave a gap'}: they hold {held} of {whole} elements"
@@ -36,10 +37,3 @@ def _measure(offsets: Iterable[int], lengths: Iterable[int]) -> int:
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         product *= _weight(dimension, offset + length) - _weight(dimension, offset)
     return product
-
-
-def _volume(lengths: Iterable[int]) -> int:
-    count = 1
-    for length in lengths:
-        count *= length
-    return count

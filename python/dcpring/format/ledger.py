@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcpring import _C
+from dcpring.format.metadata import block_count
 
 UNKNOWN, SAMPLED, KEPT = 0, 1, 2
 """What is known of an item: nothing, its sample, or its digests too: it is in a file of tensors that are all kept."""
@@ -109,11 +110,6 @@ def decode_ledger(data: bytes | memoryview) -> Ledger:
         storage,
         digests,
     )
-
-
-def block_count(offset: int, size: int) -> int:
-    """How many CRC blocks these bytes of a file touch."""
-    return 0 if size == 0 else (offset + size - 1) // _C.CRC_BLOCK_BYTES - offset // _C.CRC_BLOCK_BYTES + 1
 
 
 def new_seed() -> bytes:

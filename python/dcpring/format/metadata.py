@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from dcpring import _C
 from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
@@ -60,6 +61,11 @@ class Placed(NamedTuple):
     payload_bytes: int
     crcs: bytes | None
     descriptors: list[str] | None = None
+
+
+def block_count(offset: int, size: int) -> int:
+    """How many CRC blocks these bytes of a file touch."""
+    return 0 if size == 0 else (offset + size - 1) // _C.CRC_BLOCK_BYTES - offset // _C.CRC_BLOCK_BYTES + 1
 
 
 RING_VERSION = 1

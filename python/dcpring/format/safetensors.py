@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.collector import collection_paused
 from dcpring.base.files import open_regular, read_regular
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.boxes import wrong_boxes
-from dcpring.format.metadata import MOST_DIMENSIONS
+from dcpring.format.metadata import MOST_DIMENSIONS, block_count
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -252,8 +251,7 @@ def _with_offsets(name: str, info: TensorInfo, said: Any) -> TensorInfo:
 
 def _with_crcs(name: str, info: TensorInfo, said: Any) -> TensorInfo:
     crcs = bytes.fromhex(said)
-    first, last = info.begin // _C.CRC_BLOCK_BYTES, (info.end - 1) // _C.CRC_BLOCK_BYTES
-    if len(crcs) != (4 * (last - first + 1) if info.end > info.begin else 0):
+    if len(crcs) != 4 * block_count(info.begin, info.end - info.begin):
         raise ValueError(f"{len(crcs)} bytes for {name!r}")
     return info._replace(crcs=crcs)
 

@@ -43,18 +43,6 @@ class RunningCrcs:
         return record not in self._damaged
 
 
-def box_start(sizes: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> int | None:
-    """Where a box begins in a row-major tensor, in elements; None when its elements do not follow each other."""
-    start, stride, is_open = 0, 1, False
-    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
-        if is_open and length != 1:
-            return None
-        is_open |= length != size
-        start += offset * stride
-        stride *= size
-    return start
-
-
 def buffer_at(pointer: int, size: int) -> Any:
     """So many bytes of memory as a buffer, without a copy; whoever owns them must be kept alive."""
     return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B") if size else b""

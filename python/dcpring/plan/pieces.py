@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.windows import split_box
+from dcpring.torchside.tensors import narrowed
 
 PIECE_BYTES = 4 << 20
 """No piece is larger, unless one element is. A multiple of the core's blocks of CRCs."""
@@ -185,12 +186,5 @@ def take(piece: Piece, memory: Tensor, offsets: Ints, lengths: Ints, part: Tenso
     """
     for at, box, in_box, in_overlap, common in _common(piece, offsets, lengths):
         bytes_of_box = math.prod(box) * piece.item_bytes
-        source = _narrowed(memory[at : at + bytes_of_box].view(part.dtype).view(box), in_box, common)
-        _narrowed(part, in_overlap, common).copy_(source)
-
-
-def _narrowed(tensor: Tensor, offsets: Ints, lengths: Ints) -> Tensor:
-    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        if length < tensor.size(axis):
-            tensor = tensor.narrow(axis, offset, length)
-    return tensor
+        source = narrowed(memory[at : at + bytes_of_box].view(part.dtype).view(box), in_box, common)
+        narrowed(part, in_overlap, common).copy_(source)

@@ -27,10 +27,11 @@ from dcpring import _C
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe
 from dcpring.format.zip import ZipStream
-from dcpring.move.crc import RunningCrcs, box_start, buffer_at
+from dcpring.move.crc import RunningCrcs, buffer_at
 from dcpring.move.objects import entries_of, load_with_torch
 from dcpring.options import IOOptions
 from dcpring.plan.flatten import is_terminal
+from dcpring.plan.pieces import range_of_box
 from dcpring.sources.beside import file_beside
 from dcpring.sources.stream import (
     PLAIN_DTYPES,
@@ -277,9 +278,9 @@ class TorchSource:
         if size != view.record.size:
             self._check_record(item.source, view.record)
             return
-        start = box_start(item.shape or (), part.offsets, tuple(part.tensor.shape))
-        assert start is not None
-        if not self._sums.add(item.source, start * item.stored.itemsize, part.memory, size, view.record.crc):
+        bounds = range_of_box(item.shape or (), part.offsets, tuple(part.tensor.shape))
+        assert bounds is not None
+        if not self._sums.add(item.source, bounds[0] * item.stored.itemsize, part.memory, size, view.record.crc):
             raise self._wrong_sum(item.source, view.record)
 
     def _check_record(self, whose: str, record: _ZipEntry) -> None:

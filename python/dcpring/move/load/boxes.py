@@ -12,7 +12,8 @@ from torch import Tensor
 from dcpring.base.windows import split_box
 from dcpring.format.quantised import DTYPES, Quantised
 from dcpring.move import device
-from dcpring.move.crc import RunningCrcs, box_start, buffer_at
+from dcpring.move.crc import RunningCrcs, buffer_at
+from dcpring.plan.pieces import range_of_box
 from dcpring.torchside.tensors import narrowed
 
 
@@ -126,10 +127,10 @@ def sum_up(sums: RunningCrcs, file: str, box: Box) -> bool:
     payload = payload_of(box)
     if payload.whole_crc is None or box.lengths == payload.sizes:
         return True
-    start = box_start(payload.sizes, box.offsets, box.lengths)
-    if start is None:
+    bounds = range_of_box(payload.sizes, box.offsets, box.lengths)
+    if bounds is None:
         return True
     data = box.memory.contiguous()
     part = buffer_at(data.data_ptr(), data.nbytes)
     record = file, payload.payload_offset
-    return sums.add(record, start * data.itemsize, part, payload.payload_bytes, payload.whole_crc)
+    return sums.add(record, bounds[0] * data.itemsize, part, payload.payload_bytes, payload.whole_crc)

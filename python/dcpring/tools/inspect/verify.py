@@ -26,6 +26,7 @@ from dcpring.format.metadata import (
     METADATA_NAME,
     MOST_DIMENSIONS,
     Parts,
+    block_count,
     split_metadata,
     unpickle_metadata,
     unpickle_safely,
@@ -315,10 +316,8 @@ def _wrong_place(record: Record) -> str:
     end = place.payload_offset + place.payload_bytes
     if place.offset + place.length >= _END or end >= _END:
         return "its place in the metadata is beyond the end of any file"
-    if place.crcs is not None:
-        first, last = place.payload_offset // _C.CRC_BLOCK_BYTES, (end - 1) // _C.CRC_BLOCK_BYTES
-        if len(place.crcs) != (4 * (last - first + 1) if place.payload_bytes else 0):
-            return "the metadata has the wrong number of checksums for it"
+    if place.crcs is not None and len(place.crcs) != 4 * block_count(place.payload_offset, place.payload_bytes):
+        return "the metadata has the wrong number of checksums for it"
     if len(record.lengths) > MOST_DIMENSIONS:
         return f"it has more than {MOST_DIMENSIONS} dimensions, which dcpring cannot check"
     if record.lengths and not 0 <= min(record.lengths) <= max(record.lengths) < _END:

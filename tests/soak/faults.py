@@ -21,7 +21,6 @@ from soak.story import require
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcpring import _C, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
-from dcpring.resume import backend
 
 MIB = 1 << 20
 DISK_BYTES = 384 * MIB
@@ -35,8 +34,8 @@ METHODS = {
     "load": (*_STORAGE_OF_LOADS, *_OF_PLANNERS, "resolve_tensor"),
 }
 _CLASSES = {
-    "save": (RingWriter, RingSavePlanner, DefaultSavePlanner, backend.SavePlanner),
-    "load": (RingReader, RingLoadPlanner, DefaultLoadPlanner, backend.LoadPlanner),
+    "save": (RingWriter, RingSavePlanner, DefaultSavePlanner),
+    "load": (RingReader, RingLoadPlanner, DefaultLoadPlanner),
 }
 _OPENING = ("open_dir", "open_below", "fstat", "close", "map", "uring_init", "uring_submit", "uring_result")
 CALLS = {

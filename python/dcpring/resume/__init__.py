@@ -5,9 +5,8 @@
 other ranks; ``optimizers``, ``schedules``, ``rng`` and ``data`` are components of their own, ``recognise`` picks one by
 type. ``param_groups`` joins the groups of optimizers that ranks have different parameters of, and finds them again.
 ``ranks`` is the process group of it all, ``background`` the thread that writes a copy, ``manifest`` what a checkpoint
-says of its components, ``retention`` which steps stay, ``trees`` plain data that DCP gives back exactly, ``backend``
-what all of it saves and loads with. ``single`` is for a tree of one process, ``pretrained`` for the weights of a model
-alone.
+says of its components, ``retention`` which steps stay, ``trees`` plain data that DCP gives back exactly.
+``single`` is for a tree of one process, ``pretrained`` for the weights of a model alone.
 
 Users call this, nothing below does. The Checkpointer owns the ranks, the thread and the buffer; components own nothing
 but what the user gave them.

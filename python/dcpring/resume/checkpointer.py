@@ -24,7 +24,9 @@ from dcpring.base import random_states
 from dcpring.base.text import some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
-from dcpring.resume import backend, exports, trees
+from dcpring.plan.load_planner import RingLoadPlanner
+from dcpring.plan.save_planner import RingSavePlanner
+from dcpring.resume import exports, trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, Member, some_are
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
@@ -34,6 +36,7 @@ from dcpring.resume.reports import ResumeReport, report_of
 from dcpring.resume.restore import Restore
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
+from dcpring.torchside import dcp
 from dcpring.watch.phases import Staging
 
 __all__ = ["Checkpointer"]
@@ -324,10 +327,10 @@ class Checkpointer:
             options = self._known_to_load() | self._about_unchanged() | self._writer_options
             writer = RingWriter(self.path(step), **options)
             writer.note_frozen({f"{name}.{key}" for name, key in self._frozen})
-            planner = backend.SavePlanner(**self._save_options)
+            planner = RingSavePlanner(**self._save_options)
             if staging is not None:
                 writer.note_staged(staging)
-        joint.run_dcp("writing", what, lambda group: backend.save(state, writer, planner, group))
+        joint.run_dcp("writing", what, lambda group: dcp.save(state, writer, planner, group))
         if self._base is not None:
             self._base = step
         self._last = step
@@ -347,8 +350,8 @@ class Checkpointer:
             self._write_export(joint, one, what)
 
     def _write_export(self, joint: Operation, one: exports.Export, what: str) -> None:
-        planner = backend.SavePlanner(**self._save_options)
-        joint.run_dcp("exporting", what, lambda group: backend.save(one.tensors, one.writer, planner, group))
+        planner = RingSavePlanner(**self._save_options)
+        joint.run_dcp("exporting", what, lambda group: dcp.save(one.tensors, one.writer, planner, group))
         with joint.doing(what):
             if self._member.rank == 0:
                 one.finish()
@@ -536,8 +539,8 @@ def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     if unknown:
         known = ", ".join((*_SAVE_OPTIONS, *_LOAD_OPTIONS))
         raise ValueError(f"planner_options: {some_keys(unknown)}: a Checkpointer's planners take {known}")
-    backend.SavePlanner(**save)
-    backend.LoadPlanner(**load)
+    RingSavePlanner(**save)
+    RingLoadPlanner(**load)
     return save, load
 
 

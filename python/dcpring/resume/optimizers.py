@@ -29,7 +29,15 @@ from dcpring.names.first_step import (
     parameters_of,
     wrapped,
 )
-from dcpring.resume import backend, trees
+from dcpring.names.state_dict.by_name import (
+    has_flat_parameters,
+    load_named_optimizer_state,
+    named_optimizer_state,
+    named_parameters,
+)
+from dcpring.names.state_dict.optimizers import is_numbered
+from dcpring.names.state_dict.set_optimizers import same_value
+from dcpring.resume import trees
 from dcpring.resume.components import Component, ComponentPlan, Member
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
@@ -215,13 +223,13 @@ class OptimizerState(_Grouped):
 
     def state(self) -> Any:
         raw = self._ask()
-        return raw if self._has_own_form else {**raw, **backend.named_optimizer_state(self.model, self.stateful, raw)}
+        return raw if self._has_own_form else {**raw, **named_optimizer_state(self.model, self.stateful, raw)}
 
     def _ask(self) -> dict[str, Any]:
         """The optimizer's own state dict."""
         raw = own_state_dict(self.stateful)
-        self._has_own_form = not backend.is_numbered(raw, self.stateful)
-        if self._has_own_form and backend.has_flat_parameters(self.model):
+        self._has_own_form = not is_numbered(raw, self.stateful)
+        if self._has_own_form and has_flat_parameters(self.model):
             raise CheckpointError(
                 f"{type(self.stateful).__name__} gives a state dict of its own form, which does not know the parts of "
                 "FSDP1's parameters; use FSDP2 (fully_shard)"
@@ -242,7 +250,7 @@ class OptimizerState(_Grouped):
             self._saved = self._saved_options(name, stored)
             self.describe(plan, stored, name, raw)
             return plan
-        slots = [slot for group in backend.named_parameters(self.model, self.stateful) for slot in group]
+        slots = [slot for group in named_parameters(self.model, self.stateful) for slot in group]
         others = [str(key) for key in raw[_STATE] if not isinstance(key, int)]
         plan = self.plan_for(name, stored, _besides(raw))
         keys = [key for key in stored.keys.get(name, ()) if key not in plan.target.keys() | plan.in_place.keys()]
@@ -251,7 +259,7 @@ class OptimizerState(_Grouped):
         plan.unexpected = set(self._saved.foreign)
         if not self._saved_fresh:
             raw, is_known = self._with_first_step(slots, raw)
-            self._current = backend.named_optimizer_state(self.model, self.stateful, raw)[_STATE]
+            self._current = named_optimizer_state(self.model, self.stateful, raw)[_STATE]
             slots += [(torch.empty(0), [other]) for other in others]
             self._plan_state(name, stored, slots, is_known, plan)
         self.describe(plan, stored, name, self._current)
@@ -260,7 +268,7 @@ class OptimizerState(_Grouped):
     def _inner_groups(self) -> list[list[Names]]:
         """The groups of the optimizers that one holds, or its own, as the names of their parameters."""
         inside = [one for _, one in held(self.stateful)] or [self.stateful]
-        slots = [group for one in inside for group in backend.named_parameters(self.model, one)]
+        slots = [group for one in inside for group in named_parameters(self.model, one)]
         return [[names for _, names in group] for group in slots]
 
     def _saved_options(self, name: str, stored: Stored) -> _Saved:
@@ -337,9 +345,9 @@ class OptimizerState(_Grouped):
         if not stored.is_tensor(key):
             return None
         dtype, size = stored.tensor(key)
-        if size == parameter.shape and not backend.has_flat_parameters(self.model):
+        if size == parameter.shape and not has_flat_parameters(self.model):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if size.numel() > 1 and (isinstance(parameter, DTensor) or backend.has_flat_parameters(self.model)):
+        if size.numel() > 1 and (isinstance(parameter, DTensor) or has_flat_parameters(self.model)):
             plan.problems.append(f"how {key!r} is spread over ranks cannot be told before the optimizer's first step")
         return torch.empty(size, dtype=dtype, device=parameter.device if size.numel() > 1 else "cpu")
 
@@ -349,7 +357,7 @@ class OptimizerState(_Grouped):
         if self._has_own_form:
             self._flat_options(self._inner_groups() if self._saved.options else [], target)
             return super().prepare(name, stored, target, member)
-        slots = backend.named_parameters(self.model, self.stateful)
+        slots = named_parameters(self.model, self.stateful)
         groups = [[names for _, names in group] for group in slots]
         options = self._flat_options(groups, target) if self._saved.is_flat else self._options(groups, stored, target)
         own = [options_of(group) for group in self.stateful.param_groups]
@@ -390,7 +398,7 @@ class OptimizerState(_Grouped):
             ]
             for name, keys in saved[1:]:
                 first, other = ({key: target.get(at) for key, at in each.items()} for each in (saved[0][1], keys))
-                mixed = [key for key in first if not backend.same_value(first[key], other.get(key))]
+                mixed = [key for key in first if not same_value(first[key], other.get(key))]
                 if mixed:
                     raise CheckpointError(
                         f"parameters of one group were saved in groups with different {', '.join(mixed)}: "
@@ -416,7 +424,7 @@ class OptimizerState(_Grouped):
             load_own_state_dict(self.stateful, state)
             self._given = state
         else:
-            backend.load_named_optimizer_state(self.model, self.stateful, state)
+            load_named_optimizer_state(self.model, self.stateful, state)
             self._given = state[_STATE]
         if self._saved_fresh:
             for optimizer in (self.stateful, *(one for _, one in held(self.stateful))):
@@ -435,8 +443,8 @@ class OptimizerState(_Grouped):
             return super().remarks()
         casts: list[tuple[torch.dtype, torch.dtype]] = []
         changed: set[str] = set()
-        slots = [slot for group in backend.named_parameters(self.model, self.stateful) for slot in group]
-        for parameter, names in slots if not backend.has_flat_parameters(self.model) else ():
+        slots = [slot for group in named_parameters(self.model, self.stateful) for slot in group]
+        for parameter, names in slots if not has_flat_parameters(self.model) else ():
             taken = dict(_leaves(self.stateful.state.get(parameter, {})))
             for path, value in _leaves((self._given or {}).get(names[0], {})):
                 if isinstance(value, Tensor) and isinstance(taken.get(path), Tensor):

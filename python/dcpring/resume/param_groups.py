@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcpring.base.text import some
-from dcpring.resume import backend
+from dcpring.names.state_dict.set_optimizers import same_value
 
 __all__ = ["joined", "match_groups"]
 
@@ -34,7 +34,7 @@ def members(groups: Sequence[Group]) -> list[list[str]]:
 def _alike(a: Group, b: Group) -> bool:
     """Whether two groups have the same options."""
     own, other = options_of(a), options_of(b)
-    return own.keys() == other.keys() and all(backend.same_value(value, other[name]) for name, value in own.items())
+    return own.keys() == other.keys() and all(same_value(value, other[name]) for name, value in own.items())
 
 
 # ---- saving ----

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from dcpring.base.groups import has_group, rank_in
@@ -30,16 +31,18 @@ from dcpring.format.quantised import FLOAT8
 from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
+from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
 from dcpring.names.wrapping import model_keys
+from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
+from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.plan.sharing import Share
-from dcpring.resume import backend
 from dcpring.resume.conversions import conversion_of_load, conversion_of_save
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.store.hf_reader import check_exists
 from dcpring.store.hf_writer import RingHFWriter
-from dcpring.torchside import modules
+from dcpring.torchside import dcp, modules
 from dcpring.torchside.composed import Composed
 from dcpring.torchside.tensors import is_whole, local_tensor
 
@@ -111,7 +114,7 @@ def load_pretrained(
             check_exists(path)
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
             reader.joint = joint
-            state = backend.get_model_state_dict(model)
+            state = get_model_state_dict(model)
             known = conversion_of_load(model, state, reader.read_metadata().state_dict_metadata)
             rules = known.rules if rearrange is None else rearrange
             target = _Target(model, rules, _rearranged(joint, state, rules))
@@ -155,13 +158,13 @@ def save_pretrained_weights(
     ranks = Ranks(process_group)
     try:
         with ranks.operation("save_pretrained_weights") as joint:
-            state = backend.get_model_state_dict(model)
+            state = get_model_state_dict(model)
             known = conversion_of_save(model, state)
             writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
             stored = _rearranged(joint, state, known.rules if rearrange is None else rearrange)
     finally:
         ranks.close()
-    backend.save(stored, writer, backend.SavePlanner(), group)
+    dcp.save(stored, writer, RingSavePlanner(), group)
 
 
 def _check_module(model: Any, call: str, others: str) -> None:
@@ -238,18 +241,18 @@ def _load(
     with torch.no_grad():
         for module, make in bare:
             make(module)
-    own = backend.get_model_state_dict(model)
+    own = get_model_state_dict(model)
     own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
     state, _ = rearranged_by(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
     joint.run_dcp(
         "reading",
         f"cannot load {reader.path}",
-        lambda group: backend.load(state, reader, backend.LoadPlanner(process_group=group, **options), group),
+        lambda group: dcp.load(state, reader, RingLoadPlanner(process_group=group, **options), group),
     )
     own.update((name, value) for name, value in state.items() if name in own and not isinstance(value, Composed))
     if not _is_in_place(model, own):
-        backend.set_model_state_dict(model, own, options=backend.StateDictOptions(strict=False))
+        set_model_state_dict(model, own, options=StateDictOptions(strict=False))
     reader.tell(rank_in())
     return diff
 

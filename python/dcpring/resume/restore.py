@@ -16,11 +16,12 @@ import torch.distributed as dist
 from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
-from dcpring.resume import backend
+from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.resume.components import Component, ComponentPlan, Member, some_are
 from dcpring.resume.manifest import Stored
 from dcpring.resume.ranks import Operation
 from dcpring.resume.sharded import ModelState
+from dcpring.torchside import dcp
 
 logger = logging.getLogger("dcpring")
 
@@ -127,15 +128,15 @@ class Restore:
         self._joint.run_dcp(
             "reading in place" if in_place else "reading",
             f"cannot load {self._stored.path}: reading {', '.join(chosen)}{changed}",
-            lambda group: backend.load(nested, self._stored.reader, self._planner(group), group),
+            lambda group: dcp.load(nested, self._stored.reader, self._planner(group), group),
             is_wanted=bool(chosen),
         )
         for target in targets.values():
             target |= {key: _taken(nested, key) for key in target}
 
-    def _planner(self, group: dist.ProcessGroup | None) -> backend.LoadPlanner:
+    def _planner(self, group: dist.ProcessGroup | None) -> RingLoadPlanner:
         """What a read leaves out is for the other read, or was looked at in the plans."""
-        return backend.LoadPlanner(process_group=group, unexpected="ignore", **self._options)
+        return RingLoadPlanner(process_group=group, unexpected="ignore", **self._options)
 
     def _prepare(self, plans: dict[str, ComponentPlan]) -> dict[str, Any]:
         ready: dict[str, Any] = {}

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from dcpring.base.text import some_keys, spans
 from dcpring.names.parts import ModelParts
-from dcpring.resume import backend, trees
+from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
+from dcpring.plan.replicas import fingerprints, is_hashed
+from dcpring.resume import trees
 from dcpring.resume.components import Component, ComponentPlan, Member, some_are
 from dcpring.resume.manifest import Stored
 from dcpring.torchside.dcp import flatten_state_dict
@@ -208,7 +211,7 @@ class ModelState(Sharded):
         return self.stateful.parts[0] if isinstance(self.stateful, ModelParts) else self.stateful
 
     def state(self) -> Any:
-        return backend.get_model_state_dict(self.stateful)
+        return get_model_state_dict(self.stateful)
 
     def note(self, state: Any, member: Member) -> Any:
         return {"meshes": super().note(state, member), "names": digest_of_names(state)}
@@ -221,8 +224,8 @@ class ModelState(Sharded):
         if member.rank not in first.values():
             return {}
         parameters = self._held(state, self.stateful.parameters())
-        names = [key for key in state if key in parameters and is_whole(state[key]) and backend.is_hashed(state[key])]
-        found = memoryview(backend.fingerprints([state[name] for name in names])).cast("I")
+        names = [key for key in state if key in parameters and is_whole(state[key]) and is_hashed(state[key])]
+        found = memoryview(fingerprints([state[name] for name in names])).cast("I")
         return {"fingerprints": dict(zip(names, found, strict=True))}
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
@@ -254,4 +257,4 @@ class ModelState(Sharded):
 
     def apply(self, state: Any, before: Sequence[Component]) -> None:
         # It raises itself if anything is not taken over.
-        backend.set_model_state_dict(self.stateful, state, options=backend.StateDictOptions(strict=self.strict))
+        set_model_state_dict(self.stateful, state, options=StateDictOptions(strict=self.strict))

@@ -23,9 +23,12 @@ from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.unpickler import Safe, Trust
 from dcpring.move.objects import ObjectPolicy, refusals
-from dcpring.resume import backend, trees
+from dcpring.plan.load_planner import RingLoadPlanner
+from dcpring.plan.save_planner import RingSavePlanner
+from dcpring.resume import trees
 from dcpring.resume.manifest import OnceReader, Stored
 from dcpring.store.writer import RingWriter
+from dcpring.torchside import dcp
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import ShardedTensor
 
@@ -84,7 +87,7 @@ def save(
     options = {"objects": "allow" if objects == "error" else objects, "safe_globals": safe_globals}
     writer = RingWriter(path, **{**options, **(writer_options or {})})
     try:
-        backend.save(_nested(values, encoder.paths), writer, backend.SavePlanner(check_replicas="off"), None)
+        dcp.save(_nested(values, encoder.paths), writer, RingSavePlanner(check_replicas="off"), None)
     except CheckpointException as error:
         raise _first(error) from None
 
@@ -154,7 +157,7 @@ def _refuse(values: Mapping[str, Any], safe: Safe) -> None:
 def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:
     state = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in stored.blank(keys).items()}
     try:
-        backend.load(state, stored.reader, backend.LoadPlanner(), None)
+        dcp.load(state, stored.reader, RingLoadPlanner(), None)
     except CheckpointException as error:
         raise _first(error) from None
     return state

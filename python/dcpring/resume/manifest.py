@@ -28,6 +28,7 @@ from dcpring.format.lazy import LazyMetadata
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
 from dcpring.report import Metrics
 from dcpring.resume import trees
+from dcpring.store import layout
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, set_element
 from dcpring.watch.metrics import tell
@@ -39,7 +40,6 @@ PER_RANK = "per_rank"
 Path = tuple[str | int, ...]
 
 _RANK = re.compile(r"(?:dp_)?rank_(\d+)")
-_DATA_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
 
 def rank_key(rank: int) -> str:
@@ -186,7 +186,7 @@ class Stored:
         if self.manifest:
             return f"saved by {ranks(self.manifest.world_size)}"
         files = (str(info.relative_path) for info in (self.metadata.storage_data or {}).values())
-        writers = {int(match[1]) for match in map(_DATA_FILE.fullmatch, files) if match}
+        writers = {rank for rank in map(layout.rank_of_file, files) if rank is not None}
         least = f"by at least {ranks(max(writers) + 1)}, " if writers else ""
         return f"saved {least}without a manifest"
 

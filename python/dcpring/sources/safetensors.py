@@ -13,7 +13,8 @@ from dcpring.base.windows import windows
 from dcpring.format import safetensors
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
-from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
+from dcpring.store.layout import remove_files
+from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
 
 
 class SafetensorsTarget:

@@ -71,6 +71,12 @@ def _names(directory: Path) -> list[str]:
     return [entry.name for entry in directory.iterdir()]
 
 
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a data file, by its name; None for other names."""
+    match = _TAGGED.fullmatch(name) or _STOCK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def rank_metadata_files(directory: Path) -> dict[int, Path]:
     """The rank-local metadata files (``use_collectives=False``), by rank."""
     matches = ((name, _RANK_METADATA.fullmatch(name)) for name in _names(directory))
@@ -121,7 +127,7 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> None:
     tagged = _ours(names, _TAGGED, rank)
     if tagged and (referenced := _all_referenced(directory)) is not None:
         doomed |= tagged - referenced
-    _remove(directory, sorted(doomed))
+    remove_files(directory, sorted(doomed))
 
 
 def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
@@ -167,15 +173,15 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
 def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:
     """After a commit; a failure leaves files behind, and is no failure of the save."""
     doomed = superseded - needed
-    _remove(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
+    remove_files(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
 
 
 def remove_tables(directory: Path, rank: int | None, keep: str | None) -> None:
     """After a commit: removes key maps of checkpoints that it has replaced."""
-    _remove(directory, sorted(_ours(_names(directory), _TABLE, rank) - {keep}))
+    remove_files(directory, sorted(_ours(_names(directory), _TABLE, rank) - {keep}))
 
 
-def _remove(directory: Path, names: list[str]) -> None:
+def remove_files(directory: Path, names: list[str]) -> None:
     """What cannot be removed stays, and harms nobody; the next save tries again."""
     if not names:
         return

@@ -15,7 +15,6 @@ What the directory meant before stays good until then.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -42,8 +41,7 @@ from dcpring.format.safetensors import (
 )
 from dcpring.plan.flatten import path_code
 from dcpring.plan.table import table_of_chunks
-
-logger = logging.getLogger("dcpring")
+from dcpring.store.layout import remove_files as remove_files
 
 _UNFINISHED = re.compile(r"\.model[^/]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{16}\.tmp")
 _SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
@@ -173,11 +171,3 @@ def commit_model(directory: Path, files: Mapping[str, str], index: str | None, d
         if durable:
             _C.sync_directory(path)
     return sorted(stale)
-
-
-def remove_files(directory: Path, names: list[str]) -> None:
-    """What cannot be removed stays, and harms nobody; the next save tries again."""
-    try:
-        _C.remove_files(str(directory), names)
-    except OSError as error:
-        logger.warning("files of earlier saves stay in %s: %s", directory, error)

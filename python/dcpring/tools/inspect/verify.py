@@ -38,6 +38,7 @@ from dcpring.move.objects import refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
 from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
+from dcpring.store.layout import rank_of_metadata
 from dcpring.store.reader import refuse_mixed, refuse_stale
 from dcpring.watch.progress import progress_bar
 
@@ -462,7 +463,7 @@ def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str
         refuse_stale(directory)
         if parts[0].path.name != METADATA_NAME:
             for part in parts:
-                refuse_mixed(directory, int(part.path.name.removeprefix("__").removesuffix(METADATA_NAME)))
+                refuse_mixed(directory, rank_of_metadata(part.path.name) or 0)
     except CheckpointError as error:
         yield Problem(None, parts[0].path.name, -1, 0, str(error))
 

@@ -23,13 +23,13 @@ def create(size: int) -> tuple[int, str]:
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor} {name}"
 
 
-def open_word(word: str, size: int) -> mmap.mmap:
+def open_word(word: str) -> mmap.mmap:
     """The memory that a word stands for. OSError or ValueError where it cannot be had."""
     path, _, name = word.partition(" ")
     if not os.readlink(path).startswith(f"/memfd:{name}"):
         raise OSError(f"{path} is another process's: the ranks' process ids differ")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(descriptor, size)
+        return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from dcpring import _C
 from dcpring.base import shared_memory
@@ -13,32 +15,42 @@ _WORD_BYTES = 4
 _PATIENCE_MS = 1000
 
 
-def share(joint: Joint, rank: int, leader: int, size: int) -> tuple[memoryview, str]:
-    """The memory of this rank's host; none on all ranks, and why, where one of them cannot map it.
+@contextlib.contextmanager
+def offered(joint: Joint, rank: int, leader: int, size: int, data: bytes = b"") -> Iterator[tuple[memoryview, str]]:
+    """The memory that a rank offers to its host, or why this rank cannot map it; within, others may be mapping it.
 
     Args:
         joint: an operation of all ranks.
         rank: this one, in the group.
         leader: the rank of this host that makes the memory.
-        size: in bytes; 0: this host needs none.
+        size: in bytes, as the leader has it; 0: it makes none.
+        data: what the leader puts into it.
     """
     descriptor, word, problem, memory = -1, "", "", memoryview(b"")
     try:
         try:
             if size and rank == leader:
                 descriptor, word = shared_memory.create(size)
-        except OSError as error:
-            problem = str(error)
+                memory = memoryview(shared_memory.open_word(word))
+                memory[: len(data)] = data
+        except (OSError, ValueError) as error:
+            word, problem = "", str(error)
         word = joint.gather("memory", word)[leader]
         try:
-            if size and not problem:
-                memory = memoryview(shared_memory.open_word(word, size))
+            if word and rank != leader:
+                memory = memoryview(shared_memory.open_word(word))
         except (OSError, ValueError) as error:
             problem = str(error)
-        problems = [text for text in joint.gather("mapped", problem) if text]
+        yield memory, problem
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def share(joint: Joint, rank: int, leader: int, size: int) -> tuple[memoryview, str]:
+    """The memory that is ``offered``; none on all ranks, and why, where one of them cannot map it."""
+    with offered(joint, rank, leader, size) as (memory, problem):
+        problems = [text for text in joint.gather("mapped", problem) if text]
     return (memoryview(b""), problems[0]) if problems else (memory, "")
 
 

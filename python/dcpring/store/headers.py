@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcpring.base import groups, shared_memory
+from dcpring.base import groups
 from dcpring.base.files import new_tag
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.format.lazy import Chunks
 from dcpring.format.quantised import Quantised, find_quantised
 from dcpring.format.safetensors import Files, read_model
+from dcpring.move.host_memory import offered
 from dcpring.store.safetensors import chunks_of
 
 logger = logging.getLogger("dcpring")
@@ -81,21 +81,12 @@ def read_once(joint: Joint, read: Callable[[], Headers]) -> Headers:
     told = joint.gather("hosts", own)
     if len(told) == len({host for host, _ in told}):
         return read()
-    reader = next(rank for rank, (host, _) in enumerate(told) if host == own[0])
-    found, word, size, descriptor = None, "", 0, -1
-    try:
-        if told[reader] == own:
-            found = read()
-            with contextlib.suppress(OSError):
-                data = pickle.dumps(found)
-                descriptor, made = shared_memory.create(len(data))
-                shared_memory.open_word(made, len(data))[:] = data
-                word, size = made, len(data)
-        word, size = joint.gather("headers", (word, size))[reader]
-        with contextlib.suppress(OSError, ValueError):
-            found = found or pickle.loads(shared_memory.open_word(word, size))
+    rank = told.index(own)
+    reader = next(other for other, (host, _) in enumerate(told) if host == own[0])
+    found = read() if rank == reader else None
+    data = pickle.dumps(found) if found else b""
+    with offered(joint, rank, reader, len(data), data) as (memory, _):
+        if memory:
+            found = found or pickle.loads(memory)
         joint.settle("taken")
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
     return found or read()

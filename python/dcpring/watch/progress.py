@@ -457,7 +457,7 @@ def _host_memory(name: str, size: int) -> mmap.mmap:
     descriptor, word = shared_memory.create(size)
     try:
         agreed = agree(name, word)
-        memory = shared_memory.open_word(agreed, size)
+        memory = shared_memory.open_word(agreed)
     except BaseException:
         os.close(descriptor)
         raise

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dcpring import _C
+from dcpring.base import shared_memory
 from dcpring.errors import CheckpointError
 from dcpring.options import Engine, IOOptions
 from dcpring.plan.strategy import remote_storage
@@ -229,11 +230,9 @@ def _memory(kernel: Kernel) -> Check:
 def _shared_memory() -> Check:
     """As ranks of a host hand on what one of them has read."""
     try:
-        descriptor = os.memfd_create("dcpring-doctor")
+        descriptor, word = shared_memory.create(mmap.PAGESIZE)
         try:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
-            with open(f"/proc/{os.getpid()}/fd/{descriptor}", "r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
-                memory[0] = 1
+            shared_memory.open_word(word)[0] = 1
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:

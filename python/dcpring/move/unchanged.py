@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -40,24 +40,26 @@ class Linkable(NamedTuple):
 
     Attributes:
         name: of the file.
-        rows: in the ledger, by the position of the item that each is.
         size: bytes that it has at least.
+        places, digests: of the items in it, by position.
     """
 
     name: str
-    rows: Mapping[int, int]
     size: int
+    places: dict[int, Place]
+    digests: dict[int, bytes]
 
 
 class Keeping:
-    """One rank's save, seen against an earlier one.
+    """One rank's save, seen against an earlier one: all is compared when it is made.
 
     Args:
         saving: the save.
         earlier: the rank's ledger in the earlier checkpoint, None where there is none.
         is_frozen: whether a tensor of that name is one that is not trained, and so expected to stay.
-        trusts: such tensors are taken for unchanged if their samples are.
+        trusts: such tensors are taken for unchanged if their samples are; else all of each is compared.
         workers: threads that compare.
+        is_durable: what is saved is to be durable.
 
     Attributes:
         key: for digests.
@@ -65,7 +67,14 @@ class Keeping:
     """
 
     def __init__(
-        self, saving: Saving, earlier: Ledger | None, is_frozen: Callable[[str], bool], trusts: bool, workers: int
+        self,
+        saving: Saving,
+        earlier: Ledger | None,
+        *,
+        is_frozen: Callable[[str], bool],
+        trusts: bool,
+        workers: int,
+        is_durable: bool,
     ) -> None:
         items = saving.items
         self._count = len(items.tensors) + len(items.objects)
@@ -77,6 +86,7 @@ class Keeping:
         self._is_frozen = is_frozen
         self._trusts = trusts
         self._workers = workers
+        self._is_durable = is_durable
         self._plan = items.plan()
         self._is_same_plan = (
             earlier is not None and self._plan != NO_PLAN and self._plan == earlier.plan and len(earlier) == self._count
@@ -86,10 +96,12 @@ class Keeping:
         self._rows: dict[int, int] = {}
         self._unchanged: set[int] = set()
         self._staying: set[int] = set()
+        self._linked: set[int] = set()
+        self._compare()
 
     # ---- looking ----
 
-    def compare(self) -> None:
+    def _compare(self) -> None:
         """Finds out which tensors are unchanged, and which of the others are expected to stay."""
         positions, tensors = self._plain()
         samples = memoryview(_C.samples(tensors, self.key)).cast("Q")
@@ -206,25 +218,21 @@ class Keeping:
             name, _, offset, length, *_ = earlier.place(row)
             by_file[name].append(row)
             sizes[name] = max(sizes[name], offset + length)
-        return [
-            Linkable(name, {by_row[row]: row for row in rows}, sizes[name])
-            for name, rows in by_file.items()
-            if all(row in by_row for row in rows)
-        ]
+        found = []
+        for name, rows in by_file.items():
+            if all(row in by_row for row in rows):
+                places = {by_row[row]: earlier.place(row) for row in rows}
+                found.append(Linkable(name, sizes[name], places, {by_row[row]: earlier.digests[row] for row in rows}))
+        return found
 
-    def places(self, linkable: Linkable) -> dict[int, Place]:
-        """Where the items of a file are, by position."""
-        assert self._earlier is not None
-        return {position: self._earlier.place(row) for position, row in linkable.rows.items()}
+    def take_over(self, file: Linkable, name: str) -> None:
+        """Such a file is one of this save's now, under this name."""
+        self._saving.take_over(name, file.places, file.digests)
+        self._linked |= file.places.keys()
 
-    def digests(self, linkable: Linkable) -> dict[int, bytes]:
-        """The digests of a file's items, by position."""
-        assert self._earlier is not None
-        return {position: self._earlier.digests[row] for position, row in linkable.rows.items()}
-
-    def split(self, written: Iterable[int], least_bytes: int) -> tuple[list[int], list[int]]:
-        """Of the tensors that are to be written those that may change, and those that get files of their own."""
-        positions = list(written)
+    def to_write(self, least_bytes: int) -> tuple[list[int], list[int]]:
+        """The tensors that may change, and those that are expected to stay, if they have so many bytes."""
+        positions = [position for position in self._items.tensors if position not in self._linked]
         staying = [position for position in positions if position in self._staying or position in self._unchanged]
         if sum(map(self._items.planned_bytes, staying)) < least_bytes:
             return positions, []
@@ -233,15 +241,15 @@ class Keeping:
 
     # ---- what the next save is told ----
 
-    def ledger(self, is_durable: bool) -> bytes:
-        """Encoded, when all is stored."""
+    def ledger(self) -> bytes:
+        """Encoded, once everything is written."""
         saving = self._saving
         for position in saving.digests:
             self._states[position] = KEPT
         return Ledger(
             self.seed,
             self._plan,
-            is_durable,
+            self._is_durable,
             self._identities(),
             self._samples,
             self._states,

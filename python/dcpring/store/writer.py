@@ -44,7 +44,7 @@ from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import ResultList, Results
 from dcpring.move.save.saving import Saving
 from dcpring.move.staging import StagingBuffer
-from dcpring.move.unchanged import LEAST_KEPT_BYTES
+from dcpring.move.unchanged import LEAST_KEPT_BYTES, Keeping
 from dcpring.names.key_map import (
     KeyMap,
     KeyMapLike,
@@ -60,7 +60,7 @@ from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
-from dcpring.store.earlier import Keeper, find_earlier, frozen_of
+from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
 from dcpring.store.stager import RingStager, renew_background_process
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
@@ -314,20 +314,21 @@ class RingWriter(FileSystemWriter):
         )
         self._run.meter.begin(saving.planned_bytes)
         rank, tag, numbers = self._plan_rank(plan), new_tag(), itertools.count()
-
-        def next_name() -> str:
-            return layout.data_file_name(rank, next(numbers), tag)
-
         pending = Pending(str(self.path), watch, self.sync_files)
-        keeper = self._keeper(saving, planner, rank)
+        keeping, earlier = self._compared(saving, planner, rank)
+
+        def new_name() -> str:
+            pending.names.append(layout.data_file_name(rank, next(numbers), tag))
+            return pending.names[-1]
+
         with pending.removed_on_failure():
-            if keeper is not None:
+            if keeping is not None and earlier is not None:
                 with self._phases.span("link"):
-                    keeper.link_files(pending, next_name)
+                    link_files(keeping, earlier, self._directory, pending, new_name)
                 if watch is not None:
                     watch.add(stats.linked_bytes)
-            for some, objects, key in self._files(saving.items, keeper):
-                pending.names.append(name := next_name())
+            for some, objects, key in self._files(saving.items, keeping):
+                name = new_name()
                 with self._phases.core(watch, f"file {name}", [name]):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)
@@ -337,7 +338,7 @@ class RingWriter(FileSystemWriter):
         else:
             pending.wait(self._phases)
         stats.files = len(pending.names) - stats.linked_files
-        return saving.results(b"" if keeper is None else keeper.ledger())
+        return saving.results(b"" if keeping is None else keeping.ledger())
 
     @property
     def _commits_next(self) -> bool:
@@ -345,12 +346,12 @@ class RingWriter(FileSystemWriter):
         is_alone = world_size() == 1 or not self.use_collectives
         return is_alone and type(self).finish is RingWriter.finish
 
-    def _files(self, items: PlanItems, keeper: Keeper | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
+    def _files(self, items: PlanItems, keeping: Keeping | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
         tensors, kept, key = items.tensors, list[int](), None
-        if keeper is not None:
+        if keeping is not None:
             least_bytes = self._least_kept_bytes if self.single_file_per_rank else 0
-            (tensors, kept), key = keeper.to_write(least_bytes), keeper.key
+            (tensors, kept), key = keeping.to_write(least_bytes), keeping.key
         if self.single_file_per_rank:
             files = [(tensors, items.objects, None), (kept, [], key)]
             return [file for file in files if file[0] or file[1]]
@@ -360,22 +361,22 @@ class RingWriter(FileSystemWriter):
             for at in sorted([*tensors, *kept, *items.objects])
         ]
 
-    def _keeper(self, saving: Saving, planner: SavePlanner, rank: int) -> Keeper | None:
-        """Deals with what has not changed; None where nobody wants that, or it cannot be told."""
+    def _compared(self, saving: Saving, planner: SavePlanner, rank: int) -> tuple[Keeping | None, Earlier | None]:
+        """What has not changed since the checkpoint before; None where nobody wants that, or it cannot be told."""
         if self.unchanged == "write" or not saving.knows_tensors:
-            return None
+            return None, None
         name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
         with self._phases.span("compare"):
             earlier = find_earlier(self._directory, self.unchanged_from, name, number)
-            return Keeper(
+            keeping = Keeping(
                 saving,
-                earlier,
-                self._directory,
+                None if earlier is None else earlier.ledger,
                 is_frozen=frozen_of(planner, self._frozen),
                 trusts=self.unchanged == "trust",
                 workers=self.options.workers,
-                sync=self.sync_files,
+                is_durable=self.sync_files,
             )
+        return keeping, earlier
 
     def _plan_rank(self, plan: SavePlan) -> int:
         match = re.fullmatch(r"__(\d+)_", getattr(plan.storage_data, "prefix", ""))

@@ -281,7 +281,7 @@ class Tracer:
 
     def start(self, kind: str, checkpoint: str | os.PathLike[str]) -> Phases:
         """A save or a load begins."""
-        if not self._path and not _is_profiled():
+        if not self._path and not profiling.is_on():
             return Phases()
         file = trace_file(self._path, self._in_background) if self._path else None
         staged, self._staged = self._staged, None
@@ -305,7 +305,7 @@ class Staging:
     def timed(cls) -> Iterator[Staging]:
         """Of what is done in a ``with``."""
         staging = cls(time.monotonic_ns())
-        with profiler.record_function("dcpring: staging") if _is_profiled() else contextlib.nullcontext():
+        with profiler.record_function("dcpring: staging") if profiling.is_on() else contextlib.nullcontext():
             yield staging
         staging.end = time.monotonic_ns()
 
@@ -382,10 +382,6 @@ def receive(phases: Phases, plan: SavePlan | LoadPlan) -> None:
 
 
 # ---- helpers ----
-
-
-def _is_profiled() -> bool:
-    return profiling.is_on()
 
 
 def _text_of(error: BaseException) -> str:

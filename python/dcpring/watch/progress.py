@@ -278,23 +278,8 @@ def _show(slots: Slots, every_seconds: float, show: Callable[[Look], None], daem
         return _nothing
 
 
-class Bar:
-    """Work of a command, which may have a bar.
-
-    Attributes:
-        watch: for core calls that do the work.
-    """
-
-    def __init__(self, counter: memoryview) -> None:
-        self.watch = _C.Watch(counter, 0)
-
-    def advance(self, count: int) -> None:
-        """Counts bytes of work that no core call does."""
-        self.watch.add(count)
-
-
 @contextlib.contextmanager
-def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iterator[Bar]:
+def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iterator[SlotMeter]:
     """A bar while the body runs, if that takes more than 1/8 s. Nothing of it stays: commands say what they have done.
 
     Args:
@@ -307,10 +292,10 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
         return _draw(slots, label, stays=False) if enabled is not False and is_shown() else _nothing
 
     slots, counter, index, _ = _own_slots()
-    meter = _SlotMeter(slots, counter, index, show)
+    meter = SlotMeter(slots, counter, index, show)
     with meter:
         meter.begin(lambda: total)
-        yield Bar(counter)
+        yield meter
 
 
 # ---- a function that is told ----
@@ -366,12 +351,15 @@ class Meter:
         self.end(kind is not None)
 
 
-class _SlotMeter(Meter):
+class SlotMeter(Meter):
     """Counts in a slot.
 
     Args:
         slots, counter, index: the memory, the 8 bytes of the slot's count, and the slot.
         show: begins to show the slots; returns what ends that, called once all have ended.
+
+    Attributes:
+        watch: for core calls that do the work of a command.
     """
 
     def __init__(
@@ -379,7 +367,7 @@ class _SlotMeter(Meter):
     ) -> None:
         self.counter = counter
         self._slots, self._index, self._show = slots, index, show
-        self._watch = _C.Watch(counter, 0)
+        self.watch = _C.Watch(counter, 0)
         self._settle: Callable[[], None] = _nothing
 
     def begin(self, total: Callable[[], int]) -> None:
@@ -387,7 +375,7 @@ class _SlotMeter(Meter):
         self._settle = self._show(self._slots)
 
     def advance(self, count: int) -> None:
-        self._watch.add(count)
+        self.watch.add(count)
 
     def end(self, failed: bool) -> None:
         self._slots.end(self._index, failed)
@@ -419,7 +407,7 @@ def start_meter(progress: ProgressOption, operation: Operation, path: str, is_co
         return _draw(slots, _LABELS[operation], stays=True) if is_shown() and claim() else _nothing
 
     slots, counter, index, claim = _shared_slots(operation, path) or _own_slots()
-    return _SlotMeter(slots, counter, index, show)
+    return SlotMeter(slots, counter, index, show)
 
 
 # ---- memory ----

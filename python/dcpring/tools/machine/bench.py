@@ -21,7 +21,7 @@ from dcpring.errors import CheckpointError
 from dcpring.options import Engine, IOOptions
 from dcpring.report import format_bytes
 from dcpring.tools.machine.scratch import private_directory
-from dcpring.watch.progress import Bar, progress_bar
+from dcpring.watch.progress import Meter, progress_bar
 
 MIB = 1 << 20
 PART_BYTES = 64 * MIB
@@ -331,7 +331,7 @@ def _fitting_size(directory: Path, pair_seconds: float, count: int, quick: bool)
     return max(SMALLEST_BYTES, wanted // SMALLEST_BYTES * SMALLEST_BYTES)
 
 
-def _round(bench: _Bench, results: list[Result], number: int, bar: Bar) -> None:
+def _round(bench: _Bench, results: list[Result], number: int, bar: Meter) -> None:
     """One save and one load of each way; each round begins with another."""
     start = number * len(results) // ROUNDS
     for result in results[start:] + results[:start]:

@@ -70,13 +70,10 @@ static PyObject *input_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void input_dealloc(PyObject *object) {
     struct input *self = (struct input *)object;
-    PyTypeObject *type = Py_TYPE(object);
     close_core(self);
     paths_free(&self->files);
     Py_XDECREF(self->directory);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static PyObject *close_input(PyObject *object, PyObject *unused) {
@@ -102,9 +99,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec input_spec = {
-    .name = "dcpring._C.Input",
-    .basicsize = sizeof(struct input),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec input_spec = TYPE_SPEC("Input", struct input, slots, 0);

@@ -52,13 +52,10 @@ static PyObject *match_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void match_dealloc(PyObject *object) {
     struct match *self = (struct match *)object;
-    PyTypeObject *type = Py_TYPE(object);
     dr_match_destroy(&self->core);
     Py_XDECREF(self->wanted);
     Py_XDECREF(self->stored);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static Py_ssize_t match_length(PyObject *object) { return (Py_ssize_t)((struct match *)object)->core.count; }
@@ -433,12 +430,7 @@ static PyType_Slot match_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec match_spec = {
-    .name = "dcpring._C.Match",
-    .basicsize = sizeof(struct match),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = match_slots,
-};
+PyType_Spec match_spec = TYPE_SPEC("Match", struct match, match_slots, 0);
 
 /* ---- boxes ---- */
 

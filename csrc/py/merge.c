@@ -52,11 +52,8 @@ static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void merge_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     dr_merge_destroy(&((struct merge *)object)->core);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static int add_plan(struct merge *self, const Py_buffer *plan, const Py_buffer *fingerprints, struct dr_error *error) {
@@ -331,12 +328,7 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec merge_spec = {
-    .name = "dcpring._C.Merge",
-    .basicsize = sizeof(struct merge),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec merge_spec = TYPE_SPEC("Merge", struct merge, slots, 0);
 
 /* ---- on every rank ---- */
 

@@ -1,6 +1,8 @@
 /* The extension module: state, initialisation, and nothing else. */
 #include "module.h"
 
+#include <stddef.h>
+
 #include "base/align.h"
 #include "base/crc.h"
 #include "base/digest.h"
@@ -16,36 +18,32 @@ static PyMethodDef *const all_methods[] = {
     elements_methods, unchanged_methods,     copy_methods,      kept_methods,   barrier_methods,
 };
 
-enum { TYPES = 10 };
-
-struct type_entry {
+#define TYPE_ENTRY(name, part) {#name, &part##_spec, offsetof(struct module_state, part##_type)},
+static const struct {
     const char *name;
     PyType_Spec *spec;
-    PyObject **slot;
-};
+    size_t slot;
+} types[] = {TYPES(TYPE_ENTRY)};
 
-static void list_types(struct module_state *state, struct type_entry out[TYPES]) {
-    out[0] = (struct type_entry){"FileWriter", &writer_spec, &state->writer_type};
-    out[1] = (struct type_entry){"Table", &table_spec, &state->table_type};
-    out[2] = (struct type_entry){"Merge", &merge_spec, &state->merge_type};
-    out[3] = (struct type_entry){"StorageIndex", &storage_index_spec, &state->storage_index_type};
-    out[4] = (struct type_entry){"Match", &match_spec, &state->match_type};
-    out[5] = (struct type_entry){"Tensors", &tensors_spec, &state->tensors_type};
-    out[6] = (struct type_entry){"Watch", &watch_spec, &state->watch_type};
-    out[7] = (struct type_entry){"Input", &input_spec, &state->input_type};
-    out[8] = (struct type_entry){"StripeFile", &stripe_file_spec, &state->stripe_file_type};
-    out[9] = (struct type_entry){"Syncs", &syncs_spec, &state->syncs_type};
-}
+enum { TYPE_COUNT = sizeof types / sizeof *types };
+
+static PyObject **type_slot(struct module_state *state, int i) { return (PyObject **)((char *)state + types[i].slot); }
 
 static int add_types(PyObject *module) {
-    struct type_entry types[TYPES];
-    list_types(module_state(module), types);
-    for (int i = 0; i < TYPES; i++) {
-        *types[i].slot = PyType_FromModuleAndSpec(module, types[i].spec, NULL);
-        if (!*types[i].slot || PyModule_AddObjectRef(module, types[i].name, *types[i].slot) < 0)
+    for (int i = 0; i < TYPE_COUNT; i++) {
+        PyObject **slot = type_slot(module_state(module), i);
+        *slot = PyType_FromModuleAndSpec(module, types[i].spec, NULL);
+        if (!*slot || PyModule_AddObjectRef(module, types[i].name, *slot) < 0)
             return -1;
     }
     return 0;
+}
+
+void free_instance(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
 }
 
 static PyObject *import_error_class(const char *name) {
@@ -87,10 +85,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     struct module_state *state = module_state(module);
     Py_VISIT(state->corrupt_error);
     Py_VISIT(state->alloc_handles);
-    struct type_entry types[TYPES];
-    list_types(state, types);
-    for (int i = 0; i < TYPES; i++)
-        Py_VISIT(*types[i].slot);
+    for (int i = 0; i < TYPE_COUNT; i++)
+        Py_VISIT(*type_slot(state, i));
     return 0;
 }
 
@@ -98,10 +94,8 @@ static int module_clear(PyObject *module) {
     struct module_state *state = module_state(module);
     Py_CLEAR(state->corrupt_error);
     Py_CLEAR(state->alloc_handles);
-    struct type_entry types[TYPES];
-    list_types(state, types);
-    for (int i = 0; i < TYPES; i++)
-        Py_CLEAR(*types[i].slot);
+    for (int i = 0; i < TYPE_COUNT; i++)
+        Py_CLEAR(*type_slot(state, i));
     return 0;
 }
 

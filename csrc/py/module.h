@@ -22,11 +22,24 @@
 #include "io/workers.h"
 #include "torch_shim.h"
 
+/* TYPE(name, part): the types of the module. Each has a `part_spec`, and the state a `part_type`. */
+#define TYPES(TYPE) \
+    TYPE(FileWriter, writer) \
+    TYPE(Table, table) \
+    TYPE(Merge, merge) \
+    TYPE(StorageIndex, storage_index) \
+    TYPE(Match, match) \
+    TYPE(Tensors, tensors) \
+    TYPE(Watch, watch) \
+    TYPE(Input, input) \
+    TYPE(StripeFile, stripe_file) \
+    TYPE(Syncs, syncs)
+
 struct module_state {
     PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */
     PyObject *alloc_handles; /* torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors */
-    PyObject *writer_type, *table_type, *merge_type, *storage_index_type, *match_type, *tensors_type, *watch_type;
-    PyObject *input_type, *stripe_file_type, *syncs_type;
+#define TYPE_SLOT(name, part) PyObject *part##_type;
+    TYPES(TYPE_SLOT)
     struct torch_shim torch;
 };
 
@@ -40,6 +53,16 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error);
 PyObject *fail(struct module_state *state, const struct dr_error *error);
 /* The buffer as bytes, freed; fail() where rc is negative. */
 PyObject *bytes_of(struct module_state *state, int rc, struct dr_buffer *buffer, const struct dr_error *error);
+
+/* ---- types ---- */
+
+#define TYPE_SPEC(type_name, type, type_slots, more_flags) \
+    {.name = "dcpring._C." type_name, \
+     .basicsize = sizeof(type), \
+     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (more_flags), \
+     .slots = type_slots}
+/* The end of what deallocates an instance: gives its memory back, and its type. */
+void free_instance(PyObject *object);
 /* Raises TypeError where a type that knows no keywords is given some. */
 bool refuse_keywords(PyTypeObject *type, PyObject *kwargs);
 
@@ -82,8 +105,8 @@ int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **
 
 /* ---- one per exposed part ---- */
 
-extern PyType_Spec writer_spec, table_spec, merge_spec, storage_index_spec, match_spec, tensors_spec, watch_spec,
-    input_spec, stripe_file_spec, syncs_spec;
+#define EXTERN_SPEC(name, part) extern PyType_Spec part##_spec;
+TYPES(EXTERN_SPEC)
 extern PyMethodDef reader_methods[];
 extern PyMethodDef directory_methods[];
 extern PyMethodDef key_methods[];

@@ -37,11 +37,8 @@ static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject 
 }
 
 static void storage_index_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     dr_storage_index_destroy(&((struct storage_index *)object)->core);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static Py_ssize_t storage_index_length(PyObject *object) {
@@ -203,12 +200,7 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec storage_index_spec = {
-    .name = "dcpring._C.StorageIndex",
-    .basicsize = sizeof(struct storage_index),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec storage_index_spec = TYPE_SPEC("StorageIndex", struct storage_index, slots, 0);
 
 static PyObject *decode_storage_index(PyObject *module, PyObject *args) {
     Py_buffer data;

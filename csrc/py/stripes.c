@@ -256,12 +256,9 @@ static void close_core(struct stripe_file *self) {
 }
 
 static void file_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     close_core((struct stripe_file *)object);
     Py_XDECREF(((struct stripe_file *)object)->watch);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 /* Gives each stripe room for its CRCs. */
@@ -423,9 +420,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec stripe_file_spec = {
-    .name = "dcpring._C.StripeFile",
-    .basicsize = sizeof(struct stripe_file),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec stripe_file_spec = TYPE_SPEC("StripeFile", struct stripe_file, slots, 0);

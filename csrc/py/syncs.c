@@ -43,12 +43,9 @@ static PyObject *syncs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void syncs_dealloc(PyObject *object) {
     struct syncs *self = (struct syncs *)object;
-    PyTypeObject *type = Py_TYPE(object);
     dr_syncs_abandon(&self->core);
     Py_XDECREF(self->watch);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static PyObject *add(PyObject *object, PyObject *path,
@@ -105,9 +102,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec syncs_spec = {
-    .name = "dcpring._C.Syncs",
-    .basicsize = sizeof(struct syncs),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec syncs_spec = TYPE_SPEC("Syncs", struct syncs, slots, 0);

@@ -244,11 +244,8 @@ static PyObject *decode_table(PyObject *module, PyObject *args) {
 /* ---- looking at one ---- */
 
 static void table_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     dr_table_destroy(&((struct table *)object)->core);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static Py_ssize_t table_length(PyObject *object) { return (Py_ssize_t)((struct table *)object)->core.count; }
@@ -422,12 +419,7 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec table_spec = {
-    .name = "dcpring._C.Table",
-    .basicsize = sizeof(struct table),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = slots,
-};
+PyType_Spec table_spec = TYPE_SPEC("Table", struct table, slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
 
 PyMethodDef table_methods[] = {
     {"make_table", make_table, METH_VARARGS,

@@ -31,13 +31,10 @@ static PyObject *tensors_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void tensors_dealloc(PyObject *object) {
     struct held_tensors *self = (struct held_tensors *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->tensors.shim)
         tensors_free(&self->tensors);
     Py_XDECREF(self->list);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static PyObject *kinds(PyObject *object, PyObject *unused) {
@@ -152,9 +149,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec tensors_spec = {
-    .name = "dcpring._C.Tensors",
-    .basicsize = sizeof(struct held_tensors),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec tensors_spec = TYPE_SPEC("Tensors", struct held_tensors, slots, 0);

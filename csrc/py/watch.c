@@ -55,13 +55,10 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void watch_dealloc(PyObject *object) {
     struct watch *self = (struct watch *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->counter.obj)
         PyBuffer_Release(&self->counter);
     PyMem_Free(self->core.spans);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static PyObject *take(PyObject *object, PyObject *unused) {
@@ -107,9 +104,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec watch_spec = {
-    .name = "dcpring._C.Watch",
-    .basicsize = sizeof(struct watch),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec watch_spec = TYPE_SPEC("Watch", struct watch, slots, 0);

@@ -71,12 +71,9 @@ static void close_core(struct writer *self) {
 }
 
 static void writer_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     close_core((struct writer *)object);
     Py_XDECREF(((struct writer *)object)->watch);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_instance(object);
 }
 
 static PyObject *placed_tuple(const struct dr_placed *p, bool checksum) {
@@ -303,9 +300,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec writer_spec = {
-    .name = "dcpring._C.FileWriter",
-    .basicsize = sizeof(struct writer),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = slots,
-};
+PyType_Spec writer_spec = TYPE_SPEC("FileWriter", struct writer, slots, 0);

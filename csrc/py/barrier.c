@@ -21,8 +21,7 @@ static PyObject *barrier_wait(PyObject *module, PyObject *args) {
     atomic_uint *word = word_of(&memory, target);
     PyObject *result = NULL;
     if (word) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         struct gil gil;
         gil_release(&gil);
         int rc = dr_barrier_wait(word, target, timeout_ms, &gil.control, &error);

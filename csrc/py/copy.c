@@ -135,8 +135,7 @@ static PyObject *copy_tensors(PyObject *module, PyObject *args) {
     if (length != sources->count || workers < 1 || workers > DR_MAX_WORKERS)
         return PyErr_Format(PyExc_ValueError, "%zd marks for %zd tensors, %u workers", length, sources->count, workers);
     struct copies copies = {0};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (list_copies(&copies, sources, targets, mask) == 0) {
         struct gil gil;
         gil_release(&gil);

@@ -16,8 +16,7 @@ static PyObject *make_directory(PyObject *module, PyObject *args) {
         return NULL;
     const char *path = PyBytes_AsString(object);
     enum dr_names names = !sync ? DR_NAMES_LATER : is_last ? DR_NAMES_ALL : DR_NAMES_ABOVE;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_make(path, names, &error);
     Py_END_ALLOW_THREADS
@@ -32,8 +31,7 @@ static PyObject *file_system(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
     const char *path = PyBytes_AsString(object);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_file_system(path, &magic, &error);
     Py_END_ALLOW_THREADS
@@ -47,8 +45,7 @@ static PyObject *sync_directory(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&", PyUnicode_FSConverter, &object))
         return NULL;
     const char *path = PyBytes_AsString(object);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_sync(path, &error);
     Py_END_ALLOW_THREADS
@@ -76,8 +73,7 @@ static PyObject *commit(PyObject *module, PyObject *args) {
         return NULL;
     const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
     const char *name = PyBytes_AsString(pair.name);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_commit(directory, tmp, name, data.buf, (size_t)data.len, sync, &error);
     Py_END_ALLOW_THREADS
@@ -93,8 +89,7 @@ static PyObject *write_file(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O&y*O", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name, &data,
                           &set))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = parse_syncs(module_state(module), set, &syncs);
     bool parsed = rc == 0;
     if (parsed) {
@@ -120,8 +115,7 @@ static PyObject *move_pair(PyObject *module, PyObject *args, move_file *move) {
         return NULL;
     const char *directory = PyBytes_AsString(pair.directory), *tmp = PyBytes_AsString(pair.tmp);
     const char *name = PyBytes_AsString(pair.name);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = move(directory, tmp, name, sync, &error);
     Py_END_ALLOW_THREADS
@@ -143,9 +137,8 @@ static PyObject *link_paths(PyObject *module, const struct ends *ends, uint64_t 
     const char *from_dir = PyBytes_AsString(ends->from_dir), *from = PyBytes_AsString(ends->from);
     const char *dir = PyBytes_AsString(ends->dir), *name = PyBytes_AsString(ends->name);
     enum dr_link how = DR_LINK_HARD;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     int rc;
-    dr_error_clear(&error);
     struct gil gil;
     gil_release(&gil);
     rc = dr_directory_link(from_dir, from, dir, name, size, is_durable, syncs, &gil.control, &how, &error);
@@ -183,8 +176,7 @@ static PyObject *remove_files(PyObject *module, PyObject *args) {
         return NULL;
     }
     const char *directory = PyBytes_AsString(object);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     Py_BEGIN_ALLOW_THREADS
     rc = dr_directory_remove(directory, names.names, (size_t)names.count, &error);
     Py_END_ALLOW_THREADS

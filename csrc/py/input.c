@@ -38,8 +38,7 @@ static void close_core(struct input *self) {
 }
 
 static int open_core(struct input *self) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     const char *directory = PyBytes_AsString(self->directory);
     int rc;
     Py_BEGIN_ALLOW_THREADS

@@ -91,8 +91,7 @@ static PyObject *translate_keys(PyObject *module, PyObject *args, translate *cal
         return NULL;
     struct names names = {0};
     struct dr_key_batch batch = {0};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (parse_keys(&names, keys) == 0 && parse_nodes(&names, nodes) == 0) {
         int rc = dr_key_tree_make(&names.tree, names.nodes, names.node_count, &error);
         if (rc == 0)
@@ -114,8 +113,7 @@ static PyObject *raw_keys(PyObject *module, PyObject *args) { return translate_k
 
 static PyObject *guess_list(PyObject *module, struct names *names, PyObject *keys, PyObject *flags) {
     struct dr_key_batch batch;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint8_t *ambiguous = (uint8_t *)PyBytes_AsString(flags);
     int rc = dr_key_guess(names->keys, names->count, &batch, ambiguous, &error);
     if (rc == 0)

@@ -21,8 +21,7 @@ static const struct dr_table *stored_of(const struct match *self) { return &((st
 
 static int match_tables(struct module_state *state, struct match *self, const struct dr_table *wanted,
                         const struct dr_table *stored) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release_for(&gil, (wanted->count + stored->count) * sizeof *stored->rows);
     int rc = dr_match(&self->core, wanted, stored, &gil.control, &error);

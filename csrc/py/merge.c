@@ -42,8 +42,7 @@ static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "I", &world))
         return NULL;
     struct merge *self = (struct merge *)PyType_GenericAlloc(type, 0);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (self && dr_merge_init(&self->core, world, &error) < 0) {
         fail(state_of((PyObject *)self), &error);
         Py_CLEAR(self);
@@ -75,8 +74,7 @@ static PyObject *add(PyObject *object, PyObject *args) {
     Py_buffer plan, fingerprints;
     if (!PyArg_ParseTuple(args, "y*y*", &plan, &fingerprints))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     PyObject *result = NULL;
     if (may_begin(self, self->core.phase <= DR_MERGE_BROKEN && self->core.added < self->core.world,
                   "more plans than ranks"))
@@ -96,8 +94,7 @@ static PyObject *check(PyObject *object, PyObject *complete) {
     int whole = PyObject_IsTrue(complete);
     if (whole < 0 || !all_added(self))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     begin(self, &gil, bytes_of_rows(self));
     int rc = dr_merge_check(&self->core, whole, &gil.control, &error);
@@ -111,8 +108,7 @@ static PyObject *tie(PyObject *object, PyObject *args) {
     Py_ssize_t row, first;
     if (!PyArg_ParseTuple(args, "Inn", &rank, &row, &first) || !all_added(self))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_merge_tie(&self->core, rank, (size_t)row, (size_t)first, &error);
     return none_or(object, rc, &error);
 }
@@ -141,8 +137,7 @@ static PyObject *fingerprints_of(const struct dr_merge *merge, uint32_t group) {
 
 static PyObject *differing(PyObject *object, PyObject *most_object) {
     const struct dr_merge *merge = &((struct merge *)object)->core;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint8_t *different = NULL;
     Py_ssize_t most = PyLong_AsSsize_t(most_object), count = 0;
     if (PyErr_Occurred() || !is_checked((struct merge *)object))
@@ -186,8 +181,7 @@ static PyObject *assign(PyObject *object, PyObject *args) {
     unsigned long long piece_bytes;
     if (!PyArg_ParseTuple(args, "iIy*K", &strategy, &limit, &hosts, &piece_bytes))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     PyObject *result = NULL;
     struct dr_assignment assignment = {(enum dr_strategy)strategy, limit, NULL, piece_bytes ? piece_bytes : 1};
     if ((size_t)hosts.len != 4 * (size_t)self->core.world || strategy < DR_BALANCED || strategy > DR_PER_HOST)
@@ -214,8 +208,7 @@ static PyObject *reply(PyObject *object, PyObject *rank_object) {
     if (!merge)
         return NULL;
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_merge_reply(merge, rank, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
@@ -226,8 +219,7 @@ static PyObject *items(PyObject *object, PyObject *rank_object) {
     const struct dr_merge *merge = assigned(object, rank_object, &rank);
     if (!merge)
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     PyObject *bytes = NULL;
     if (dr_merge_items(merge, rank, &pieces, &count, &error) < 0)
         fail(state_of(object), &error);
@@ -277,8 +269,7 @@ static PyObject *table(PyObject *object, PyObject *unused) {
     const struct dr_merge *merge = assigned(object, NULL, &rank);
     struct module_state *state = state_of(object);
     PyObject *result = merge ? table_new(state) : NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (result && dr_merge_table(merge, &((struct table *)result)->core, &error) < 0) {
         Py_CLEAR(result);
         fail(state, &error);
@@ -345,8 +336,7 @@ static PyObject *read_reply(PyObject *module, PyObject *args) {
     Py_ssize_t count;
     if (!PyArg_ParseTuple(args, "y*n", &data, &count))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     PyObject *list = count < 0 ? PyErr_Format(PyExc_ValueError, "%zd rows", count) : PyList_New(0);
     if (list && dr_reply_read(data.buf, (size_t)data.len, (size_t)count, keep, list, &error) < 0) {
         Py_CLEAR(list);

@@ -46,8 +46,7 @@ static PyObject *probe_directory(PyObject *module, PyObject *args) {
         return NULL;
     const char *directory = PyBytes_AsString(object);
     struct dr_directory_answers a;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_probe_directory(directory, &a, &gil.control, &error);
@@ -65,8 +64,7 @@ static PyObject *probe_cached(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O&", PyUnicode_FSConverter, &directory_object, PyUnicode_FSConverter, &name_object))
         return NULL;
     const char *directory = PyBytes_AsString(directory_object), *name = PyBytes_AsString(name_object);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint64_t cached;
     int rc;
     Py_BEGIN_ALLOW_THREADS

@@ -199,8 +199,7 @@ static PyObject *raise_load_error(struct module_state *state, const struct job *
 
 PyObject *job_run(struct module_state *state, struct job *job) {
     struct dr_stream_stats stats;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_load(job->input, job->reads, (size_t)job->count, &job->options, &gil.control, &stats, &error);
@@ -301,8 +300,7 @@ static PyObject *located_tuple(const struct dr_located *located) {
 
 static PyObject *run_locate(struct module_state *state, struct dr_input *input, struct dr_lookup *lookups,
                             Py_ssize_t count) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_locate(input, lookups, (size_t)count, &gil.control, &error);

@@ -27,8 +27,7 @@ static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject 
     if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "n", &count))
         return NULL;
     struct storage_index *self = (struct storage_index *)PyType_GenericAlloc(type, 0);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (self && dr_storage_index_init(&self->core, count > 0 ? (size_t)count : 0, &error) < 0) {
         fail(state_of((PyObject *)self), &error);
         Py_CLEAR(self);
@@ -94,8 +93,7 @@ static PyObject *put(PyObject *object, PyObject *args) {
         return NULL;
     if (PyList_Size(list) != (indices ? PyList_Size(indices) : (Py_ssize_t)storage->count))
         return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as indices, or as there are");
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
         Py_ssize_t index = index_of(storage, indices, i);
         if (index < 0)
@@ -112,8 +110,7 @@ static PyObject *merge(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Oy*", &other, &indices))
         return NULL;
     const struct dr_storage_index *from = storage_index_of(state_of(object), other);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
     if (aligned) {
         memcpy(aligned, indices.buf, (size_t)indices.len);
@@ -131,8 +128,7 @@ static PyObject *merge(PyObject *object, PyObject *args) {
 static PyObject *encode(PyObject *object, PyObject *unused) {
     (void)unused;
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_storage_index_encode(&((struct storage_index *)object)->core, &out, &error);
     return bytes_of(state_of(object), rc, &out, &error);
 }
@@ -209,8 +205,7 @@ static PyObject *decode_storage_index(PyObject *module, PyObject *args) {
     struct module_state *state = module_state(module);
     struct storage_index *self =
         (struct storage_index *)PyType_GenericAlloc((PyTypeObject *)state->storage_index_type, 0);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (self) {
         struct gil gil;
         gil_release_for(&gil, (size_t)data.len);

@@ -163,8 +163,7 @@ static PyObject *run_fill(struct module_state *state, struct stripe_job *job, un
     for (size_t i = 0; i < job->core.count; i++)
         if (!job->stripes[i].shared)
             return PyErr_Format(PyExc_ValueError, "a stripe has no shared memory to be filled");
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_stripes_fill(&job->core, workers, &gil.control, &error);
@@ -210,8 +209,7 @@ static bool enter(struct stripe_file *self) {
 
 static int open_core(struct stripe_file *self, const char *directory, const char *name, uint64_t allocated,
                      const struct dr_options *options) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_output_open(&self->core, directory, name, allocated > 0, options, &error);
@@ -295,8 +293,7 @@ static PyObject *run_write(struct stripe_file *self, struct stripe_job *job) {
             return PyErr_Format(PyExc_ValueError, "a stripe is larger than a block");
     if (self->core.options.checksum && allocate_crcs(job) < 0)
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_stripes_write(&job->core, &self->core, self->expected, &gil.control, &error);
@@ -341,8 +338,7 @@ static PyObject *write_at(PyObject *object, PyObject *args) {
         return NULL;
     int rc = -1;
     if (enter(self)) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         Py_BEGIN_ALLOW_THREADS
         rc = dr_output_write_at(&self->core, offset, data.buf, (size_t)data.len, &error);
         Py_END_ALLOW_THREADS
@@ -365,8 +361,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
         length = PyLong_AsUnsignedLongLong(length_object);
     if (PyErr_Occurred() || !enter(self))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_output_sync(&self->core, length, syncs, &gil.control, &error);

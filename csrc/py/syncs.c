@@ -54,8 +54,7 @@ static PyObject *add(PyObject *object, PyObject *path,
     struct dr_syncs *core;
     if (parse_syncs(state_of(object), object, &core) < 0 || !PyUnicode_FSConverter(path, &encoded))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = begin(core, PyBytes_AsString(encoded), &error);
     Py_DECREF(encoded);
     if (rc < 0)
@@ -74,8 +73,7 @@ static PyObject *wait_for_all(PyObject *object, PyObject *unused) {
     struct dr_watch *watch;
     if (parse_syncs(state_of(object), object, &core) < 0 || parse_watch(state_of(object), self->watch, &watch) < 0)
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     self->busy = true;
     struct gil gil;
     gil_release(&gil);

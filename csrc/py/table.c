@@ -224,8 +224,7 @@ static PyObject *decode_table(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*", &data))
         return NULL;
     struct module_state *state = module_state(module);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     PyObject *self = table_new(state);
     if (self) {
         struct gil gil;
@@ -253,8 +252,7 @@ static Py_ssize_t table_length(PyObject *object) { return (Py_ssize_t)((struct t
 static PyObject *encode(PyObject *object, PyObject *unused) {
     (void)unused;
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     const struct dr_table *table = &((struct table *)object)->core;
     struct gil gil;
     gil_release_for(&gil, table->count * sizeof *table->rows + table->text_size);
@@ -359,8 +357,7 @@ static int fragments_of(PyObject *list, struct dr_fragment *out, size_t count) {
 
 static PyObject *write_pickle(struct module_state *state, const struct dr_table *table,
                               const struct dr_storage_index *storage, const struct dr_metadata_parts *parts) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_buffer out = {0};
     struct gil gil;
     gil_release_for(&gil, table->count * sizeof *table->rows + table->text_size);

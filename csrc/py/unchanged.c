@@ -98,8 +98,7 @@ static PyObject *find_among(PyObject *module, const struct sources *sources, PyO
                                          PyList_GetItem(offsets, parsed), PyList_GetItem(digests, parsed)) == 0)
         parsed++;
     if (parsed == count) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         struct gil gil;
         gil_release(&gil);
         int rc = dr_find_changed(sources->key, known, (size_t)count, workers, &gil.control, &error);

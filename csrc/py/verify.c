@@ -116,8 +116,7 @@ static PyObject *result_of(const struct verify_job *job, const struct dr_finding
 static PyObject *run_job(struct module_state *state, struct verify_job *job, bool quick) {
     struct dr_findings findings;
     struct dr_stream_stats stats;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_verify(job->input, job->checks, (size_t)job->count, quick, &job->options, &gil.control, &findings,

@@ -35,8 +35,7 @@ static PyObject *open_writer(PyTypeObject *type, const char *directory, const ch
     if (!self)
         return NULL;
     self->watch = Py_NewRef(PyTuple_GetItem(tuple, PyTuple_Size(tuple) - 1));
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_writer_open(&self->core, directory, name, size_hint, &options, &error);
@@ -91,8 +90,7 @@ static PyObject *write_sources(struct writer *self, const struct dr_source *sour
     struct dr_placed *placed = PyMem_Calloc((size_t)count + 1, sizeof *placed);
     if (!placed)
         return PyErr_NoMemory();
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_writer_write(self->core, sources, (size_t)count, placed, &gil.control, &error);
@@ -244,8 +242,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     struct dr_syncs *syncs;
     if (!PyArg_ParseTuple(args, "|O", &set) || parse_syncs(state_of(object), set, &syncs) < 0 || !enter(self))
         return NULL;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_writer_finish(self->core, syncs, &gil.control, &error);

@@ -22,8 +22,7 @@ static inline void plan_properties(struct dr_table *table) {
     static const char *const encodings[P_COUNT] = {PLAN_FLOAT32, PLAN_FLOAT32_GRAD, PLAN_INT8};
     static const uint32_t sizes[P_COUNT] = {sizeof PLAN_FLOAT32, sizeof PLAN_FLOAT32_GRAD, sizeof PLAN_INT8};
     static const uint32_t item_bytes[P_COUNT] = {4, 4, 1};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     for (int i = 0; i < P_COUNT; i++) {
         uint16_t index;
         struct dr_properties p = {(char *)encodings[i], sizes[i], (uint32_t)strlen(encodings[i]), item_bytes[i]};
@@ -40,9 +39,8 @@ static inline void plan_init(struct dr_table *table) {
 
 static inline void plan_row(struct dr_table *table, const char *name, uint32_t name_size, const char *path,
                             uint32_t path_size, const struct dr_row_view *view) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint32_t index;
-    dr_error_clear(&error);
     CHECK_OK(dr_table_name(table, name, name_size, path, path_size, DR_NO_NAME, &index, &error), &error);
     CHECK_OK(dr_table_append(table, index, view, &error), &error);
 }
@@ -72,8 +70,7 @@ static inline void plan_rows(struct dr_table *table, const char *name, int64_t r
 
 static inline struct dr_buffer plan_encode(const struct dr_table *table) {
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_table_encode(table, &out, &error), &error);
     return out;
 }

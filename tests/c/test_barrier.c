@@ -13,8 +13,7 @@
 enum { PROCESSES = 4, ROUNDS = 2000, PATIENT = 1000 * CHECK_SECONDS, HURRIED = 30 };
 
 static int wait_at(atomic_uint *word, unsigned target, unsigned timeout_ms) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_barrier_wait(word, target, timeout_ms, NULL, &error);
     CHECK(rc >= 0);
     return rc;
@@ -143,8 +142,7 @@ static void waiting_is_cancelled(void) {
     atomic_uint word = 0;
     int asked = 0;
     struct dr_control control = {cancel, &asked};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_EQ(dr_barrier_wait(&word, 2, PATIENT, &control, &error), -ECANCELED);
 }
 

@@ -11,10 +11,9 @@
 /* ---- arrays ---- */
 
 static void arrays_grow(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint32_t *array = NULL;
     size_t room = 0;
-    dr_error_clear(&error);
     for (uint32_t i = 0; i < 10000; i++) {
         size_t before = room;
         CHECK_OK(DR_ARRAY_RESERVE(array, i, room, 1, &error), &error);
@@ -35,9 +34,8 @@ static void bytes_round_trip(void) {
     struct rng rng = {4};
     struct dr_buffer out;
     struct dr_bytes in;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint64_t values[500];
-    dr_error_clear(&error);
     dr_buffer_begin(&out, "TST\1");
     for (int i = 0; i < 500; i++) {
         values[i] = i < 4 ? (const uint64_t[]){0, 127, 128, UINT64_MAX}[i] : rng_next(&rng) >> rng_below(&rng, 64);
@@ -87,9 +85,8 @@ static void hash_table(void) {
     static struct text texts[MOST];
     struct rng rng = {7};
     struct dr_hash table = {0};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     size_t count = 0;
-    dr_error_clear(&error);
     for (uint32_t i = 0; i < MOST; i++) {
         texts[i].size = rng_below(&rng, ROOM);
         texts[i].scope = (uint32_t)rng_below(&rng, 3);
@@ -205,8 +202,7 @@ static void boxes_in_words(void) {
 /* ---- errors ---- */
 
 static const char *cure_of(enum dr_call call, int err) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_error_system(&error, err, call, "name");
     return dr_error_cure(&error);
 }

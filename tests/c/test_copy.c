@@ -32,8 +32,7 @@ static void copy_list(unsigned workers, size_t shift) {
         memset(to[i] + shift, 0xEE, sizes[i] + GUARD);
         copies[i] = (struct dr_copy){from[i] + (i % 2 && sizes[i] > 0), NULL, to[i] + shift, sizes[i]};
     }
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_copy_all(copies, COUNT, workers, &never, &error), &error);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK_BYTES(to[i] + shift, copies[i].from, sizes[i]);
@@ -58,8 +57,7 @@ static void a_huge_one_is_shared_out(void) {
     CHECK(from && to);
     fill(from, size);
     struct dr_copy copy = {from, NULL, to, size};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_copy_all(&copy, 1, 2, &never, &error), &error);
     CHECK_BYTES(to, from, size);
     free(from);
@@ -73,8 +71,7 @@ static void many_small_ones(void) {
     memset(to, 0xEE, sizeof to);
     for (size_t i = 0; i < MOST; i++)
         copies[i] = (struct dr_copy){from[i], NULL, to[i], sizeof from[i]};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_copy_all(copies, MOST, 2, &never, &error), &error);
     for (size_t i = 0; i < MOST; i++) {
         CHECK_BYTES(to[i], from[i], sizeof from[i]);
@@ -95,8 +92,7 @@ static void gaps_are_left_out(void) {
     struct dr_region region;
     dr_region_init(&region, &shape, NULL, lengths, from, strides);
     struct dr_copy copy = {NULL, &region, to, sizeof to};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_copy_all(&copy, 1, 2, &never, &error), &error);
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
@@ -104,8 +100,7 @@ static void gaps_are_left_out(void) {
 }
 
 static void nothing_is_no_error(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_copy_all(NULL, 0, 2, &never, &error), &error);
 }
 
@@ -123,8 +118,7 @@ static void a_cancel_gets_through(void) {
     for (int i = 0; i < TIMES; i++)
         copies[i] = (struct dr_copy){from, NULL, to, 4 * MIB};
     const struct dr_control control = {cancel, NULL};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_FAILS(dr_copy_all(copies, TIMES, 1, &control, &error), &error, ECANCELED);
     CHECK_EQ(error.kind, DR_ERROR_CANCELLED);
     free(from);
@@ -136,8 +130,7 @@ static bool refuse(void) { return true; }
 static void a_lack_of_memory_is_an_error(void) {
     uint8_t from[4] = {1, 2, 3, 4}, to[4];
     struct dr_copy copy = {from, NULL, to, 4};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_memory_fails = refuse;
     int rc = dr_copy_all(&copy, 1, 1, &never, &error);
     dr_memory_fails = NULL;

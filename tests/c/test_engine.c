@@ -17,8 +17,7 @@ static const char *method; /* that the current case runs with */
 
 static bool has_uring(void) {
     struct dr_engine *engine;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (dr_engine_open(&engine, "uring", 1, DR_ALIGNMENT, &error) < 0)
         return false;
     dr_engine_close(engine);
@@ -44,8 +43,7 @@ static void for_each_method(void (*run)(void)) {
 
 static struct dr_engine *open_engine(unsigned depth) {
     struct dr_engine *engine;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_engine_open(&engine, method, depth, BUFFER, &error), &error);
     CHECK(strcmp(engine->ops->name, method) == 0);
     return engine;
@@ -163,8 +161,7 @@ static void check_written(void) {
 static void reads_and_writes(void) {
     for (unsigned depth = 1; depth <= 16; depth = depth * 2 + (depth == 2))
         for (int flags = 0; flags <= O_DIRECT; flags += O_DIRECT) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_engine *engine = open_engine(depth);
             int fd = open_content(flags);
             CHECK_OK(read_all(engine, fd, &error), &error);
@@ -208,9 +205,8 @@ static void waiting_for_nothing_times_out(void) {
 static void end_of_file(void) {
     for (int flags = 0; flags <= O_DIRECT; flags += O_DIRECT)
         for (int beyond = 0; beyond < 2; beyond++) {
-            struct dr_error error;
+            DR_NEW_ERROR(error);
             struct dr_request *done;
-            dr_error_clear(&error);
             struct dr_engine *engine = open_engine(2);
             int fd = open_content(flags);
             struct dr_request *request = take(engine, DR_READ, fd, beyond ? BLOCKS : BLOCKS - 1);
@@ -227,9 +223,8 @@ static void end_of_file(void) {
 
 static void bad_descriptor(void) {
     struct dr_engine *engine = open_engine(2);
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_request *done;
-    dr_error_clear(&error);
     CHECK_OK(dr_engine_submit(engine, take(engine, DR_READ, 999, 0), &error), &error);
     CHECK_FAILS(wait_one(engine, &done, &error), &error, EBADF);
     CHECK_EQ(error.length, BUFFER);
@@ -237,8 +232,7 @@ static void bad_descriptor(void) {
 }
 
 static void leaves_with_requests_in_flight(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     for (int i = 0; i < 20; i++) {
         struct dr_engine *engine = open_engine(DEPTH);
         int fd = open_content(i % 2 ? O_DIRECT : 0);
@@ -262,8 +256,7 @@ static void leaves_with_requests_in_flight(void) {
 static void short_transfers(void) {
     for (int flags = 0; flags <= O_DIRECT; flags += O_DIRECT)
         for (uint64_t n = 1; n <= BLOCKS + 5; n += 4) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_engine *engine = open_engine(4);
             int fd = open_content(flags);
             dr_fault_arm(&(struct dr_fault){.call = transfer_call(DR_READ), .nth = n});
@@ -282,8 +275,7 @@ static void short_transfers(void) {
 
 /* Each transfer gives half of what is left, down to single bytes. */
 static void every_transfer_short(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_engine *engine = open_engine(4);
     int fd = open_content(0);
     dr_fault_arm(&(struct dr_fault){.call = transfer_call(DR_READ), .nth = 1, .sticky = true});
@@ -303,8 +295,7 @@ static void interrupted_transfers(void) {
     const int errors[] = {EINTR, EAGAIN};
     for (int i = 0; i < 2; i++)
         for (uint64_t n = 1; n <= BLOCKS + 1; n += 5) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_engine *engine = open_engine(4);
             int fd = open_content(n % 2 ? O_DIRECT : 0);
             dr_fault_arm(&(struct dr_fault){.call = transfer_call(DR_READ), .nth = n, .err = errors[i]});
@@ -316,8 +307,7 @@ static void interrupted_transfers(void) {
 }
 
 static void interrupted_for_good(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_engine *engine = open_engine(2);
     int fd = open_content(0);
     dr_fault_arm(&(struct dr_fault){.call = transfer_call(DR_READ), .nth = 3, .sticky = true, .err = EAGAIN});
@@ -330,8 +320,7 @@ static void interrupted_for_good(void) {
 /* EINVAL for a direct transfer turns O_DIRECT off; for any other it is an error. */
 static void direct_refused(void) {
     for (int flags = 0; flags <= O_DIRECT; flags += O_DIRECT) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         struct dr_engine *engine = open_engine(4);
         int fd = open_content(flags);
         if (flags && !is_direct(fd)) {
@@ -351,8 +340,7 @@ static void direct_refused(void) {
 static void error_with_others_in_flight(void) {
     for (uint64_t n = 1; n <= BLOCKS; n += 3)
         for (int op = DR_READ; op <= DR_WRITE; op++) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_engine *engine = open_engine(DEPTH);
             int fd = op == DR_READ ? open_content(O_DIRECT) : create(O_DIRECT);
             dr_fault_arm(&(struct dr_fault){.call = transfer_call((enum dr_op)op), .nth = n, .err = ENOSPC});
@@ -371,8 +359,7 @@ static void error_with_others_in_flight(void) {
 
 static void out_of_memory(void) {
     struct dr_engine *engine;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_fault_arm(&(struct dr_fault){.call = "map", .nth = 1, .err = ENOMEM});
     CHECK_FAILS(dr_engine_open(&engine, method, DEPTH, BUFFER, &error), &error, ENOMEM);
 }
@@ -383,8 +370,7 @@ static void refused_at_set_up(void) {
     const int errors[] = {EPERM, ENOSYS, ENOMEM};
     for (int i = 0; i < 3; i++) {
         struct dr_engine *engine;
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         dr_fault_arm(&(struct dr_fault){.call = "uring_init", .nth = 1, .sticky = true, .err = errors[i]});
         CHECK_OK(dr_engine_open(&engine, "auto", 2, BUFFER, &error), &error);
         CHECK(strcmp(engine->ops->name, "threads") == 0);
@@ -398,8 +384,7 @@ static void refused_at_set_up(void) {
 
 static void auto_prefers_uring(void) {
     struct dr_engine *engine;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (!has_uring()) {
         check_skip("no io_uring here");
         return;
@@ -417,8 +402,7 @@ static void registration_degrades(void) {
     }
     method = "uring";
     for (uint64_t n = 0; n <= 2; n++) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         dr_fault_arm(&(struct dr_fault){.call = "uring_register", .nth = n ? 1 : 0, .sticky = n == 2, .err = ENOMEM});
         struct dr_engine *engine = open_engine(DEPTH);
         uint64_t calls = dr_fault_disarm();
@@ -443,8 +427,7 @@ static void submission_fails(void) {
     method = "uring";
     for (int err = 0; err < 2; err++)
         for (uint64_t n = 1; n <= DEPTH; n++) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_engine *engine = open_engine(DEPTH);
             int fd = open_content(O_DIRECT);
             dr_fault_arm(&(struct dr_fault){.call = "uring_submit", .nth = n, .err = err ? EINTR : EBADR});
@@ -478,8 +461,7 @@ static void waiting_fails(void) {
     method = "uring";
     const int errors[] = {EINTR, EAGAIN, ETIME, EBADR};
     for (int i = 0; i < 4; i++) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         struct dr_engine *engine = open_engine(DEPTH);
         int fd = open_content(O_DIRECT);
         dr_fault_arm(&(struct dr_fault){.call = "uring_wait", .nth = 4, .err = errors[i]});

@@ -80,9 +80,8 @@ static int load_under(const struct dr_fault *fault, const struct dr_options *opt
 static int locate_under(const struct dr_fault *fault, uint64_t *counted) {
     static const struct dr_control never;
     struct dr_lookup lookups[COUNT] = {{0}};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     const char *name = "f";
-    dr_error_clear(&error);
     for (size_t i = 0; i < COUNT; i++)
         lookups[i] = (struct dr_lookup){.offset = samples[i].placed.offset, .length = samples[i].placed.length};
     int before = check_open_descriptors();

@@ -28,8 +28,7 @@ static void makes_directories(void) {
     static const char *const names[] = {"a", "a", "b/c/d", "b/c/e/", "b//f", "./g", "b/./h", "b/../i"};
     for (int sync = 0; sync < 2; sync++)
         for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             const char *path = check_path(names[i]);
             CHECK_OK(dr_directory_make(path, sync ? DR_NAMES_ALL : DR_NAMES_LATER, &error), &error);
             CHECK(is_directory(path));
@@ -42,8 +41,7 @@ static void makes_relative_directories(void) {
     CHECK_EQ(chdir(check_dir), 0);
     static const char *const names[] = {"relative", "r/s/t", "./u/v", "."};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         CHECK_OK(dr_directory_make(names[i], DR_NAMES_ALL, &error), &error);
         CHECK(is_directory(names[i]));
     }
@@ -51,9 +49,8 @@ static void makes_relative_directories(void) {
 }
 
 static void refuses_what_cannot_be_made(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     check_write_file("plain", "x", 1);
-    dr_error_clear(&error);
     CHECK_FAILS(dr_directory_make(check_path("plain"), DR_NAMES_ALL, &error), &error, ENOTDIR);
     CHECK(strcmp(error.path, check_path("plain")) == 0);
     CHECK(dr_error_cure(&error)[0]);
@@ -73,8 +70,7 @@ static int mkdir_raced(const char *path, mode_t mode) {
 }
 
 static void another_made_it_first(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_sys.mkdir = mkdir_raced;
     CHECK_OK(dr_directory_make(check_path("race/d"), DR_NAMES_ALL, &error), &error);
     dr_sys = dr_sys_real;
@@ -88,8 +84,7 @@ static void making_fails_at_each_call(void) {
         uint64_t calls = 1;
         for (uint64_t n = 0; n <= calls; n++) {
             char name[32];
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             snprintf(name, sizeof name, "each%d.%d/deep/er", e, (int)n);
             int before = check_open_descriptors();
             dr_fault_arm(&(struct dr_fault){.nth = n, .err = errors[e]});
@@ -102,8 +97,7 @@ static void making_fails_at_each_call(void) {
         }
         CHECK_INT(calls, >=, 9);
     }
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_fault_arm(&(struct dr_fault){.call = "open_dir", .nth = 1, .err = EACCES, .sticky = true});
     CHECK_OK(dr_directory_make(check_path("not/read"), DR_NAMES_ALL, &error), &error);
     dr_fault_disarm();
@@ -111,8 +105,7 @@ static void making_fails_at_each_call(void) {
 }
 
 static void interrupted_without_end(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_fault_arm(&(struct dr_fault){.call = "mkdir", .nth = 1, .err = EINTR, .sticky = true});
     CHECK_FAILS(dr_directory_make(check_path("never"), DR_NAMES_ALL, &error), &error, EINTR);
     dr_fault_disarm();
@@ -363,7 +356,7 @@ static void link_fails_at_each_call(void) {
 /* ---- removing ---- */
 
 static void removes_files(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     CHECK_EQ(mkdir(check_path("r1"), 0777), 0);
     CHECK_EQ(mkdir(check_path("r1/sub"), 0777), 0);
     check_write_file("r1/x", "x", 1);
@@ -371,7 +364,6 @@ static void removes_files(void) {
     check_write_file("r1/sub/z", "z", 1);
     check_write_file("outside", "o", 1);
     CHECK_EQ(symlink("../outside", check_path("r1/link")), 0);
-    dr_error_clear(&error);
     CHECK_OK(dr_directory_remove(check_path("r1"), (const char *const[]){"x", "missing", "link"}, 3, &error), &error);
     CHECK(!check_exists("r1/x") && check_exists("r1/y") && !check_exists("r1/link") && check_exists("outside"));
     static const char *const refused[] = {"sub/z", "../outside", "/etc/hostname"};
@@ -387,8 +379,7 @@ static void removes_files(void) {
 /* ---- direct and sync ---- */
 
 static void direct_modes(void) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int fd = open(check_path("direct"), O_RDWR | O_CREAT, 0666);
     CHECK_EQ(dr_file_use_direct(fd, "direct", DR_DIRECT_OFF, &error), 0);
     dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .sticky = true, .err = EINVAL});
@@ -421,11 +412,10 @@ static int cancel_at_second_poll(void *context) {
 }
 
 static void sync_can_be_left(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     unsigned polls = 0;
     int before = check_open_descriptors();
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
-    dr_error_clear(&error);
     CHECK_OK(dr_file_sync(fd, "synced", DR_SYNC_DATA, &never, &error), &error);
     dr_sys.fdatasync = slow_fdatasync;
     dr_sys.close = noted_close;
@@ -441,9 +431,8 @@ static void sync_can_be_left(void) {
 }
 
 static void sync_fails(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
-    dr_error_clear(&error);
     dr_fault_arm(&(struct dr_fault){.call = "fdatasync", .nth = 1, .err = EIO});
     CHECK_FAILS(dr_file_sync(fd, "synced", DR_SYNC_DATA, &never, &error), &error, EIO);
     CHECK(error.call == DR_CALL_FDATASYNC);
@@ -470,12 +459,11 @@ static int counted_fdatasync(int fd) {
 
 static void syncs_go_together(void) {
     struct dr_syncs syncs;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_span spans[40];
     struct dr_watch watch = {.spans = spans, .room = 40};
     int before = check_open_descriptors();
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
-    dr_error_clear(&error);
     dr_syncs_init(&syncs);
     dr_sys.fdatasync = counted_fdatasync;
     atomic_store(&most_under_way, 0);
@@ -508,10 +496,9 @@ static int failing_fsync(int fd) {
 /* The others are waited for all the same. */
 static void the_first_of_some_failures(void) {
     struct dr_syncs syncs;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     int before = check_open_descriptors();
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
-    dr_error_clear(&error);
     dr_syncs_init(&syncs);
     dr_sys.fsync = failing_fsync;
     CHECK_OK(dr_syncs_add_file(&syncs, fd, "data", DR_SYNC_DATA, 0, &never, &error), &error);

@@ -26,8 +26,7 @@ static struct dr_buffer begin_table(void) {
 static int take_in(struct dr_buffer *bytes, size_t *text_size) {
     struct dr_table table;
     struct dr_merge merge;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_buffer_seal(bytes, &error), &error);
     double start = cpu_seconds();
     dr_table_init(&table);
@@ -73,8 +72,7 @@ static void names_that_collide(void) {
     CHECK_EQ(take_in(&table, NULL), 0);
     struct dr_buffer files = {0};
     struct dr_storage_index places;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_buffer_begin(&files, "DRP\1");
     dr_buffer_varint(&files, 60000);
     for (uint64_t i = 0; i < 60000; i++) {
@@ -208,9 +206,8 @@ static void cancelled(void) {
     struct dr_table table, big;
     struct dr_match match;
     struct dr_merge merge;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_buffer out = table_of_names(ROWS), chunks;
-    dr_error_clear(&error);
     CHECK_OK(dr_buffer_seal(&out, &error), &error);
     dr_table_init(&table);
     CHECK_FAILS(dr_table_decode(&table, out.data, out.size, &control, &error), &error, ECANCELED);

@@ -89,8 +89,7 @@ static uint64_t opens_of(struct dr_input *input, size_t from, size_t to, const s
 }
 
 static void begin(struct dr_input *input) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_input_init(input, check_dir, names, FILES, &error), &error);
 }
 
@@ -174,16 +173,14 @@ static void many_files(void) {
 /* ---- files that change their place after they were looked at ---- */
 
 static void fails_to_hold(struct dr_input *input, size_t file, const char *message) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     int fd;
-    dr_error_clear(&error);
     CHECK_FAILS(dr_input_hold(input, file, &fd, &error), &error, EBADMSG);
     CHECK(strstr(error.detail, message));
 }
 
 static void look_at_all(struct dr_input *input) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     for (size_t i = 0; i < FILES; i++)
         CHECK_OK(dr_input_look(input, i, &error), &error);
 }

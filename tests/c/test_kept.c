@@ -35,9 +35,8 @@ static void start_afresh(void) {
 }
 
 static struct dr_engine *take(const char *method, unsigned depth, unsigned most, size_t size) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_engine *engine;
-    dr_error_clear(&error);
     CHECK_OK(dr_kept_take(&engine, method, depth, most, size, &error), &error);
     CHECK_EQ(engine->pool.free_count, engine->pool.count);
     CHECK_EQ(engine->in_flight, 0);
@@ -47,8 +46,7 @@ static struct dr_engine *take(const char *method, unsigned depth, unsigned most,
 
 /* Writes a block of zeros to a descriptor, which may fail. */
 static int use(struct dr_engine *engine, int fd) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_request *request = dr_engine_take(engine), *done = NULL;
     request->op = DR_WRITE;
     request->fd = fd;
@@ -147,8 +145,7 @@ static void nothing_in_flight_is_handed_on(void) {
         start_afresh();
         struct dr_engine *engine = take(methods[m], 2, 2, SIZE);
         for (int i = 0; i < 2; i++) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             struct dr_request *request = dr_engine_take(engine);
             *request = (struct dr_request){.op = DR_WRITE,
                                            .state = request->state,
@@ -389,11 +386,10 @@ static void of_two_files_one_is_set_up(void) {
     memset(ones, 0xff, 5000000);
     dr_kept_release();
     for (int round = 0; round < 6; round++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         struct dr_writer *writer;
         struct dr_placed placed;
         const struct dr_source source = {.data = ones, .size = round ? 10 : 5000000, .total = round ? 10 : 5000000};
-        dr_error_clear(&error);
         unlink(check_path("f"));
         if (round > 0)
             dr_fault_arm(&(struct dr_fault){.call = calls[round % 3], .warm = true});

@@ -18,10 +18,9 @@ struct pair {
 
 /* Every raw name gives its canonical one, and the reverse. */
 static void check_pairs(const struct dr_key_node *nodes, size_t count, const struct pair *pairs, size_t pair_count) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
-    dr_error_clear(&error);
     CHECK_OK(dr_key_tree_make(&tree, nodes, count, &error), &error);
     for (size_t i = 0; i < pair_count; i++) {
         struct dr_key raw = key_of(pairs[i].raw), canonical = key_of(pairs[i].canonical);
@@ -94,10 +93,9 @@ static void parametrizations(void) {
 static void two_become_one(void) {
     const struct dr_key_node nodes[] = {{{0}, 0, DR_KEY_PLAIN}, {KEY("module"), 0, DR_KEY_WRAPPED}};
     struct dr_key names[] = {KEY("b"), KEY("module.a"), KEY("a")};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
-    dr_error_clear(&error);
     CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, 3, &batch, &error), &error);
     CHECK_FAILS(dr_key_distinct(names, &batch, &error), &error, EINVAL);
@@ -116,10 +114,9 @@ static void long_names(void) {
     for (size_t i = 0; i < SIZE; i++)
         text[7 + i] = "\xc3\xa9"[i % 2];
     struct dr_key names[] = {{text, SIZE + 7}, {text + 7, SIZE}};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
-    dr_error_clear(&error);
     CHECK_OK(dr_key_tree_make(&tree, nodes, COUNT(nodes), &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, 2, &batch, &error), &error);
     CHECK_EQ(batch.keys[0].size, SIZE);
@@ -151,11 +148,10 @@ static void guesses(void) {
         {".._orig_mod..", "...", 0},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         struct dr_key_batch batch;
         struct dr_key name = key_of(cases[i].name);
         uint8_t ambiguous = 0xa5;
-        dr_error_clear(&error);
         CHECK_OK(dr_key_guess(&name, 1, &batch, &ambiguous, &error), &error);
         check_key(batch.keys[0], cases[i].expected);
         CHECK_EQ(ambiguous, cases[i].ambiguous);
@@ -176,9 +172,8 @@ static void bad_trees(void) {
         size_t count;
     } bad[] = {{later_parent, 2}, {twice, 3}, {kind, 2}, {dot, 2}, {shallow, 3}, {kind, 0}};
     for (size_t i = 0; i < COUNT(bad); i++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         struct dr_key_tree *tree;
-        dr_error_clear(&error);
         CHECK_FAILS(dr_key_tree_make(&tree, bad[i].nodes, bad[i].count, &error), &error, EINVAL);
         CHECK(tree == NULL);
     }
@@ -201,10 +196,9 @@ static double name_many(size_t count) {
         int size = snprintf(text, ROOM, "layers.%zu._orig_mod.feed_forward.w%zu.weight", i % BLOCKS, i / BLOCKS);
         names[i] = (struct dr_key){text, (size_t)size};
     }
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_tree *tree;
     struct dr_key_batch batch;
-    dr_error_clear(&error);
     double start = check_seconds();
     CHECK_OK(dr_key_tree_make(&tree, nodes, 2 + 2 * BLOCKS, &error), &error);
     CHECK_OK(dr_key_canonical(tree, names, count, &batch, &error), &error);

@@ -23,9 +23,8 @@ static struct dr_options options;
 static void allocations(int (*attempt)(struct dr_error *error), bool and_all_after, uint64_t least) {
     uint64_t counted = 0, failed = 0;
     for (uint64_t n = 1; n <= counted + 1; n++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         int before = check_open_descriptors();
-        dr_error_clear(&error);
         alarm(60);
         dr_fault_arm(&(struct dr_fault){.call = "malloc", .nth = n, .err = ENOMEM, .sticky = and_all_after});
         int rc = attempt(&error);

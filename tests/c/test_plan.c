@@ -312,9 +312,8 @@ static void names_without_end(void) {
         plan_fix_crc(out.data, out.size);
         struct dr_table table;
         struct dr_merge merge;
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         dr_table_init(&table);
-        dr_error_clear(&error);
         CHECK_FAILS(dr_table_decode(&table, out.data, out.size, NULL, &error), &error, EINVAL);
         dr_error_clear(&error);
         CHECK_OK(dr_merge_init(&merge, 1, &error), &error);
@@ -618,11 +617,10 @@ static void check_replies(const struct dr_merge *merge, struct rng *rng) {
     for (uint32_t rank = 0; rank < merge->world; rank++) {
         struct reader r = {.merge = merge, .rank = rank};
         struct dr_buffer reply;
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         uint32_t *own;
         size_t rows = merge->rank_rows[rank + 1] - merge->rank_rows[rank], ignored = 0;
         uint64_t held = 0, held_bytes = 0;
-        dr_error_clear(&error);
         CHECK_OK(dr_merge_items(merge, rank, &own, &r.count, &error), &error);
         r.items = own;
         CHECK_OK(dr_merge_reply(merge, rank, &reply, &error), &error);
@@ -674,9 +672,8 @@ static void check_order(const struct dr_merge *merge, const struct dr_piece *bef
 /* The checkpoint's chunks are the pieces. */
 static void check_table(const struct dr_merge *merge) {
     struct dr_table table;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     dr_table_init(&table);
-    dr_error_clear(&error);
     CHECK_OK(dr_merge_table(merge, &table, &error), &error);
     CHECK_EQ(table.count, merge->piece_count);
     for (size_t i = 0; i < table.count; i++) {
@@ -827,8 +824,7 @@ static void shares_against_the_best(void) {
         struct dr_share shares[SHARES];
         uint32_t holders[SHARES][RANKS];
         uint64_t load[RANKS] = {0}, best = UINT64_MAX;
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         for (int s = 0; s < SHARES; s++) {
             uint64_t mask = 1 + rng_below(&rng, (1 << RANKS) - 1);
             size_t count = 0;
@@ -939,9 +935,8 @@ static void garbled_replies(void) {
         {"\377\377\377\377\377\377\377\377\377\1", 10, (size_t)-1}, /* no plan has so many rows */
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         size_t kept = 0;
-        dr_error_clear(&error);
         CHECK_FAILS(dr_reply_read(bad[i].bytes, bad[i].size, bad[i].rows, count_kept, &kept, &error), &error, EINVAL);
     }
 }

@@ -7,8 +7,7 @@
 
 static void takes_each_once(void) {
     struct dr_pool pool;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     enum { COUNT = 7 };
     size_t size = 3 * DR_ALIGNMENT;
     CHECK_OK(dr_pool_init(&pool, COUNT, size, &error), &error);
@@ -38,9 +37,8 @@ static void takes_each_once(void) {
 
 static void given_back_is_taken_next(void) {
     struct dr_pool pool;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     unsigned first, second, again;
-    dr_error_clear(&error);
     CHECK_OK(dr_pool_init(&pool, 4, DR_ALIGNMENT, &error), &error);
     CHECK(dr_pool_take(&pool, &first) && dr_pool_take(&pool, &second));
     dr_pool_give(&pool, first);
@@ -51,8 +49,7 @@ static void given_back_is_taken_next(void) {
 
 static void no_memory(void) {
     struct dr_pool pool;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_fault_arm(&(struct dr_fault){.call = "map", .nth = 1, .err = ENOMEM});
     CHECK_FAILS(dr_pool_init(&pool, 4, DR_ALIGNMENT, &error), &error, ENOMEM);
     CHECK_EQ(dr_fault_disarm(), 1);

@@ -22,8 +22,7 @@ static int count_files(const char *path) {
 
 static struct dr_directory_answers ask(const char *path) {
     struct dr_directory_answers out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_probe_directory(path, &out, &never, &error), &error);
     return out;
 }
@@ -130,8 +129,7 @@ static int noted_close(int fd) {
 
 static void cancelled(void) {
     struct dr_directory_answers out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     const struct dr_control control = {cancel, NULL};
     dr_sys.fdatasync = slow_sync;
     dr_sys.close = noted_close;
@@ -168,8 +166,7 @@ static void rings(void) {
 static void cached(void) {
     static const uint8_t data[1 << 16] = {1};
     uint64_t bytes;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     check_write_file("cached", data, sizeof data);
     CHECK_OK(dr_probe_cached(check_dir, "cached", &bytes, &error), &error);
     CHECK_EQ(bytes, sizeof data);

@@ -75,8 +75,7 @@ static void load_slices(const char *name, const struct sample *samples, size_t c
     struct target targets[READS];
     struct dr_read reads[READS];
     struct dr_stream_stats stats;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint64_t needed = 0;
     for (int i = 0; i < READS; i++) {
         const struct sample *s = &samples[rng_below(rng, count)];
@@ -162,11 +161,10 @@ static void odd_lengths(void) {
                 forget("f");
             }
     struct dr_writer *w;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     struct sample sample;
     sample_bytes(&sample, &rng, 1000);
-    dr_error_clear(&error);
     CHECK_OK(dr_writer_open(&w, check_dir, "f", 0, &options, &error), &error);
     for (int i = 0; i < 3; i++) {
         struct dr_placed placed;
@@ -343,9 +341,8 @@ static void flipped_bits(void) {
 static void check_refused(const char *name, struct dr_read *reads, size_t count, const struct target *targets, int err,
                           int64_t item) {
     struct dr_stream_stats stats;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
-    dr_error_clear(&error);
     int before = check_open_descriptors();
     CHECK_FAILS(sample_dr_load(&name, 1, reads, count, &options, &never, &stats, &error), &error, err);
     CHECK_EQ(check_open_descriptors(), before);
@@ -480,8 +477,7 @@ static void bad_names(void) {
         alarm(10);
         check_refused(names[i].name, &read, 1, &target, err, -1);
         struct dr_lookup lookup = {.length = 10};
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         CHECK_FAILS(sample_dr_locate(&names[i].name, 1, &lookup, 1, &never, &error), &error, err);
         target_free(&target, 1);
         sample_free(&sample, 1);
@@ -527,9 +523,8 @@ static void impossible_sources(void) {
             struct dr_source sources[2] = {whole, whole};
             struct dr_placed placed[2];
             struct dr_writer *w;
-            struct dr_error error;
+            DR_NEW_ERROR(error);
             sources[at] = wrong[i];
-            dr_error_clear(&error);
             CHECK_OK(dr_writer_open(&w, check_dir, "f", 0, &options, &error), &error);
             CHECK_FAILS(dr_writer_write(w, sources, 2, placed, &never, &error), &error, EINVAL);
             CHECK_EQ(error.item, at);
@@ -562,9 +557,8 @@ static void parts_out_of_order(void) {
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct dr_writer *w;
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         int rc = 0;
-        dr_error_clear(&error);
         CHECK_OK(dr_writer_open(&w, check_dir, "f", 0, &options, &error), &error);
         for (int c = 0; c < cases[i].calls && rc == 0; c++) {
             struct dr_placed placed;
@@ -589,10 +583,9 @@ static void unfinished_files_go(void) {
     struct sample sample;
     struct dr_placed placed;
     struct dr_writer *w;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     const struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
     sample_bytes(&sample, &rng, 3 * MIB);
-    dr_error_clear(&error);
     for (int written = 0; written < 2; written++) {
         int before = check_open_descriptors();
         CHECK_OK(dr_writer_open(&w, check_dir, "f", 0, &options, &error), &error);
@@ -601,8 +594,7 @@ static void unfinished_files_go(void) {
         CHECK(check_exists("f"));
         pid_t child = fork();
         if (child == 0) { /* a child's writer is its parent's: it must not take the file away */
-            struct dr_error refused;
-            dr_error_clear(&refused);
+            DR_NEW_ERROR(refused);
             int rc = dr_writer_write(w, &sample.source, 1, &placed, &never, &refused);
             dr_writer_close(w);
             _exit(rc == -EINVAL ? 0 : 1);

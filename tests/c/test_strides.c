@@ -17,9 +17,8 @@ static void make(struct dr_table *table, const int64_t *lengths, int ndim, const
         dims[dim] = dims[2 * ndim + dim] = lengths[dim];
     struct dr_properties properties = {encoding, (uint32_t)(BASE + size), DTYPE, 4};
     struct dr_row_view view = {.type = DR_ROW_TENSOR, .ndim = ndim, .dims = dims};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint32_t name;
-    dr_error_clear(&error);
     dr_table_init(table);
     CHECK_EQ(dr_table_properties(table, &properties, &view.properties, &error), 0);
     CHECK_EQ(dr_table_name(table, "w", 1, "", 0, 0, &name, &error), 0);
@@ -77,9 +76,8 @@ static void no_strides(void) {
 
 /* Encodings that have no layout, or no flags, come from strangers. */
 static void short_encodings(void) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     int64_t found[DR_TABLE_MAX_DIMS];
-    dr_error_clear(&error);
     for (uint32_t size = 0; size < BASE; size++) {
         struct dr_table table;
         dr_table_init(&table);

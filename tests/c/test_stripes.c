@@ -133,8 +133,7 @@ static void stripes_of_several(void) {
     for (int e = 0; e < 2; e++)
         for (int direct = DR_DIRECT_OFF; direct <= DR_DIRECT_AUTO; direct += DR_DIRECT_AUTO) {
             struct dr_options options = make_options(engines[e], (enum dr_direct)direct);
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             uint32_t crcs[16];
             CHECK_OK(save_together("together", &options, crcs, &error), &error);
             check_file("together", crcs);
@@ -157,8 +156,7 @@ static void stripes_of_one(void) {
         next += dr_stripe_crcs(&all, &cuts[i]);
     }
     struct dr_options options = make_options("auto", DR_DIRECT_AUTO);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_output output;
     CHECK_OK(dr_output_open(&output, check_dir, "one", true, &options, &error), &error);
     CHECK_OK(dr_stripes_write(&all, &output, file_end, &never, &error), &error);

@@ -101,10 +101,9 @@ static void cursor_reads_the_same(void) {
     for (int round = 0; round < 300; round++) {
         struct dr_table table;
         struct dr_cursor cursor;
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         random_table(&rng, &table);
         struct dr_buffer bytes = plan_encode(&table);
-        dr_error_clear(&error);
         CHECK_OK(dr_cursor_open(&cursor, bytes.data, bytes.size, &error), &error);
         for (size_t i = 0; i < table.count; i++) {
             CHECK_EQ(dr_cursor_next(&cursor, &error), 1);
@@ -287,10 +286,9 @@ static void properties_that_are_equal(void) {
 static void many_names(void) {
     enum { COUNT = 30000 };
     struct dr_table table;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     char name[64];
     plan_init(&table);
-    dr_error_clear(&error);
     CHECK_EQ(dr_table_find(&table, "x", 1, 0), DR_NO_NAME);
     for (uint32_t i = 0; i < COUNT; i++) {
         uint32_t index, size = (uint32_t)snprintf(name, sizeof name, "layers.%u.weight", i);
@@ -315,9 +313,8 @@ static void many_names(void) {
 static void names_that_are_close(void) {
     static const char zeros[40];
     struct dr_table table;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     plan_init(&table);
-    dr_error_clear(&error);
     for (uint32_t size = 0; size < sizeof zeros; size++) {
         uint32_t index;
         CHECK_OK(dr_table_name(&table, zeros, size, "", 0, DR_NO_NAME, &index, &error), &error);
@@ -343,8 +340,7 @@ static void equal_properties_are_kept_once(void) {
 /* ---- places ---- */
 
 static void random_places(struct rng *rng, struct dr_storage_index *places, size_t count) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_storage_index_init(places, count, &error), &error);
     for (size_t i = 0; i < count; i++) {
         uint8_t crcs[4 * 8];
@@ -381,8 +377,7 @@ static void same_place(const struct dr_storage_index *a, size_t i, const struct 
 
 static struct dr_buffer encode_places(const struct dr_storage_index *places) {
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_storage_index_encode(places, &out, &error), &error);
     return out;
 }
@@ -471,9 +466,8 @@ static void places_are_merged(void) {
     enum { RANKS = 5, EACH = 9 };
     struct rng rng = {7};
     struct dr_storage_index all, of[RANKS];
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint32_t order[RANKS * EACH];
-    dr_error_clear(&error);
     CHECK_OK(dr_storage_index_init(&all, RANKS * EACH, &error), &error);
     for (uint32_t i = 0; i < RANKS * EACH; i++) {
         uint32_t j = (uint32_t)rng_below(&rng, i + 1);
@@ -510,8 +504,7 @@ static void places_are_merged(void) {
 /* A payload of no bytes has no CRCs, and a list of none is still one. */
 static void places_of_empty_payloads(void) {
     struct dr_storage_index places, again, all;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_storage_index_init(&places, 1, &error), &error);
     struct dr_storage_entry place = {.kind = DR_STORAGE_TENSOR, .offset = 7, .length = 100, .payload_offset = 64};
     CHECK_OK(dr_storage_index_file(&places, "f", 1, &place.file, &error), &error);

@@ -38,8 +38,7 @@ static void note(struct saved *saved, const struct dr_placed *placed) {
 static void save(struct saved *saved, struct rng *rng, const struct dr_options *options) {
     struct dr_writer *writer;
     struct dr_placed placed[COUNT];
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     make_key(rng, &saved->key);
     for (size_t i = 0; i < COUNT; i++) {
         sample_tensor(&saved->samples[i], rng, i % 6 ? 20000 : 3 * MIB, i % 3 == 0);
@@ -61,8 +60,7 @@ static void forget(struct saved *saved) {
 }
 
 static void find(struct saved *saved, unsigned workers) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_find_changed(&saved->key, saved->known, COUNT, workers, &never, &error), &error);
 }
 
@@ -117,7 +115,7 @@ static void samples_are_of_few_bytes(void) {
 static void parts_have_no_digests(void) {
     struct rng rng = {82};
     struct dr_writer *writer;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_digest_key key;
     struct dr_placed placed;
     struct sample sample;
@@ -125,7 +123,6 @@ static void parts_have_no_digests(void) {
     struct dr_options options = {.engine = "threads", .queue_depth = 4, .block_size = MIB, .workers = 1};
     make_key(&rng, &key);
     sample_shape(&sample, &rng, "uint8", 1, sizes);
-    dr_error_clear(&error);
     CHECK_OK(dr_writer_open(&writer, check_dir, "f", 0, &options, &error), &error);
     dr_writer_digest(writer, &key);
     struct dr_source part = sample.source;

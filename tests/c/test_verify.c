@@ -99,8 +99,7 @@ static struct dr_findings check_quickly(const struct dr_options *options, bool q
     static const struct dr_control never;
     struct dr_findings findings;
     struct dr_stream_stats ignored;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int before = check_open_descriptors();
     CHECK_OK(verify_files(names, 1, checks, count, quick, options, &never, &findings, stats ? stats : &ignored, &error),
              &error);
@@ -525,8 +524,7 @@ static void direct_where_there_is_none(void) {
     make_large(&rng, false);
     struct dr_findings found;
     struct dr_stream_stats stats;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_fault_arm(&(struct dr_fault){.call = "set_direct", .nth = 1, .err = EINVAL, .sticky = 1});
     CHECK_EQ(verify_files(names, 1, checks, count, false, &options, &never, &found, &stats, &error), -EINVAL);
     dr_fault_disarm();
@@ -546,10 +544,9 @@ static void every_call_fails(void) {
         while (counted >= nth++) {
             struct dr_findings found;
             struct dr_stream_stats stats;
-            struct dr_error error;
+            DR_NEW_ERROR(error);
             int before = check_open_descriptors();
             alarm(30);
-            dr_error_clear(&error);
             dr_fault_arm(&(struct dr_fault){.nth = nth, .err = EIO});
             int rc = verify_files(names, 1, checks, count, false, &options, &never, &found, &stats, &error);
             counted = dr_fault_disarm();
@@ -576,8 +573,7 @@ static void cancelled(void) {
         const struct dr_options options = way(n);
         struct dr_findings found;
         struct dr_stream_stats stats;
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         make_large(&rng, false);
         int before = check_open_descriptors();
         int rc = verify_files(names, 1, checks, count, false, &options, &control, &found, &stats, &error);

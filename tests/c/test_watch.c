@@ -28,8 +28,7 @@ static struct dr_options make_options(const char *engine, struct dr_watch *watch
 static uint64_t save(const char *name, const struct dr_options *options, uint8_t *crcs) {
     struct rng rng = {60};
     rng_fill(&rng, payload, PAYLOAD);
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_writer *writer;
     struct dr_source source = {.data = payload, .size = PAYLOAD, .total = PAYLOAD};
     struct dr_placed placed;
@@ -46,8 +45,7 @@ static uint64_t save(const char *name, const struct dr_options *options, uint8_t
 
 static void load(const char *name, const struct dr_options *options, const uint8_t *crcs) {
     static const int64_t size = PAYLOAD, zero = 0, one = 1;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_read read = {.payload_size = PAYLOAD,
                            .chunk = {dr_dtype_by_name("uint8"), 1, &size},
                            .offsets = &zero,

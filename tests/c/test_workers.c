@@ -59,8 +59,7 @@ static void all_of_them_work(void) {
     }
     const struct dr_control never = {0};
     struct job job = {.failing = UINT32_MAX};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_OK(dr_workers_run(&job.workers, 3, work, &job, &never, &error), &error);
 }
 
@@ -133,8 +132,7 @@ static void waits_for_another(void) {
     const struct dr_control never = {0};
     for (int i = 0; i < 20; i++) {
         struct job job = {.failing = UINT32_MAX};
-        struct dr_error error;
-        dr_error_clear(&error);
+        DR_NEW_ERROR(error);
         CHECK_OK(dr_workers_run(&job.workers, 4, work_waiting, &job, &never, &error), &error);
         CHECK_EQ(job.ran, 3);
     }
@@ -143,8 +141,7 @@ static void waits_for_another(void) {
 static void waiting_ends_with_a_failure(void) {
     const struct dr_control never = {0};
     struct job job = {.failing = 0};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     CHECK_FAILS(dr_workers_run(&job.workers, 4, work_waiting, &job, &never, &error), &error, EIO);
     CHECK_EQ(job.stopped, 3);
 }
@@ -152,8 +149,7 @@ static void waiting_ends_with_a_failure(void) {
 static void waiting_ends_with_a_cancel(void) {
     struct job job = {.failing = UINT32_MAX, .cancel_at = 2};
     const struct dr_control control = {poll_control, &job};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     job.caller = pthread_self();
     CHECK_FAILS(dr_workers_run(&job.workers, 4, work_waiting, &job, &control, &error), &error, ECANCELED);
     CHECK_EQ(job.stopped, 3);
@@ -162,8 +158,7 @@ static void waiting_ends_with_a_cancel(void) {
 static void an_earlier_error_is_kept(void) {
     const struct dr_control never = {0};
     struct job job = {.failing = 0};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_error_system(&error, EPERM, DR_CALL_OPEN, "before");
     CHECK_EQ(dr_workers_run(&job.workers, 2, work, &job, &never, &error), -EPERM);
     CHECK(strcmp(error.path, "before") == 0);
@@ -199,8 +194,7 @@ static void *call_and_end(void *unused) {
     (void)unused;
     struct job job = {.failing = UINT32_MAX};
     const struct dr_control control = {end_the_thread, &job};
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_workers_run(&job.workers, 3, work_on_the_stack, &job, &control, &error);
     atomic_store(&ended_early, 1); /* never reached */
     return NULL;

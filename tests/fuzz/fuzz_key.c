@@ -78,8 +78,7 @@ static bool any_same(const struct dr_key *keys, size_t count) {
 }
 
 static void check_distinct(const struct dr_key *names, const struct dr_key_batch *batch) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_key_distinct(names, batch, &error);
     FUZZ_CHECK(rc == -error.err && (rc < 0) == any_same(batch->keys, batch->count));
     FUZZ_CHECK(rc == 0 || (error.item > 0 && (size_t)error.item < batch->count));
@@ -89,9 +88,8 @@ static void check_distinct(const struct dr_key *names, const struct dr_key_batch
 static void check_each_alone(const struct dr_key_tree *tree, const struct dr_key *names,
                              const struct dr_key_batch *together) {
     for (size_t i = 0; i < together->count; i++) {
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         struct dr_key_batch alone;
-        dr_error_clear(&error);
         FUZZ_CHECK(dr_key_canonical(tree, &names[i], 1, &alone, &error) == 0);
         FUZZ_CHECK(same(alone.keys[0], together->keys[i]));
         dr_key_batch_destroy(&alone);
@@ -100,9 +98,8 @@ static void check_each_alone(const struct dr_key_tree *tree, const struct dr_key
 
 /* What a name's raw form is canonically is a fixed point: raw and canonical forms of it stay as they are. */
 static void check_there_and_back(const struct dr_key_tree *tree, const struct dr_key *names, size_t count) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_batch canonical, raw, again, last;
-    dr_error_clear(&error);
     FUZZ_CHECK(dr_key_canonical(tree, names, count, &canonical, &error) == 0);
     FUZZ_CHECK(dr_key_raw(tree, canonical.keys, count, &raw, &error) == 0);
     FUZZ_CHECK(dr_key_canonical(tree, raw.keys, count, &again, &error) == 0);
@@ -120,10 +117,9 @@ static void check_there_and_back(const struct dr_key_tree *tree, const struct dr
 }
 
 static void check_guess(const struct dr_key *names, size_t count) {
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     struct dr_key_batch once, twice;
     uint8_t ambiguous[MAX_NAMES], still[MAX_NAMES];
-    dr_error_clear(&error);
     FUZZ_CHECK(dr_key_guess(names, count, &once, ambiguous, &error) == 0);
     FUZZ_CHECK(dr_key_guess(once.keys, count, &twice, still, &error) == 0);
     for (size_t i = 0; i < count; i++)
@@ -138,8 +134,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct dr_key_node nodes[MAX_NODES] = {0};
     struct dr_key names[MAX_NAMES];
     struct dr_key_tree *tree;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     size_t node_count = make_nodes(&in, nodes), name_count = make_names(&in, names);
     int rc = dr_key_tree_make(&tree, nodes, node_count, &error);
     FUZZ_CHECK(rc == -error.err && (rc == 0) == (tree != NULL));

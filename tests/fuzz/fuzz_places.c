@@ -40,8 +40,7 @@ static bool same_places(const struct dr_storage_index *a, const struct dr_storag
 static void encode_again(const struct dr_storage_index *places) {
     struct dr_buffer out;
     struct dr_storage_index again;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     FUZZ_CHECK(dr_storage_index_encode(places, &out, &error) == 0);
     FUZZ_CHECK(dr_storage_index_decode(&again, out.data, out.size, NULL, &error) == 0);
     FUZZ_CHECK(same_places(places, &again));
@@ -52,10 +51,9 @@ static void encode_again(const struct dr_storage_index *places) {
 /* To the same indices of other places: all arrive, unless one is not there. */
 static void merge(const struct dr_storage_index *places) {
     struct dr_storage_index all;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     bool whole = true;
     uint32_t *indices = calloc(places->count + 1, sizeof *indices);
-    dr_error_clear(&error);
     FUZZ_CHECK(indices && dr_storage_index_init(&all, places->count, &error) == 0);
     for (size_t i = 0; i < places->count; i++) {
         indices[i] = (uint32_t)i;
@@ -76,11 +74,10 @@ static void pickle(const struct dr_storage_index *places) {
     const struct dr_metadata_parts parts = {properties, none, none, false};
     struct dr_table table;
     struct dr_buffer out;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     plan_init(&table);
     for (int64_t i = 0; i < (int64_t)places->count; i++)
         plan_chunk(&table, "w", 1, (const int64_t[]){1 << 30, i, 1}, P_INT8, 0);
-    dr_error_clear(&error);
     FUZZ_CHECK(dr_metadata_pickle(&table, places, &parts, &out, &error) == 0);
     dr_buffer_destroy(&out);
     dr_table_destroy(&table);
@@ -88,13 +85,12 @@ static void pickle(const struct dr_storage_index *places) {
 
 static void decode(const uint8_t *data, size_t size) {
     struct dr_storage_index places;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint8_t *encoded = malloc(size + PLAN_HEADER);
     FUZZ_CHECK(encoded);
     memcpy(encoded, "DRP\1", 4);
     memcpy(encoded + PLAN_HEADER, data, size);
     plan_fix_crc(encoded, size + PLAN_HEADER);
-    dr_error_clear(&error);
     int rc = dr_storage_index_decode(&places, encoded, size + PLAN_HEADER, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     free(encoded);
@@ -122,16 +118,14 @@ static int kept(void *context, size_t row, int64_t start, int64_t rows) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct kept_rows before = {0};
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     decode(data, size);
-    dr_error_clear(&error);
     FUZZ_CHECK(dr_reply_read(data, size, REPLY_ROWS, kept, &before, &error) == -error.err);
     return 0;
 }
 
 static void seed_places(struct dr_storage_index *places, unsigned seed) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     FUZZ_CHECK(dr_storage_index_init(places, seed * 3, &error) == 0);
     for (unsigned i = 0; i < seed * 3; i++) {
         char file[32];
@@ -161,8 +155,7 @@ size_t fuzz_seed(unsigned index, uint8_t out[FUZZ_SEED_MAX]) {
     }
     struct dr_storage_index places;
     struct dr_buffer bytes;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     seed_places(&places, index - REPLIES + 1);
     FUZZ_CHECK(dr_storage_index_encode(&places, &bytes, &error) == 0 && bytes.size <= FUZZ_SEED_MAX);
     size_t size = bytes.size - PLAN_HEADER;

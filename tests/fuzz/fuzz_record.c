@@ -8,9 +8,8 @@
 static void locate(uint64_t offset, uint64_t length) {
     struct dr_view view;
     struct dr_located located;
-    struct dr_error error;
+    DR_NEW_ERROR(error);
     uint64_t bytes;
-    dr_error_clear(&error);
     memset(&located, 0xa5, sizeof located);
     FUZZ_CHECK(dr_view_init(&view, -1, "memory", &error) == 0);
     int rc = dr_record_locate(&view, offset, length, &located, &error);

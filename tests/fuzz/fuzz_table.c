@@ -23,8 +23,7 @@ struct plan {
 };
 
 static void prepare(struct plan *plan, const uint8_t *data, size_t size) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     *plan = (struct plan){.data = malloc(size + PLAN_HEADER), .size = size + PLAN_HEADER};
     FUZZ_CHECK(plan->data);
     memcpy(plan->data, "DRT\1", 4);
@@ -40,8 +39,7 @@ static void prepare(struct plan *plan, const uint8_t *data, size_t size) {
 static void encode_again(const struct dr_table *table) {
     struct dr_buffer once, twice;
     struct dr_table again;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     dr_table_init(&again);
     FUZZ_CHECK(dr_table_encode(table, &once, &error) == 0);
     FUZZ_CHECK(dr_table_decode(&again, once.data, once.size, NULL, &error) == 0);
@@ -60,8 +58,7 @@ static void pickle(const struct dr_table *table) {
     struct dr_fragment *properties = calloc(table->property_count + 1, sizeof *properties);
     struct dr_storage_index places;
     struct dr_buffer out;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     FUZZ_CHECK(properties && dr_storage_index_init(&places, table->count, &error) == 0);
     for (size_t i = 0; i < table->count; i++) {
         struct dr_storage_entry place = {.kind = (uint8_t)(i % 4), .length = 100, .payload_size = i % 2 ? 100 : 0};
@@ -131,8 +128,7 @@ static void check_tiling(const struct dr_match *found, const struct dr_table *wa
 /* Every overlap lies in both of its chunks, and all of a row make it up. */
 static void match(const struct dr_table *wanted, const struct dr_table *stored) {
     struct dr_match found;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     int rc = dr_match(&found, wanted, stored, NULL, &error);
     FUZZ_CHECK(rc == -error.err);
     for (size_t i = 0; i < found.count; i++) {
@@ -176,9 +172,8 @@ static void read_replies(const struct dr_merge *merge) {
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         struct items items = {.merge = merge, .rank = rank};
         struct dr_buffer reply;
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         uint32_t *pieces;
-        dr_error_clear(&error);
         FUZZ_CHECK(dr_merge_reply(merge, rank, &reply, &error) == 0);
         FUZZ_CHECK(dr_merge_items(merge, rank, &pieces, &items.count, &error) == 0);
         items.pieces = pieces;
@@ -211,9 +206,8 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
     static const uint32_t hosts[RANKS] = {7, 7};
     for (int strategy = DR_BALANCED; strategy <= DR_PER_HOST; strategy++) {
         struct dr_assignment assignment = {(enum dr_strategy)strategy, choices[0] % 4u, hosts, choices[1] + 1u};
-        struct dr_error error;
+        DR_NEW_ERROR(error);
         struct dr_table table;
-        dr_error_clear(&error);
         int rc = dr_merge_assign(merge, &assignment, NULL, &error);
         FUZZ_CHECK(rc == -error.err && (rc == 0 || strategy >= DR_LIMITED));
         if (rc)
@@ -230,8 +224,7 @@ static void share_out(struct dr_merge *merge, const uint8_t choices[CHOICES]) {
 static void merge_both(const struct plan plans[RANKS], const uint8_t choices[CHOICES]) {
     static const uint32_t fingerprints[MAX_FINGERPRINTS] = {0, 1, 2, 3, 4, 5, 6, 7};
     struct dr_merge merge;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     FUZZ_CHECK(dr_merge_init(&merge, RANKS, &error) == 0);
     int rc = 0;
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {

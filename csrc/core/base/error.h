@@ -67,6 +67,11 @@ struct dr_error {
 
 void dr_error_clear(struct dr_error *error);
 
+/* Declares an error that has not happened yet. No initialiser does: it would write all of the path's kilobytes. */
+#define DR_NEW_ERROR(name) \
+    struct dr_error name; \
+    dr_error_clear(&name)
+
 /* Each records the failure unless one is recorded already, and returns -errno. */
 int dr_error_system(struct dr_error *error, int err, enum dr_call call, const char *path);
 int dr_error_io(struct dr_error *error, int err, enum dr_call call, const char *path, int64_t offset, int64_t length);

@@ -77,8 +77,7 @@ static bool is_our_lack(const struct dr_error *why) {
 static int look_at_file(struct verify_run *run, const size_t *records, size_t count, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     size_t file = v->checks[records[0]].file;
-    struct dr_error why;
-    dr_error_clear(&why);
+    DR_NEW_ERROR(why);
     if (dr_input_look(v->input, file, &why) == 0)
         return 1;
     if (is_our_lack(&why)) {
@@ -185,8 +184,7 @@ static int read_headers(struct verify_run *run, struct reader *reader, struct dr
             return 0;
         const struct dr_check *c = &v->checks[run->large[index]];
         uint64_t crc_ns = 0;
-        struct dr_error why;
-        dr_error_clear(&why);
+        DR_NEW_ERROR(why);
         int rc = turn_to_file(run, reader, c->file, &why);
         if (rc == 0) {
             dr_verify_record(v, run->large[index], &reader->view, &reader->ahead, &crc_ns);

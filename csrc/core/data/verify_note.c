@@ -34,8 +34,7 @@ static void keep_problem(struct dr_verify *v, const struct dr_problem *problem) 
         f->unkept++;
         return;
     }
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     if (DR_ARRAY_RESERVE(f->problems, f->count, f->room, 1, &ignored) < 0) {
         v->no_memory = true;
         return;

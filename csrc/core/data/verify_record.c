@@ -81,8 +81,7 @@ void dr_verify_blocks(struct dr_verify *v, struct dr_verify_part *part, const ui
 static void add_part(const struct record *r, const struct dr_verify_part *part) {
     struct dr_verify *v = r->verify;
     uint32_t *sums = part->crcs ? NULL : dr_calloc(dr_crc_count(part->offset, part->size), sizeof *sums);
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     pthread_mutex_lock(&v->lock);
     if ((part->crcs || sums) && DR_ARRAY_RESERVE(v->parts, v->part_count, v->part_room, 1, &ignored) == 0) {
         v->parts[v->part_count] = *part;

@@ -29,8 +29,7 @@ static int choose_method(struct dr_engine *engine, const char *method, struct dr
             return open_method(engine, methods[i], error);
         }
     engine->asked = "auto";
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     if (open_method(engine, &dr_engine_uring, &ignored) == 0)
         return 0;
     return open_method(engine, &dr_engine_threads, error);
@@ -209,8 +208,7 @@ void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {
  */
 bool dr_engine_drain(struct dr_engine *engine) {
     for (unsigned errors = 0; engine->in_flight > 0 && errors < MAX_DRAIN_ERRORS;) {
-        struct dr_error ignored;
-        dr_error_clear(&ignored);
+        DR_NEW_ERROR(ignored);
         struct dr_request *request = NULL;
         int result;
         if (engine->ops->wait(engine, 100, &request, &result, &ignored) < 0) {

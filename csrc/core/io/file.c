@@ -145,8 +145,7 @@ int dr_directory_write(const char *dir, const char *name, const void *data, size
 
 /* Whatever an error is about, tmp is of no use. */
 static void remove_unfinished(const char *dir, const char *tmp) {
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     dr_directory_remove(dir, &tmp, 1, &ignored);
 }
 

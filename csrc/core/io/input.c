@@ -165,8 +165,7 @@ static int open_direct(struct dr_input *input, struct dr_input_file *file, enum 
 
 int dr_input_direct(struct dr_input *input, size_t index, enum dr_direct direct, int *fd, struct dr_error *error) {
     struct dr_input_file *file = &input->files[index];
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     int rc = 0;
     pthread_mutex_lock(&input->lock);
     assert(file->holders > 0);

@@ -150,8 +150,7 @@ static int start_held(struct stream_run *run, struct dr_engine *engine, struct d
 
 static int start_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
                        const struct dr_block *block, struct dr_error *error) {
-    struct dr_error why;
-    dr_error_clear(&why);
+    DR_NEW_ERROR(why);
     int fd = -1, rc = dr_input_hold(run->stream->input, block->file, &fd, &why);
     if (rc == 0) {
         take_block(request, block);
@@ -187,8 +186,7 @@ static int fill_queue(struct stream_run *run, struct dr_engine *engine, struct d
 static int report_failed_read(struct stream_run *run, const struct dr_request *request, const struct dr_error *why,
                               struct dr_error *error) {
     const struct dr_block *block = request->user;
-    struct dr_error ignored;
-    dr_error_clear(&ignored);
+    DR_NEW_ERROR(ignored);
     int fd;
     if (dr_input_hold(run->stream->input, block->file, &fd, &ignored) < 0)
         return report_unreadable(run, block, -1, request->data, why, error);
@@ -200,8 +198,7 @@ static int report_failed_read(struct stream_run *run, const struct dr_request *r
 /* What is in flight, or nothing within a while; what failed is the user's to go on without, or not. */
 static int finish_block(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
     struct dr_request *done;
-    struct dr_error why;
-    dr_error_clear(&why);
+    DR_NEW_ERROR(why);
     int rc = dr_engine_wait(engine, WAIT_MS, &done, &why);
     if (!done) {
         if (rc < 0)

@@ -26,8 +26,7 @@ static void record_failure(struct dr_workers *workers, const struct dr_error *er
 static void run_worker(void *argument) {
     struct worker *worker = argument;
     struct dr_workers *workers = worker->workers;
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (worker->work(worker->context, worker->index, &error) < 0)
         record_failure(workers, &error);
     pthread_mutex_lock(&workers->lock);
@@ -50,8 +49,7 @@ static void watch(struct dr_workers *workers, const struct dr_control *control) 
         pthread_mutex_unlock(&workers->lock);
         cancelled = control->poll(control->context) != 0;
         if (cancelled) {
-            struct dr_error error;
-            dr_error_clear(&error);
+            DR_NEW_ERROR(error);
             dr_error_cancelled(&error);
             record_failure(workers, &error);
         }

@@ -32,16 +32,14 @@ static struct dr_answer answer(int rc, const struct dr_error *error) {
 
 /* The answer of a system call. */
 static struct dr_answer answer_of(int rc, enum dr_call call) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     if (rc < 0)
         dr_error_system(&error, -rc, call, NULL);
     return answer(rc, &error);
 }
 
 void dr_probe_ring(unsigned depth, size_t buffer_size, struct dr_ring_answers *out) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     struct dr_engine *engine = NULL;
     int rc = dr_engine_open(&engine, "uring", depth, buffer_size, &error);
     *out = (struct dr_ring_answers){.open = answer(rc, &error), .registered = engine ? engine->registered : 0};
@@ -99,8 +97,7 @@ static int ask_sync(int fd, const char *path, const struct dr_control *control, 
 
 /* As every save ends: written beside, made durable, renamed, and that made durable. */
 static void ask_commit(const char *dir, struct dr_directory_answers *out) {
-    struct dr_error error;
-    dr_error_clear(&error);
+    DR_NEW_ERROR(error);
     uint64_t begin = dr_clock_ns();
     int rc = dr_directory_commit(dir, DR_PROBE_COMMIT, DR_PROBE_FILE, "new", 3, true, &error);
     out->commit = answer(rc, &error);
@@ -109,8 +106,7 @@ static void ask_commit(const char *dir, struct dr_directory_answers *out) {
 
 static int ask_file(const char *path, const char *dir, int fd, const struct dr_control *control,
                     struct dr_directory_answers *out, struct dr_error *error) {
-    struct dr_error sync_error;
-    dr_error_clear(&sync_error);
+    DR_NEW_ERROR(sync_error);
     out->allocate = answer_of(DR_RETRY(dr_sys.fallocate(fd, ALLOCATED_BYTES)), DR_CALL_FALLOCATE);
     ask_direct(fd, out);
     int rc = ask_sync(fd, path, control, out, &sync_error);
@@ -134,8 +130,7 @@ int dr_probe_directory(const char *dir, struct dr_directory_answers *out, const 
         free(path);
         dr_sys.close(fd);
         static const char *const names[] = {DR_PROBE_FILE, DR_PROBE_COMMIT};
-        struct dr_error ignored;
-        dr_error_clear(&ignored);
+        DR_NEW_ERROR(ignored);
         out->remove = answer(dr_directory_remove(dir, names, 2, &ignored), &ignored);
     }
     if (dirfd >= 0)

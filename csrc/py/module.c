@@ -11,12 +11,8 @@
 #include "keys/key.h"
 #include "record/record.h"
 
-static PyMethodDef *const all_methods[] = {
-    torch_methods,    reader_methods,        directory_methods, fault_methods,  table_methods,
-    merge_methods,    storage_index_methods, match_methods,     key_methods,    probe_methods,
-    verify_methods,   compare_methods,       unpickle_methods,  record_methods, stripe_methods,
-    elements_methods, unchanged_methods,     copy_methods,      kept_methods,   barrier_methods,
-};
+#define METHODS_ENTRY(name) name##_methods,
+static PyMethodDef *const all_methods[] = {PARTS(METHODS_ENTRY)};
 
 #define TYPE_ENTRY(name, part) {#name, &part##_spec, offsetof(struct module_state, part##_type)},
 static const struct {

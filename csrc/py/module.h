@@ -107,25 +107,13 @@ int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **
 
 #define EXTERN_SPEC(name, part) extern PyType_Spec part##_spec;
 TYPES(EXTERN_SPEC)
-extern PyMethodDef reader_methods[];
-extern PyMethodDef directory_methods[];
-extern PyMethodDef key_methods[];
-extern PyMethodDef probe_methods[];
-extern PyMethodDef torch_methods[];
-extern PyMethodDef fault_methods[];
-extern PyMethodDef record_methods[];
-extern PyMethodDef table_methods[];
-extern PyMethodDef merge_methods[];
-extern PyMethodDef storage_index_methods[];
-extern PyMethodDef match_methods[];
-extern PyMethodDef verify_methods[];
-extern PyMethodDef compare_methods[];
-extern PyMethodDef unpickle_methods[];
-extern PyMethodDef stripe_methods[];
-extern PyMethodDef barrier_methods[];
-extern PyMethodDef elements_methods[];
-extern PyMethodDef unchanged_methods[];
-extern PyMethodDef copy_methods[];
-extern PyMethodDef kept_methods[];
+/* PART(name): whose `name_methods` are functions of the module. */
+#define PARTS(PART) \
+    PART(reader) \
+    PART(directory) PART(key) PART(probe) PART(torch) PART(fault) PART(record) PART(table) PART(merge) \
+        PART(storage_index) PART(match) PART(verify) PART(compare) PART(unpickle) PART(stripe) PART(barrier) \
+            PART(elements) PART(unchanged) PART(copy) PART(kept)
+#define DECLARE_METHODS(name) extern PyMethodDef name##_methods[];
+PARTS(DECLARE_METHODS)
 
 #endif

@@ -157,6 +157,38 @@ class Component:
         return [f"saved as {saved}, here it is {self.kind}; wrap it as it was saved, or leave it out"]
 
 
+class Several(Component):
+    """Several of one kind that are one component.
+
+    Attributes:
+        each: at least one.
+    """
+
+    each: Sequence[Component]
+
+    @property
+    def type_name(self) -> str:
+        return self.each[0].type_name
+
+    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
+        return [one.prepare(name, stored, target, member) for one in self.each]
+
+    def apply(self, state: Any, before: Sequence[Component]) -> None:
+        for one, own in zip(self.each, state, strict=True):
+            one.apply(own, before)
+
+    def remarks(self) -> list[str]:
+        return each_once(one.remarks() for one in self.each)
+
+    def forget(self) -> None:
+        for one in self.each:
+            one.forget()
+
+
+def each_once(texts: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(text for some in texts for text in some))
+
+
 def some_are(keys: Iterable[str]) -> str:
     names = set(keys)
     return f"{some_keys(names)} {'is' if len(names) == 1 else 'are'}"

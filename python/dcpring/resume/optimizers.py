@@ -38,7 +38,7 @@ from dcpring.names.state_dict.by_name import (
 from dcpring.names.state_dict.optimizers import is_numbered
 from dcpring.names.state_dict.set_optimizers import same_value
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member
+from dcpring.resume.components import Component, ComponentPlan, Member, Several, each_once
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
@@ -463,7 +463,7 @@ class OptimizerState(_Grouped):
         self._current, self._tensors, self._owners, self._kept = {}, {}, {}, set()
 
 
-class OptimizerStates(_Grouped):
+class OptimizerStates(Several, _Grouped):
     """Several optimizers that share the parameters of a model among them, saved as one with the groups of all.
 
     How many there are is not saved: those of a model's parts on a rank, any number of ranks can go on with.
@@ -477,10 +477,6 @@ class OptimizerStates(_Grouped):
     def __init__(self, each: Sequence[OptimizerState]) -> None:
         super().__init__([one.stateful for one in each], each[0].strict)
         self.each = list(each)
-
-    @property
-    def type_name(self) -> str:
-        return self.each[0].type_name
 
     def state(self) -> Any:
         whole: dict[str, Any] = {}
@@ -501,31 +497,13 @@ class OptimizerStates(_Grouped):
         plans = [one.plan(name, stored, member) for one in self.each]
         return ComponentPlan(
             target={key: value for plan in plans for key, value in plan.target.items()},
-            problems=_each_once(plan.problems for plan in plans),
-            change="; ".join(_each_once([plan.change] for plan in plans)),
+            problems=each_once(plan.problems for plan in plans),
+            change="; ".join(each_once([plan.change] for plan in plans)),
             resharded=any(plan.resharded for plan in plans),
             unexpected=set.intersection(*(plan.unexpected for plan in plans)),
             in_place={key: value for plan in plans for key, value in plan.in_place.items()},
-            notes=_each_once(plan.notes for plan in plans),
+            notes=each_once(plan.notes for plan in plans),
         )
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        return [one.prepare(name, stored, target, member) for one in self.each]
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        for one, own in zip(self.each, state, strict=True):
-            one.apply(own, before)
-
-    def remarks(self) -> list[str]:
-        return _each_once(one.remarks() for one in self.each)
-
-    def forget(self) -> None:
-        for one in self.each:
-            one.forget()
-
-
-def _each_once(texts: Iterable[Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(text for some in texts for text in some))
 
 
 def _joined(notes: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:

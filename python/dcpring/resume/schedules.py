@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member
+from dcpring.resume.components import Component, ComponentPlan, Member, Several, each_once
 from dcpring.resume.manifest import Stored
 from dcpring.resume.whole import Replicated
 from dcpring.torchside.optim import inner_schedulers
@@ -129,7 +129,7 @@ class LRSchedule(Replicated):
                 self.stateful.step()
 
 
-class LRSchedules(Replicated):
+class LRSchedules(Several, Replicated):
     """Schedulers that go alike, one for each of several optimizers. The state of one is saved, and loaded into all.
 
     Args:
@@ -143,10 +143,6 @@ class LRSchedules(Replicated):
         super().__init__([one.stateful for one in each])
         self.each = list(each)
 
-    @property
-    def type_name(self) -> str:
-        return self.each[0].type_name
-
     def state(self) -> Any:
         states = [one.state() for one in self.each]
         others = [index for index, state in enumerate(states) if trees.digest(state) != trees.digest(states[0])]
@@ -158,21 +154,10 @@ class LRSchedules(Replicated):
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         plans = [one.plan(name, stored, member) for one in self.each]
-        return replace(plans[0], problems=list(dict.fromkeys(text for plan in plans for text in plan.problems)))
+        return replace(plans[0], problems=each_once(plan.problems for plan in plans))
 
     def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
         return [one.prepare(name, stored, copy.deepcopy(target), member) for one in self.each]
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        for one, own in zip(self.each, state, strict=True):
-            one.apply(own, before)
-
-    def remarks(self) -> list[str]:
-        return list(dict.fromkeys(text for one in self.each for text in one.remarks()))
-
-    def forget(self) -> None:
-        for one in self.each:
-            one.forget()
 
 
 def _has_groups_of(loaded: Any, optimizer: Optimizer) -> bool:

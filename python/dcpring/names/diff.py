@@ -205,6 +205,19 @@ def bare_forms() -> tuple[Callable[[list[str]], list[str]], ...]:
     return _guess, _bare_all
 
 
+def paired(
+    forms: Callable[[list[str]], list[str]], wanted: Iterable[str], others: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """Names that are the same in some form of theirs as one other, and that is the only one; each other once."""
+    wanted, others = list(wanted), list(others)
+    owners: dict[str, list[str]] = defaultdict(list)
+    for form, name in zip(forms(others), others, strict=True):
+        owners[form].append(name)
+    for form, name in zip(forms(wanted), wanted, strict=True):
+        if len(owners.get(form, ())) == 1:
+            yield name, owners.pop(form)[0]
+
+
 class _Matcher:
     """Pairs missing and unexpected names, the surest reasons first; each name is used once."""
 
@@ -217,7 +230,8 @@ class _Matcher:
     def pairs(self) -> dict[str, tuple[str, str]]:
         """For each missing name that has one, its candidate and the cause."""
         for forms in bare_forms():
-            self._match(forms)
+            for name, other in paired(forms, self._missing, self._unexpected):
+                self._take(name, other)
         self._match_suffixes()
         self._match_spelling()
         return self._pairs
@@ -225,17 +239,6 @@ class _Matcher:
     def _take(self, missing: str, candidate: str) -> None:
         del self._missing[missing], self._unexpected[candidate]
         self._pairs[missing] = (candidate, self._cause(missing, candidate))
-
-    def _match(self, forms: Callable[[list[str]], list[str]]) -> None:
-        """Pairs names that are the same in some form of theirs, and the only ones."""
-        names: dict[str, list[str]] = defaultdict(list)
-        unexpected = list(self._unexpected)
-        for form, name in zip(forms(unexpected), unexpected, strict=True):
-            names[form].append(name)
-        missing = list(self._missing)
-        for form, name in zip(forms(missing), missing, strict=True):
-            if len(names.get(form, ())) == 1:
-                self._take(name, names.pop(form)[0])
 
     def _match_suffixes(self) -> None:
         owners: dict[str, str | None] = {}

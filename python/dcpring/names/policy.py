@@ -22,6 +22,7 @@ from dcpring.names.diff import (
     describe_metadata,
     describe_value,
     diff_described,
+    paired,
 )
 from dcpring.names.key_map import KeyMap
 from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
@@ -173,15 +174,8 @@ def match_names(key_map: KeyMap, wanted: list[str], stored: list[str]) -> dict[s
     open_wanted = [name for name in wanted if name not in present]
     taken = set(wanted) & present
     for forms in bare_forms():
-        owners: dict[str, list[str]] = {}
         left = [name for name in stored if name not in taken and names[name] == name]
-        for form, name in zip(forms(left), left, strict=True):
-            owners.setdefault(form, []).append(name)
-        unmatched = []
-        for form, name in zip(forms(open_wanted), open_wanted, strict=True):
-            if len(owners.get(form, ())) == 1:
-                names[owners.pop(form)[0]] = name
-            else:
-                unmatched.append(name)
-        open_wanted = unmatched
+        found = dict(paired(forms, open_wanted, left))
+        names |= {other: name for name, other in found.items()}
+        open_wanted = [name for name in open_wanted if name not in found]
     return names

@@ -13,7 +13,7 @@ A piece that has been read lies in memory element by element. Each rank copies f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -129,6 +129,19 @@ def range_of_box(shape: Ints, offsets: Ints, lengths: Ints) -> tuple[int, int] |
     return first, first + count
 
 
+def overlap_of(
+    offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> tuple[Ints, Ints, Ints] | None:
+    """Of two boxes in a tensor: where in the first, where in the second, and how much they share; None for nothing."""
+    low = tuple(max(a, b) for a, b in zip(offsets, start, strict=True))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, start, size, strict=True))
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    in_first = tuple(a - b for a, b in zip(low, offsets, strict=True))
+    in_second = tuple(a - b for a, b in zip(low, start, strict=True))
+    return in_first, in_second, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
 def _boxes_of_range(shape: Ints, first: int, end: int) -> list[tuple[Ints, Ints]]:
     """The boxes that a range of elements consists of, in its order: part of a row, whole rows, part of a row."""
     if len(shape) < 2:
@@ -158,14 +171,8 @@ def _common(piece: Piece, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, I
     """
     at = 0
     for box_offsets, box_lengths in piece.boxes():
-        bounds = [
-            (max(box, wanted), min(box + size, wanted + length))
-            for box, size, wanted, length in zip(box_offsets, box_lengths, offsets, lengths, strict=True)
-        ]
-        if all(low < high for low, high in bounds):
-            in_box = tuple(low - start for (low, _), start in zip(bounds, box_offsets, strict=True))
-            in_overlap = tuple(low - start for (low, _), start in zip(bounds, offsets, strict=True))
-            yield at, box_lengths, in_box, in_overlap, tuple(high - low for low, high in bounds)
+        if common := overlap_of(box_offsets, box_lengths, offsets, lengths):
+            yield at, box_lengths, *common
         at += math.prod(box_lengths) * piece.item_bytes
 
 

@@ -101,11 +101,9 @@ def fingerprints(values: list[Any]) -> bytes:
 def _samples(tensors: list[Tensor]) -> list[int]:
     """Of some stretches of each tensor, the same wherever it lies."""
     sampled = list(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if is_accelerator(tensor.device):
-            by_device.setdefault(tensor.device, []).append(index)
-    for chosen in by_device.values():
+    for chosen in _by_device(tensors):
+        if not is_accelerator(tensors[chosen[0]].device):
+            continue
         here = torch.stack([sample_view(tensors[index]) for index in chosen]).cpu()
         for index, sample in zip(chosen, here, strict=True):
             sampled[index] = sample
@@ -115,6 +113,13 @@ def _samples(tensors: list[Tensor]) -> list[int]:
     return [sample & 0xFFFFFFFF for sample in memoryview(_C.samples(known, _KEY)).cast("Q")] if sampled else []
 
 
+def _by_device(tensors: list[Tensor]) -> Iterable[list[int]]:
+    found: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.device, []).append(index)
+    return found.values()
+
+
 def _object_crc(value: Any) -> int:
     return int.from_bytes(digest(value)[:4], "little")
 
@@ -122,10 +127,7 @@ def _object_crc(value: Any) -> int:
 def _tensor_crcs(tensors: list[Tensor]) -> list[int]:
     """Of the elements' bytes. Tensors of accelerators are brought over in windows, each in one transfer."""
     crcs = [0] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    for chosen in by_device.values():
+    for chosen in _by_device(tensors):
         for window in windows(chosen, lambda index: tensors[index].nbytes, _WINDOW_BYTES):
             with torch.no_grad():
                 here = _brought_here([tensors[index].detach() for index in window])

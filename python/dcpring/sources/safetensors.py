@@ -11,10 +11,12 @@ from dcpring import _C
 from dcpring.base.files import unfinished_name
 from dcpring.base.windows import windows
 from dcpring.format import safetensors
+from dcpring.move.pending import Pending
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
 from dcpring.store.layout import remove_files
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
+from dcpring.watch.phases import Phases
 
 
 class SafetensorsTarget:
@@ -57,21 +59,20 @@ class SafetensorsTarget:
         remove_unfinished(directory)
         self.files = free_names(directory, len(self._groups))
         unfinished = {f".{unfinished_name(name)}": name for name in self.files}
-        left, syncs = list(unfinished), _C.Syncs(None)
-        try:
+        pending = Pending(str(directory), None, is_synced=True)
+        with pending.removed_on_failure():
             for name, group in zip(unfinished, self._groups, strict=True):
-                with writing(str(directory), name, sum(item.nbytes for item in group), watch, syncs) as out:
+                pending.names.append(name)
+                with writing(str(directory), name, sum(item.nbytes for item in group), watch, pending.syncs) as out:
                     self._fill(out, group, source)
             pairs = zip(self.files, self._groups, strict=True)
             weights = {item.name: file for file, group in pairs for item in group}
             index = new_index(unfinished, weights, self.nbytes)
             if index is not None:
-                left.append(index.name)
-                _C.write_file(str(directory), *index, syncs)
-            syncs.wait()
-            remove_files(directory, commit_model(directory, unfinished, index and index.name, True))
-        finally:
-            remove_files(directory, [name for name in left if (directory / name).exists()])
+                pending.write(*index)
+            pending.wait(Phases())
+            stale = commit_model(directory, unfinished, index and index.name, True)
+        remove_files(directory, stale)
 
     def _fill(self, out: _C.FileWriter, items: Sequence[SourceItem], source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.

@@ -16,7 +16,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from dcpring.sources.stream import (
     SourceItem,
     SourcePart,
     TargetPart,
+    first_names,
     stream,
 )
 from dcpring.torchside.serialization import (
@@ -500,21 +501,16 @@ class TorchTarget:
     def __init__(self, path: FilePath, items: Sequence[SourceItem]) -> None:
         self._path = path
         self._items = items
-        self._storages: dict[Hashable, _Storage] = {}
-        self._owners: list[SourceItem] = []
-        self._stubs = {item.name: self._stub(item) for item in items if item.shape is not None}
+        tensors = [item for item in items if item.shape is not None]
+        first = first_names(tensors)
+        self._owners = [item for item in tensors if first[item.name] == item.name]
+        storages = {item.name: _Storage(str(number), item) for number, item in enumerate(self._owners)}
+        self._stubs = {item.name: _Stub(item, storages[first[item.name]]) for item in tensors}
         self.nbytes = sum(item.nbytes for item in self._owners)
         self.tied = len(self._stubs) - len(self._owners)
         self.files = [path.name]
         self._zip = ZipStream()
         self._crc = 0
-
-    def _stub(self, item: SourceItem) -> _Stub:
-        same = item.name if item.place is None else (item.place, item.shape, item.stored, item.dtype)
-        if same not in self._storages:
-            self._storages[same] = _Storage(str(len(self._owners)), item)
-            self._owners.append(item)
-        return _Stub(item, self._storages[same])
 
     def write(self, source: Source, overwrite: bool, watch: _C.Watch | None) -> None:
         values = [

@@ -28,6 +28,12 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' if number != 1 else ''}"
 
 
+def imbalance(loads: Iterable[int]) -> float:
+    """The largest load over the mean of those that are not 0. 1.0 is even."""
+    some = [load for load in loads if load]
+    return max(some) * len(some) / sum(some) if some else 1.0
+
+
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] | None = None) -> str:
     """Columns of plain text; those of ``right``, or else all but the first, are aligned to the right."""
     to_right = set(range(1, len(header)) if right is None else right)
@@ -138,8 +144,7 @@ class PlanReport:
     @property
     def imbalance(self) -> float:
         """The largest rank's bytes over the mean of the ranks that write. 1.0 is even."""
-        written = [rank.bytes for rank in self.ranks if rank.bytes]
-        return max(written) * len(written) / sum(written) if written else 1.0
+        return imbalance(rank.bytes for rank in self.ranks)
 
     def __str__(self) -> str:
         header = ("rank", "items", "bytes", "files", "replicas removed", "their bytes", "write s")

@@ -47,13 +47,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.sources.contents import open_all, open_contents
+    from dcpring.sources.contents import open_all
     from dcpring.tools.inspect.key_report import report_keys
 
-    if args.rank is None:
-        parts = open_all(args.checkpoint, trusted=args.trusted)
-    else:
-        parts = [open_contents(args.checkpoint, rank=args.rank, trusted=args.trusted)]
+    parts = open_all(args.checkpoint, rank=args.rank, trusted=args.trusted)
     report = report_keys(dict.fromkeys(key for contents in parts for key in contents), args.key_map)
     saved, problem = _saved_key_map(args.checkpoint, args.rank)
     if args.json:
@@ -61,7 +58,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         _print_rows(out, report)
         _print_origins(out, report)
-        _print_clashes(out, "would all become", "without what wrappers add", report.clashes)
+        _print_clashes(out, "without what wrappers add", report.clashes)
         if args.key_map is not None:
             _print_map(out, report)
         _print_saved(out, saved)
@@ -121,9 +118,9 @@ def _print_origins(out: Output, report: KeyReport) -> None:
         )
 
 
-def _print_clashes(out: Output, verb: str, when: str, clashes: Mapping[str, list[str]]) -> None:
+def _print_clashes(out: Output, when: str, clashes: Mapping[str, list[str]]) -> None:
     for new, old in clashes.items():
-        out.error(f"{', '.join(old[:_MOST_PLACES])}{', ...' * (len(old) > _MOST_PLACES)} {verb} {new} {when}")
+        out.error(f"{', '.join(old[:_MOST_PLACES])}{', ...' * (len(old) > _MOST_PLACES)} would all become {new} {when}")
 
 
 def _print_map(out: Output, report: KeyReport) -> None:
@@ -134,7 +131,7 @@ def _print_map(out: Output, report: KeyReport) -> None:
     )
     for rule in report.unused:
         out.text(f"No key is renamed by the {rule.kind} {rule.old!r} (to {rule.new!r})")
-    _print_clashes(out, "would all become", "with the key map", report.collisions)
+    _print_clashes(out, "with the key map", report.collisions)
 
 
 def _print_saved(out: Output, saved: KeyTable | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,14 +37,13 @@ from dcpring.move.load.loader import Loader
 from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
+from dcpring.plan.pieces import overlap_of
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
 from dcpring.store.safetensors import chunks_of, is_model
 from dcpring.torchside.tensors import narrowed
-
-_RANK_OF_FILE = re.compile(r"__(\d+)_\d+(?:\.[0-9a-f]{16})?\.distcp")
 
 _INT = {int}
 
@@ -111,9 +109,9 @@ class Slice(NamedTuple):
 
 @functools.lru_cache(1 << 16)
 def rank_of_file(name: str) -> int | None:
-    """The rank that wrote a data file, by its name; None for other names."""
-    match = _RANK_OF_FILE.fullmatch(name)
-    return int(match[1]) if match else rank_of_shard(name)
+    """The rank that wrote a data file of any format, by its name; None for other names."""
+    rank = layout.rank_of_file(name)
+    return rank_of_shard(name) if rank is None else rank
 
 
 @dataclass
@@ -311,19 +309,6 @@ def _empty(key: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise CheckpointError(f"{key!r}: no tensor of {list(size)} {dtype} can be made") from error
 
 
-def overlap_of(
-    offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Of two boxes in a tensor: where in the first, where in the second, and how much they share; None for nothing."""
-    low = tuple(max(a, b) for a, b in zip(offsets, start, strict=True))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, start, size, strict=True))
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    in_first = tuple(a - b for a, b in zip(low, offsets, strict=True))
-    in_second = tuple(a - b for a, b in zip(low, start, strict=True))
-    return in_first, in_second, tuple(b - a for a, b in zip(low, high, strict=True))
-
-
 def _read_item(
     key: str,
     target: int,
@@ -385,13 +370,13 @@ def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entr
     return checked_entries(metadata, path), str(getattr(metadata, "version", None) or "")
 
 
-def open_all(checkpoint: str | Path, *, trusted: bool = False, options: IOOptions | None = None) -> list[Contents]:
-    """The whole checkpoint; one saved with ``use_collectives=False`` has a Contents for every rank."""
+def open_all(checkpoint: str | Path, *, rank: int | None = None, trusted: bool = False) -> list[Contents]:
+    """The whole checkpoint; one saved with ``use_collectives=False`` has one Contents for each, or that of ``rank``."""
     directory = Path(checkpoint)
-    ranks = layout.rank_metadata_files(directory) if directory.is_dir() else {}
-    if (directory / METADATA_NAME).exists() or not ranks:
-        return [open_contents(directory, trusted=trusted, options=options)]
-    return [open_contents(directory, rank=rank, trusted=trusted, options=options) for rank in sorted(ranks)]
+    ranks = layout.rank_metadata_files(directory) if rank is None and directory.is_dir() else {}
+    if rank is not None or not ranks or (directory / METADATA_NAME).exists():
+        return [open_contents(directory, rank=rank, trusted=trusted)]
+    return [open_contents(directory, rank=each, trusted=trusted) for each in sorted(ranks)]
 
 
 def _entries_of_tables(chunks: Chunks) -> dict[str, Entry]:

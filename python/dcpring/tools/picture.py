@@ -6,13 +6,12 @@ import contextlib
 import importlib
 import io
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpring.base.files import replace_file
+from dcpring.base.groups import Held
 from dcpring.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def check(path: Path) -> None:
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise CheckpointError(f"{path} cannot be written: it is a directory, or its own is missing or read-only")
     try:
-        with _interrupted_later():
+        with Held():  # Python aborts at its end where one of matplotlib's C++ modules is only half loaded
             importlib.import_module(f"matplotlib.backends.backend_{_BACKENDS[path.suffix.lower()]}")
             importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -73,19 +72,3 @@ def drawable(text: str, most: int = 200) -> str:
     """A stranger's text, short enough, and of what fonts can draw."""
     text = "".join(c if c.isprintable() else "?" for c in text[: 4 * most])
     return text if len(text) <= most else f"{text[: most // 2 - 1]}...{text[2 - most // 2 :]}"
-
-
-@contextlib.contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Ctrl-C waits: Python aborts at its end where one of matplotlib's C++ modules is only half loaded."""
-    if threading.current_thread() is not threading.main_thread():  # others are not interrupted
-        yield
-        return
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        signal.raise_signal(signal.SIGINT)

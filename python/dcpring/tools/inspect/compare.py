@@ -27,7 +27,7 @@ from dcpring.move.buffer import ALIGNMENT, Buffer
 from dcpring.names import diff as names
 from dcpring.names.diff import KeyDiff
 from dcpring.names.key_map import KeyMap, KeyMapLike
-from dcpring.sources.contents import Contents, Entry, Slice, open_all, open_contents
+from dcpring.sources.contents import Contents, Entry, Slice, open_all
 from dcpring.store.layout import rank_of_metadata
 from dcpring.tools.inspect.compare_objects import difference
 from dcpring.tools.inspect.select import check_patterns, key_filter
@@ -310,8 +310,7 @@ class _Side:
         key_map: KeyMap | None,
         chosen: Callable[[str], bool],
     ) -> None:
-        path = os.fspath(checkpoint)
-        parts = open_all(path, trusted=trusted) if rank is None else [open_contents(path, rank=rank, trusted=trusted)]
+        parts = open_all(os.fspath(checkpoint), rank=rank, trusted=trusted)
         self.entries: dict[str, Entry] = {}
         self.called: dict[str, str] = {}
         self.names: set[str] = set()

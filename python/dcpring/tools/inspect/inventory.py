@@ -17,7 +17,7 @@ from dcpring.format.metadata import referenced_files
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest
-from dcpring.sources.contents import Contents, Entry, Record, open_all, open_contents, rank_of_file
+from dcpring.sources.contents import Contents, Entry, Record, open_all, rank_of_file
 from dcpring.store import layout
 
 _MOST_MANIFEST_BYTES = 16 << 20
@@ -203,11 +203,7 @@ def take_inventory(checkpoint: str | Path, *, rank: int | None = None, trusted: 
     Raises:
         CheckpointError, OSError: as for ``open_contents``.
     """
-    directory = Path(checkpoint)
-    if rank is not None:
-        parts = [open_contents(directory, rank=rank, trusted=trusted)]
-    else:
-        parts = open_all(directory, trusted=trusted)
+    parts = open_all(checkpoint, rank=rank, trusted=trusted)
     inventory = Inventory(parts[0].directory, parts)
     try:
         inventory.manifest = _manifest(parts[0])
@@ -236,12 +232,6 @@ def totals_by_component(items: Iterable[Listed]) -> dict[str, Sum]:
     for item in items:
         result[item.component].add(item.entry)
     return dict(result)
-
-
-def imbalance(loads: Sequence[int]) -> float:
-    """The largest load over the mean of those that are not 0. 1.0 is even."""
-    some = [load for load in loads if load]
-    return max(some) * len(some) / sum(some) if some else 1.0
 
 
 def _manifest(contents: Contents) -> Manifest | None:

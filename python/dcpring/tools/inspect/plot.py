@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpring.report import count, format_bytes
-from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed, Sum, imbalance, total
+from dcpring.report import count, format_bytes, imbalance
+from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed, Sum, total
 from dcpring.tools.picture import drawable, drawing
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Shares:
     @property
     def imbalance(self) -> float:
         """The largest rank's bytes over the mean of the ranks that wrote. 1.0 is even."""
-        return imbalance(list(self.ranks.values()))
+        return imbalance(self.ranks.values())
 
 
 def shares_of(inventory: Inventory) -> Shares:

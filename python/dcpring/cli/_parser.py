@@ -149,6 +149,10 @@ def add_trusted(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_patterns(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+    parser.add_argument(name, action="append", default=[], metavar="PATTERN", help=help)
+
+
 def add_key_map(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--key-map",

@@ -7,7 +7,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, given_path, positive, size
+from dcpring.cli._parser import (
+    Commands,
+    add_checkpoint,
+    add_json,
+    add_patterns,
+    add_rank,
+    add_trusted,
+    given_path,
+    positive,
+    size,
+)
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.report import count, format_bytes
 
@@ -67,19 +77,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("target", metavar="DST", type=given_path, help="file or directory to be made")
     parser.add_argument("--to", choices=_FORMATS, help="what to make; with safetensors a directory gets shards")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="only names in SRC that match, and those below; * stands for anything; repeatable",
-    )
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave out names in SRC that match, and those below, whatever --only takes; repeatable",
+    add_patterns(parser, "--only", "only names in SRC that match, and those below; * stands for anything; repeatable")
+    add_patterns(
+        parser, "--exclude", "leave out names in SRC that match, and those below, whatever --only takes; repeatable"
     )
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--key-map", metavar="FILE", help="new names: a JSON table (see docs/keys.md), or normalize")

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._fold import folded
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted, tolerance
+from dcpring.cli._parser import (
+    Commands,
+    add_checkpoint,
+    add_json,
+    add_key_map,
+    add_patterns,
+    add_rank,
+    add_trusted,
+    tolerance,
+)
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
@@ -59,13 +68,8 @@ def add(commands: Commands) -> None:
     add_checkpoint(parser, "a", metavar="A")
     add_checkpoint(parser, "b", metavar="B")
     add_key_map(parser, "makes A's names B's; normalize is applied to both")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="only keys that match, and those below; * stands for anything; may be given several times",
-    )
+    help = "only keys that match, and those below; * stands for anything; may be given several times"
+    add_patterns(parser, "--only", help)
     parser.add_argument("--quick", action="store_true", help="do not compare values")
     parser.add_argument("--atol", type=tolerance, default=0.0, help="how far apart elements may be")
     parser.add_argument("--rtol", type=tolerance, default=0.0, help="the same, relative to the larger one")

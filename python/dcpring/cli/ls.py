@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpring.base.text import ranges
 from dcpring.cli._output import Output, Piece
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted, positive
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_patterns, add_rank, add_trusted, positive
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
@@ -50,13 +50,8 @@ def add(commands: Commands) -> None:
         differs="",
     )
     add_checkpoint(parser)
-    parser.add_argument(
-        "--keys",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="only keys that match, and those below; * stands for anything; may be given several times",
-    )
+    help = "only keys that match, and those below; * stands for anything; may be given several times"
+    add_patterns(parser, "--keys", help)
     parser.add_argument("--files", action="store_true", help="show the data files instead of the keys")
     parser.add_argument("--depth", type=positive, metavar="N", help="sum up what lies below N parts of the names")
     parser.add_argument("--flat", action="store_true", help="a line for each key, on a terminal too")

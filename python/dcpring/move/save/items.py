@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
@@ -16,35 +16,6 @@ from dcpring.plan.rows import row_of
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
 from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
 from dcpring.torchside.tensors import are_plain
-
-
-class PlanItems(Protocol):
-    """The items of a plan, by position."""
-
-    objects: list[int]
-    tensors: list[int]
-
-    def name(self, position: int) -> str: ...
-    def plan(self) -> bytes:
-        """What tells the plan from others, 16 bytes; zeros where only its items do."""
-        ...
-
-    def identity(self, position: int) -> bytes:
-        """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
-        ...
-
-    def planned_bytes(self, position: int) -> int:
-        """Of the tensor as it was planned; 0 for objects."""
-        ...
-
-    def item(self, position: int) -> WriteItem: ...
-    def resolve(self, positions: Sequence[int]) -> list[Any]:
-        """The tensors, or the pickled objects, at these positions."""
-        ...
-
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
-        ...
 
 
 def items_of(items: Any, planner: SavePlanner) -> PlanItems:
@@ -67,7 +38,11 @@ def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
 
 
 class GivenItems:
-    """WriteItems, which the planner resolves one by one."""
+    """WriteItems, which the planner resolves one by one.
+
+    Attributes:
+        objects, tensors: the positions of each.
+    """
 
     def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
         self._items = items
@@ -79,15 +54,18 @@ class GivenItems:
         return self._items[position].index.fqn
 
     def plan(self) -> bytes:
+        """What tells the plan from others, 16 bytes; zeros where only its items do."""
         return NO_PLAN
 
     def identity(self, position: int) -> bytes:
+        """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
         data = self._items[position].tensor_data
         assert data is not None
         chunk = data.chunk
         return identity_of(self.name(position), chunk.offsets, chunk.sizes, str(data.properties.dtype))
 
     def planned_bytes(self, position: int) -> int:
+        """Of the tensor as it was planned; 0 for objects."""
         data = self._items[position].tensor_data
         return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
@@ -95,15 +73,17 @@ class GivenItems:
         return self._items[position]
 
     def resolve(self, positions: Sequence[int]) -> list[Any]:
+        """The tensors, or the pickled objects, at these positions."""
         return [self._planner.resolve_data(self._items[position]) for position in positions]
 
     def as_planned(self, position: int, tensor: Tensor) -> bool:
+        """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
         data = self._items[position].tensor_data
         return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
 
 
 class TableItems:
-    """A compact plan of a planner that hands out what is in the state dict: nothing is made for plain tensors."""
+    """The same of a compact plan, whose planner hands out what is in the state dict: plain tensors need no item."""
 
     def __init__(self, items: Items, planner: SavePlanner) -> None:
         self._items = items
@@ -162,3 +142,7 @@ class TableItems:
 
     def as_planned(self, position: int, tensor: Tensor) -> bool:
         return True
+
+
+PlanItems = GivenItems | TableItems
+"""The items of a plan, by position."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from _contestants import DISK, NULL, OURS, STOCK
 from _measure import LOAD_COLD, LOAD_WARM, SAVE
@@ -54,8 +55,14 @@ def targets(measured: Measured, reshard: Sequence[ReshardSample], shapes: ShapeS
     return found + list(_reshard_targets(reshard))
 
 
-def print_targets(found: Sequence[Target]) -> None:
+def print_targets(found: Sequence[Target], is_quick: bool = False) -> None:
     print_table("targets", ("", "target", "found", "rounds", ""), [target.cells() for target in found])
+    if is_quick:
+        print("  (--quick: these sizes say that it works, not how fast)")
+
+
+def targets_as_json(found: Sequence[Target]) -> list[dict[str, Any]]:
+    return [{**asdict(target), "verdict": target.verdict} for target in found]
 
 
 def _where(shapes: ShapeSet, shape: str, procs: int) -> str:

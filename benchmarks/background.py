@@ -23,6 +23,7 @@ import _machine
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _program import scratch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from dcpring import RingSavePlanner, RingWriter
@@ -66,16 +67,15 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     state = {"model": {f"layer.{i}": torch.rand(1024) for i in range(options.tensors)}}
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    print(_machine.describe(folder))
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-    for _ in range(options.rounds):
-        for way, results in found.items():
-            results.append(measure(state, way, folder))
+    with scratch(options.folder) as folder:
+        print(_machine.describe(folder))
+        for _ in range(options.rounds):
+            for way, results in found.items():
+                results.append(measure(state, way, folder))
     for way, results in found.items():
         stall, seconds, share = (median(column) for column in zip(*results, strict=True))
         print(f"{way:8} stall {stall:.2f} s, then {share:.0%} of the speed for {seconds:.2f} s")
-    shutil.rmtree(folder)
     dist.destroy_process_group()
 
 

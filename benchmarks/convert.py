@@ -11,14 +11,11 @@ torch.distributed.checkpoint.format_utils, and torch.load and safetensors' save_
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,10 +23,10 @@ from typing import Any
 import _machine
 import torch
 from _disk import cache_drop_method, make_cold, read_limit, write_limit
+from _program import Program, print_machine, scratch, write
 
 from dcpring import convert
 
-RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 1 << 30, 1 << 20
 MEMORY_LIMIT_BYTES = 512 * MIB
 SUFFIX = {"dcp": "", "torch": ".pt", "safetensors": ".safetensors"}
@@ -133,55 +130,35 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     print(f"most memory of dcpring: {worst:.0f} MiB; it must stay below {MEMORY_LIMIT_BYTES // MIB}")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="default: 3; with --quick: 1")
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the files go (default: here)")
-    parser.add_argument("--json", type=Path, help=f"default: {RESULTS.name}/convert.json; with --quick: none")
-    parser.add_argument("--quick", action="store_true", help="a smoke test, not a measurement")
-    return parser.parse_args()
-
-
 def main() -> None:
-    arguments = parse_arguments()
-    rounds = arguments.rounds or (1 if arguments.quick else 3)
-    size_bytes = 128 * MIB if arguments.quick else 4 * GIB
-    target = arguments.json or (None if arguments.quick else RESULTS / "convert.json")
-    machine = _machine.describe(arguments.dir)
-    print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()))
-    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.dir) as scratch:
-        directory = Path(scratch)
-        limits = {
-            "write": write_limit(directory / "limit", size_bytes),
-            "read": read_limit(directory / "limit", size_bytes),
-        }
-        (directory / "limit").unlink()
+    given = Program("convert", __doc__, 3).given()
+    size_bytes = 128 * MIB if given.quick else 4 * GIB
+    machine = _machine.describe(given.dir)
+    print_machine(machine)
+    with scratch(given.dir) as folder:
+        limits = {"write": write_limit(folder / "limit", size_bytes), "read": read_limit(folder / "limit", size_bytes)}
+        (folder / "limit").unlink()
         speeds = {
             name: size_bytes / GIB / (reading.whole.end - reading.whole.begin) for name, reading in limits.items()
         }
-        make_sources(directory, size_bytes)
-        samples = run(directory, rounds)
+        make_sources(folder, size_bytes)
+        samples = run(folder, given.rounds)
     rows = medians(samples, size_bytes)
     print(
         f"the disk alone: write {speeds['write']:.2f} GiB/s, read {speeds['read']:.2f} GiB/s; "
         f"cold by {cache_drop_method()}"
     )
     print_rows(rows)
-    if target:
-        content = {
-            "machine": machine,
-            "conditions": {
-                "rounds": rounds,
-                "bytes": size_bytes,
-                "cold": cache_drop_method(),
-                "load": os.getloadavg()[0],
-            },
-            "disk_gib_per_second": speeds,
-            "medians": rows,
-            "samples": [asdict(sample) for sample in samples],
-        }
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(content, indent=1) + "\n")
+    cold, load = cache_drop_method(), os.getloadavg()[0]
+    conditions = {"rounds": given.rounds, "bytes": size_bytes, "cold": cold, "load": load}
+    write(
+        given.json,
+        machine=machine,
+        conditions=conditions,
+        disk_gib_per_second=speeds,
+        medians=rows,
+        samples=samples,
+    )
 
 
 if __name__ == "__main__":

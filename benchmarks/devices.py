@@ -15,9 +15,7 @@ loads are cold. "Of what is possible" is the longer of the two, host memory's ti
 from __future__ import annotations
 
 import argparse
-import json
 import queue
-import shutil
 import sys
 import tempfile
 import threading
@@ -33,6 +31,7 @@ import _machine
 import torch
 import torch.distributed.checkpoint as dcp
 from _disk import make_cold
+from _program import scratch, write
 from _report import print_table
 from torch import Tensor
 
@@ -204,11 +203,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    machine = _machine.describe(folder)
-    shapes = [(max(options.mib // 32, 1), 32 << 20), (20 * options.mib * 1000 // 1024, 4 << 10)]
-    rows, results = [], {}
-    try:
+    with scratch(options.folder) as folder:
+        machine = _machine.describe(folder)
+        shapes = [(max(options.mib // 32, 1), 32 << 20), (20 * options.mib * 1000 // 1024, 4 << 10)]
+        rows, results = [], {}
         for speed in options.gb_per_second if options.device == SIMULATED else [0.0]:
             of = f"{speed:g} GB/s, " if speed else ""
             for count, size in shapes:
@@ -216,15 +214,10 @@ def main() -> None:
                 results[label] = measure(options.device, speed, count, size, options.rounds, folder)
                 rows += cells(label, results[label])
                 print(rows[-2], rows[-1], flush=True)
-    finally:
-        shutil.rmtree(folder)
     print(machine)
     heads = ["tensors", "", "host memory, CPU s", "device", "the link alone", "of what is possible"]
     print_table(f"device: {options.device}", heads, rows)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": machine, "device": options.device, "results": results}, indent=1)
-        )
+    write(options.json, machine=machine, device=options.device, results=results)
     if options.png:
         of_twin = f" {shapes[1][1] >> 10} KiB" if options.device == SIMULATED else "nothing"  # it is most of that
         draw(options.png, [row for row in rows if not row[0].endswith(of_twin)], machine, f"device: {options.device}")

@@ -11,15 +11,11 @@ takes part in the larger jobs as long as its time and memory, estimated from sma
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +25,9 @@ from _growth import laws_as_json
 from _layouts import ADAMW, FSDP, HSDP, REPLICATED, TP_FSDP, Job
 from _planners import PlanSample, measure, write_gathered
 from _planning_report import Planned, medians_as_json, print_growth, print_job, targets
-from _targets import print_targets
+from _program import Program, draw, print_machine, scratch, write
+from _targets import print_targets, targets_as_json
 
-RESULTS = Path(__file__).parent / "results"
 OF_MEMORY = 0.4
 
 Result = TypeVar("Result")
@@ -64,23 +60,6 @@ QUICK = JobSet(
 
 class WrongPlan(Exception):
     """The contestants' checkpoints do not hold the same tensors."""
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="default: 3; with --quick: 1")
-    parser.add_argument("--json", type=Path, help=f"default: {RESULTS.name}/planning.json; with --quick: none")
-    parser.add_argument("--png", type=Path, help=f"default: {RESULTS.name}/planning.png; with --quick: none")
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="for what is gathered, 300 MiB (default: here)")
-    parser.add_argument("--stock-seconds", type=float, default=40.0, help="CPU seconds that a sample of stock may take")
-    parser.add_argument("--quick", action="store_true", help="small jobs: a smoke test, not a measurement")
-    arguments = parser.parse_args()
-    if arguments.rounds is None:
-        arguments.rounds = 1 if arguments.quick else 3
-    if not arguments.quick:
-        arguments.json = arguments.json or RESULTS / "planning.json"
-        arguments.png = arguments.png or RESULTS / "planning.png"
-    return arguments
 
 
 # ---- running ----
@@ -133,52 +112,34 @@ def _is_of(sample: PlanSample, job: Job) -> bool:
 # ---- results ----
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nwritten: {path}")
-
-
-def draw_picture(path: Path, growth: Sequence[PlanSample], machine: dict[str, str | int]) -> None:
-    try:
-        from _planning_plot import draw
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error.name} is not installed (pip install matplotlib)")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw(path, growth, machine)
-    print(f"drawn: {path}")
-
-
 def main() -> None:
-    arguments = parse_arguments()
-    jobs = QUICK if arguments.quick else FULL
-    machine = _machine.describe(arguments.dir)
-    print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()))
-    print(f"load average before: {os.getloadavg()[0]:.1f}; rounds: {arguments.rounds}")
-    with tempfile.TemporaryDirectory(prefix="planning-", dir=arguments.dir) as scratch:
-        samples = run(jobs, arguments.rounds, arguments.stock_seconds, Path(scratch))
+    program = Program("planning", __doc__, 3, ("json", "png"))
+    program.add_argument(
+        "--stock-seconds", type=float, default=40.0, help="CPU seconds that a sample of stock may take"
+    )
+    given = program.given()
+    jobs = QUICK if given.quick else FULL
+    machine = _machine.describe(given.dir)
+    print_machine(machine)
+    with scratch(given.dir) as folder:
+        samples = run(jobs, given.rounds, given.stock_seconds, folder)
     planned = Planned(samples)
     growth = [sample for sample in samples if any(_is_of(sample, job) for job in jobs.growth)]
     for job in jobs.jobs:
         print_job(planned, job)
     print_growth(growth)
     found = targets(planned, jobs.jobs, jobs.growth)
-    print_targets(found)
-    if arguments.quick:
-        print("  (--quick: these sizes say that it works, not how fast)")
-    if arguments.json:
-        content = {
-            "machine": machine,
-            "conditions": {"rounds": arguments.rounds, "quick": arguments.quick},
-            "targets": [{**asdict(target), "verdict": target.verdict} for target in found],
-            "medians": medians_as_json(planned, [*jobs.jobs, *jobs.growth]),
-            "growth": laws_as_json(growth),
-            "samples": [asdict(sample) for sample in samples],
-        }
-        write_json(arguments.json, content)
-    if arguments.png:
-        draw_picture(arguments.png, growth, machine)
+    print_targets(found, given.quick)
+    write(
+        given.json,
+        machine=machine,
+        conditions={"rounds": given.rounds, "quick": given.quick},
+        targets=targets_as_json(found),
+        medians=medians_as_json(planned, [*jobs.jobs, *jobs.growth]),
+        growth=laws_as_json(growth),
+        samples=samples,
+    )
+    draw(given.png, "_planning_plot", growth, machine)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,13 @@ threads. Loads are from the page cache, where a cost shows best.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
 import os
 import pty
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +27,12 @@ import _machine
 import torch
 import torch.distributed.checkpoint as dcp
 from _measure import LOAD_WARM, SAVE, Meter
+from _program import Program, scratch, write
 from _report import print_table
 from _shapes import KIB
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 
-RESULTS = Path(__file__).parent / "results"
 NONE, BAR, FUNCTION = "without", "bar", "function"
 WAYS: dict[str, Any] = {NONE: False, BAR: True, FUNCTION: lambda progress: None}
 
@@ -100,21 +96,11 @@ def compare(folder: Path, count: int, size_bytes: int, rounds: int) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small, one round; results are not kept")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dir", default=None, help="where the checkpoints go: a disk, not tmpfs")
-    parser.add_argument("--json", type=Path, default=RESULTS / "progress.json")
-    arguments = parser.parse_args()
+    given = Program("progress", __doc__, 15).given()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    shapes = [(200, 4 * KIB), (2, 1024 * KIB)] if arguments.quick else [(20000, 4 * KIB), (8, 128 * 1024 * KIB)]
-    folder = Path(tempfile.mkdtemp(prefix="dcpring-progress-", dir=arguments.dir or "/var/tmp"))
-    rows: list[dict[str, Any]] = []
-    try:
-        for count, size_bytes in shapes:
-            rows += compare(folder, count, size_bytes, 1 if arguments.quick else arguments.rounds)
-    finally:
-        shutil.rmtree(folder)
+    shapes = [(200, 4 * KIB), (2, 1024 * KIB)] if given.quick else [(20000, 4 * KIB), (8, 128 * 1024 * KIB)]
+    with scratch(given.dir) as folder:
+        rows = [row for shape in shapes for row in compare(folder, *shape, given.rounds)]
     cells = [
         [
             *(str(row[name]) for name in ("tensors", "phase", "way")),
@@ -127,8 +113,7 @@ def main() -> None:
     ]
     heads = ["tensors", "phase", "progress", "s", "CPU s", "wall / without", "CPU / without"]
     print_table("What progress costs", heads, cells)
-    if not arguments.quick:
-        arguments.json.write_text(json.dumps({"machine": _machine.describe(folder.parent), "rows": rows}, indent=1))
+    write(given.json, machine=_machine.describe(given.dir), rows=rows)
 
 
 if __name__ == "__main__":

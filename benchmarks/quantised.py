@@ -16,12 +16,10 @@ where it is warm, the copy out of the page cache are part of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _disk import cache_drop_method, make_cold, sync_file
 from _measure import Meter
+from _program import Program, scratch, write
 from _report import print_table
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,7 +37,6 @@ from torch.distributed.checkpoint import QuantizedHuggingFaceStorageReader
 
 from dcpring import RingHFReader, RingLoadPlanner, RingQuantizedHFReader
 
-RESULTS = Path(__file__).parent / "results"
 DTYPES = (torch.bfloat16, torch.float32)
 ONE, OURS, RAW, STOCK = "dcpring, one thread", "dcpring", "dcpring, as stored", "stock"
 COLD, WARM = "cold", "warm"
@@ -153,27 +151,15 @@ def print_samples(samples: list[Sample]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--dir", type=Path, default=Path("build"), help="where the models go, on the disk")
-    parser.add_argument("--json", type=Path, help="default: results/quantised.json, with --quick nowhere")
-    arguments = parser.parse_args()
-    rounds = arguments.rounds or (1 if arguments.quick else 5)
-    side, count = (1024, 2) if arguments.quick else (8192, 8)
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="quantised-", dir=arguments.dir) as scratch:
-        samples = run(side, count, rounds, Path(scratch))
+    given = Program("quantised", __doc__, 5).given()
+    machine = _machine.describe(given.dir)
+    side, count = (1024, 2) if given.quick else (8192, 8)
+    with scratch(given.dir) as folder:
+        samples = run(side, count, given.rounds, folder)
     print_samples(samples)
-    output = arguments.json or (None if arguments.quick else RESULTS / "quantised.json")
-    if output:
-        content = {
-            "machine": _machine.describe(arguments.dir),
-            "conditions": {"rounds": rounds, "cold": cache_drop_method()},
-            "samples": [asdict(sample) for sample in samples],
-        }
-        output.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwritten: {output}")
+    write(
+        given.json, machine=machine, conditions={"rounds": given.rounds, "cold": cache_drop_method()}, samples=samples
+    )
 
 
 if __name__ == "__main__":

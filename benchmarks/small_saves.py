@@ -19,7 +19,6 @@ import argparse
 import json
 import mmap
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import torch.distributed.checkpoint as dcp
 from _contestants import DISK, OURS, STOCK, NullWriter
 from _group import Group, run_group
 from _measure import Meter, Reading, merge_spans
+from _program import scratch
 from _report import print_table
 from _targets import Target, print_targets
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
@@ -286,12 +286,9 @@ def main() -> None:
         print(json.dumps([asdict(one) for one in found]))
         return
     rounds = 1 if options.quick else options.rounds
-    folder = Path(tempfile.mkdtemp(dir=options.dir))
-    machine, load = _machine.describe(folder), os.getloadavg()[0]
-    try:
+    with scratch(options.dir) as folder:
+        machine, load = _machine.describe(folder), os.getloadavg()[0]
         found = run(SIZES, rounds, folder, options.before)
-    finally:
-        shutil.rmtree(folder)
     print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()))
     print(f"load average before: {load:.1f}; rounds: {rounds}")
     print_results(found, SIZES)

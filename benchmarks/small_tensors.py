@@ -13,16 +13,13 @@ taken within a round.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,9 +30,10 @@ import torch.distributed.checkpoint as dcp
 from _contestants import NULL, OURS, STOCK, NullReader, NullWriter
 from _disk import cache_drop_method, make_cold, make_warm
 from _measure import LOAD_COLD, LOAD_WARM, PHASES, SAVE, Meter
+from _program import Program, print_machine, scratch, write
 from _report import print_table, ratios
 from _shapes import KIB, difference, empty_like, poison
-from _targets import Target, print_targets
+from _targets import Target, print_targets, targets_as_json
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -49,7 +47,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 
 from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 
-RESULTS = Path(__file__).parent / "results"
 TIMES_STOCK = 20.0
 NESTED, FLAT = '{"model": tensors}', "{name: tensor}"
 
@@ -251,44 +248,26 @@ def medians(samples: Sequence[SmallSample]) -> dict[str, dict[str, dict[str, flo
     }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="default: 5; with --quick: 1")
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the checkpoints go (default: here)")
-    parser.add_argument("--json", type=Path, help=f"default: {RESULTS.name}/small_tensors.json; with --quick: none")
-    parser.add_argument("--quick", action="store_true", help="a smoke test, not a measurement")
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (1 if arguments.quick else 5)
-    if not arguments.quick:
-        arguments.json = arguments.json or RESULTS / "small_tensors.json"
-    return arguments
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    given = Program("small_tensors", __doc__, 5).given()
     warnings.filterwarnings("ignore")  # DCP says in every call that there is only one process
-    count = 500 if arguments.quick else 20000
-    machine = _machine.describe(arguments.dir)
-    print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()))
-    print(f"load average before: {os.getloadavg()[0]:.1f}; rounds: {arguments.rounds}; cold by {cache_drop_method()}")
-    with tempfile.TemporaryDirectory(prefix="small_tensors-", dir=arguments.dir) as scratch:
-        samples = run(count, arguments.rounds, Path(scratch))
+    count = 500 if given.quick else 20000
+    machine, cold = _machine.describe(given.dir), cache_drop_method()
+    print_machine(machine)
+    print(f"rounds: {given.rounds}; cold by {cold}")
+    with scratch(given.dir) as folder:
+        samples = run(count, given.rounds, folder)
     print_samples(samples, count)
     found = targets(samples)
-    print_targets(found)
-    if arguments.quick:
-        print("  (--quick: these sizes say that it works, not how fast)")
-    if arguments.json:
-        content = {
-            "machine": machine,
-            "conditions": {"rounds": arguments.rounds, "tensors": count, "cold": cache_drop_method()},
-            "targets": [{**asdict(target), "verdict": target.verdict} for target in found],
-            "medians": medians(samples),
-            "samples": [asdict(sample) for sample in samples],
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwritten: {arguments.json}")
+    print_targets(found, given.quick)
+    write(
+        given.json,
+        machine=machine,
+        conditions={"rounds": given.rounds, "tensors": count, "cold": cold},
+        targets=targets_as_json(found),
+        medians=medians(samples),
+        samples=samples,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _group import Group, run_group
 from _measure import Meter, merge_spans, release_free_memory
+from _program import scratch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -138,13 +139,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    print(_machine.describe(folder))
-    try:
+    with scratch(options.folder) as folder:
+        print(_machine.describe(folder))
         for case in options.cases:
             show(case, run_group(options.procs, run, folder, case, options.mib, options.rounds))
-    finally:
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,10 @@ The ways take turns, and ratios are taken within a round.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,15 +28,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _disk import cache_drop_method, limit_tool, make_cold, read_limit, sync_file, write_limit
 from _measure import Meter, Span
+from _program import Program, scratch, write
 from _report import print_table, ratios
 from _shapes import FULL, LARGE, QUICK, SMALL, ShapeSet
-from _targets import OF_DISK, Target, print_targets
+from _targets import OF_DISK, Target, print_targets, targets_as_json
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import dcpring
 from dcpring import RingSavePlanner, RingWriter
 
-RESULTS = Path(__file__).parent / "results"
 DISK, VERIFY, QUICKLY, CAT, LOAD = "the disk's limit", "dcpring verify", "dcpring verify --quick", "cat", "dcp.load"
 WRITERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "dcpring": lambda path: {"storage_writer": RingWriter(path), "planner": RingSavePlanner()},
@@ -171,33 +168,16 @@ def targets(samples: Sequence[VerifySample], shapes: ShapeSet) -> list[Target]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--dir", type=Path, default=Path("build"), help="where the checkpoints go, on the disk")
-    parser.add_argument("--json", type=Path, help="default: results/verify.json, with --quick nowhere")
-    arguments = parser.parse_args()
-    shapes = QUICK if arguments.quick else FULL
-    rounds = arguments.rounds or (1 if arguments.quick else 5)
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    machine = _machine.describe(arguments.dir)
-    with tempfile.TemporaryDirectory(prefix="verify-", dir=arguments.dir) as scratch:
-        samples = run(shapes, rounds, Path(scratch))
+    given = Program("verify", __doc__, 5).given()
+    shapes = QUICK if given.quick else FULL
+    machine = _machine.describe(given.dir)
+    with scratch(given.dir) as folder:
+        samples = run(shapes, given.rounds, folder)
     print_samples(samples, shapes)
     found = targets(samples, shapes)
-    print_targets(found)
-    if arguments.quick:
-        print("  (--quick: these sizes say that it works, not how fast)")
-    output = arguments.json or (None if arguments.quick else RESULTS / "verify.json")
-    if output:
-        content = {
-            "machine": machine,
-            "conditions": {"rounds": rounds, "cold": cache_drop_method(), "limit": limit_tool()},
-            "targets": [{**asdict(target), "verdict": target.verdict} for target in found],
-            "samples": [asdict(sample) for sample in samples],
-        }
-        output.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwritten: {output}")
+    print_targets(found, given.quick)
+    conditions = {"rounds": given.rounds, "cold": cache_drop_method(), "limit": limit_tool()}
+    write(given.json, machine=machine, conditions=conditions, targets=targets_as_json(found), samples=samples)
 
 
 if __name__ == "__main__":

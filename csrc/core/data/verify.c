@@ -375,18 +375,6 @@ static void add_bad_range(struct bad_ranges *bad, uint64_t lo, uint64_t hi, int 
         bad->at[bad->count++] = (struct bad_range){lo, hi, err};
 }
 
-/* 0, or why [lo, hi) cannot be read: an errno, or -1 where the file ends. */
-static int read_stretch(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
-    while (lo < hi) {
-        ssize_t n = DR_RETRY(dr_sys.pread(fd, data, hi - lo, (off_t)lo));
-        if (n <= 0)
-            return n < 0 ? (int)-n : -1;
-        lo += (uint64_t)n;
-        data += n;
-    }
-    return 0;
-}
-
 /* Reading a block again. */
 struct reread {
     struct verify_run *run;
@@ -399,7 +387,7 @@ struct reread {
 static void reread(struct reread *r, uint8_t *data, uint64_t lo, uint64_t hi) {
     if (dr_workers_stopped(r->workers))
         return;
-    int why = read_stretch(r->fd, data, lo, hi);
+    int why = dr_read_range(r->fd, data, lo, hi);
     if (why == 0)
         return;
     bool tired = atomic_fetch_add(&r->run->failed_rereads, 1) >= MOST_FAILED_REREADS;

@@ -53,17 +53,6 @@ static int report_unreadable(struct stream_run *run, const struct dr_block *bloc
 
 /* ---- the two ways to read a block ---- */
 
-static bool read_all(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
-    while (lo < hi) {
-        ssize_t n = DR_RETRY(dr_sys.pread(fd, data, hi - lo, (off_t)lo));
-        if (n <= 0)
-            return false;
-        lo += (uint64_t)n;
-        data += n;
-    }
-    return true;
-}
-
 /*
  * A block that the page cache holds, one CRC block at a time: the buffer then stays in the processor's cache between
  * the three passes over it. 1 when it was used up, 0 when it must be read the other way (which also reports errors).
@@ -85,7 +74,7 @@ static int read_cached(struct stream_run *run, unsigned worker, const struct dr_
         piece.hi = block->in_one ? block->hi : dr_align_down(piece.lo, DR_CRC_BLOCK) + DR_CRC_BLOCK;
         if (piece.hi > block->hi)
             piece.hi = block->hi;
-        if (!read_all(fd, buffer, piece.lo, piece.hi))
+        if (dr_read_range(fd, buffer, piece.lo, piece.hi) != 0)
             return 0;
         int rc = use_piece(run, worker, &piece, buffer, error);
         if (rc < 0)

@@ -243,3 +243,14 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
 const struct dr_sys dr_sys_real = REAL_CALLS;
 
 struct dr_sys dr_sys = REAL_CALLS;
+
+int dr_read_range(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
+    while (lo < hi) {
+        ssize_t n = DR_RETRY(dr_sys.pread(fd, data, hi - lo, (off_t)lo));
+        if (n <= 0)
+            return n < 0 ? (int)-n : -1;
+        lo += (uint64_t)n;
+        data += n;
+    }
+    return 0;
+}

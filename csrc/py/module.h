@@ -110,9 +110,25 @@ TYPES(EXTERN_SPEC)
 /* PART(name): whose `name_methods` are functions of the module. */
 #define PARTS(PART) \
     PART(reader) \
-    PART(directory) PART(key) PART(probe) PART(torch) PART(fault) PART(record) PART(table) PART(merge) \
-        PART(storage_index) PART(match) PART(verify) PART(compare) PART(unpickle) PART(stripe) PART(barrier) \
-            PART(elements) PART(unchanged) PART(copy) PART(kept)
+    PART(directory) \
+    PART(key) \
+    PART(probe) \
+    PART(torch) \
+    PART(fault) \
+    PART(record) \
+    PART(table) \
+    PART(merge) \
+    PART(storage_index) \
+    PART(match) \
+    PART(verify) \
+    PART(compare) \
+    PART(unpickle) \
+    PART(stripe) \
+    PART(barrier) \
+    PART(elements) \
+    PART(unchanged) \
+    PART(copy) \
+    PART(kept)
 #define DECLARE_METHODS(name) extern PyMethodDef name##_methods[];
 PARTS(DECLARE_METHODS)
 

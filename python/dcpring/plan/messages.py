@@ -71,11 +71,11 @@ class Reply:
     rank: RankReport
 
 
-Piece = tuple[MetadataIndex, int, int]
+Cut = tuple[MetadataIndex, int, int]
 """The chunk that a part was cut from, the part's first row in it, and its rows."""
 
 
-Pieces = Mapping[tuple[str, torch.Size | None], Piece]
+Cuts = Mapping[tuple[str, torch.Size | None], Cut]
 """Parts of tensors, by key and offset."""
 
 
@@ -86,12 +86,12 @@ class ByItems:
     Attributes:
         choice: why the plan goes by items.
         rank: the rank's part of the report.
-        pieces: those of the items that were cut from the chunks that ranks hold.
+        cuts: those of the items that were cut from the chunks that ranks hold.
     """
 
     choice: Choice
     rank: RankReport
-    pieces: Pieces
+    cuts: Cuts
 
 
 Message = LocalMessage | Unsealed | Reply | ByItems

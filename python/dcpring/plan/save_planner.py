@@ -32,7 +32,7 @@ from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items
-from dcpring.plan.messages import ByItems, Gathering, LocalMessage, Message, Piece, Pieces, Reply, RingPlan, Unsealed
+from dcpring.plan.messages import ByItems, Cut, Cuts, Gathering, LocalMessage, Message, Reply, RingPlan, Unsealed
 from dcpring.plan.outcome import Cache, Outcome, cache_of
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import SaveRun, run_of
@@ -216,10 +216,10 @@ class RingSavePlanner(DefaultSavePlanner):
             _check_addressee(message)
             kept = self._cache.finish(self._save.sent.digest, message.kept)
             items = self._save.sent.items(kept)
-            self._save.pieces = _pieces_of(items)
+            self._save.cuts = _cuts_of(items)
         else:
             items = list(new_plan.items)
-            self._save.pieces = message.pieces if isinstance(message, ByItems) else {}
+            self._save.cuts = message.cuts if isinstance(message, ByItems) else {}
             self._check_held(items)
             if not isinstance(message, ByItems):
                 self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
@@ -234,11 +234,11 @@ class RingSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What an item stands for; for a part of a tensor that was cut, or is in several chunks, a view."""
-        piece = self._save.pieces.get((index.fqn, index.offset))
-        chunk = index if piece is None else piece[0]
+        cut = self._save.cuts.get((index.fqn, index.offset))
+        chunk = index if cut is None else cut[0]
         part = part_of(self.state_dict, chunk)
         found = super().lookup_object(chunk) if part is None else part
-        return found if piece is None else found.narrow(0, *piece[1:])
+        return found if cut is None else found.narrow(0, *cut[1:])
 
     def _check_held(self, items: list[WriteItem]) -> None:
         """Refuses items that this rank does not hold, unless a subclass looks them up by itself."""
@@ -249,11 +249,11 @@ class RingSavePlanner(DefaultSavePlanner):
         for item in items:
             name, data = item.index.fqn, item.tensor_data
             offsets, lengths = ((), ()) if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            piece = self._save.pieces.get((name, item.index.offset))
-            if piece is None:
+            cut = self._save.cuts.get((name, item.index.offset))
+            if cut is None:
                 is_held = held.get((name, offsets)) == lengths
             else:
-                chunk, start, rows = piece
+                chunk, start, rows = cut
                 is_held = start + rows <= held.get((name, tuple(chunk.offset or ())), (0,))[0]
             if not is_held:
                 what = f"{list(lengths)} from {list(offsets)} on of {name!r}" if offsets else repr(name)
@@ -311,11 +311,11 @@ class RingSavePlanner(DefaultSavePlanner):
         self._say_by_items()
         items = list(plan.items)
         wanted = {(item.index.fqn, item.index.offset) for item in items}
-        pieces = {place: piece for each in planned for place, piece in _pieces_of(each).items() if place in wanted}
+        cuts = {place: cut for each in planned for place, cut in _cuts_of(each).items() if place in wanted}
         own, report = self._run.report.ranks[rank], self._run.report
         report.ranks[rank] = replace(own, items=len(items), bytes=_tensor_bytes(items))
         report.writers, report.reason = str(_BY_ITEMS.writers), _BY_ITEMS.reason
-        return ByItems(_BY_ITEMS, replace(report.ranks[rank]), pieces)
+        return ByItems(_BY_ITEMS, replace(report.ranks[rank]), cuts)
 
     def _plan_by_items(
         self, all_plans: list[SavePlan], messages: list[LocalMessage]
@@ -463,7 +463,7 @@ class _Save:
         meshes: that do not have all ranks, of tensors of such rows.
         ties: rows that are the same memory.
         sent: None before the plan has been sent.
-        pieces: parts of tensors that this rank writes.
+        cuts: parts of tensors that this rank writes.
         gathering: on the coordinator, until it has made the global plan.
         checkpoint: where the checkpoint goes, None where the storage does not say.
     """
@@ -474,7 +474,7 @@ class _Save:
     meshes: tuple[tuple[int, ...], ...] = ()
     ties: tuple[tuple[int, int], ...] = ()
     sent: _Sent | None = None
-    pieces: Pieces = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
     gathering: Gathering | None = None
     checkpoint: Any = None
 
@@ -482,17 +482,17 @@ class _Save:
 # ---- helpers ----
 
 
-def _pieces_of(items: Any) -> dict[tuple[str, torch.Size | None], Piece]:
+def _cuts_of(items: Any) -> dict[tuple[str, torch.Size | None], Cut]:
     if not isinstance(items, Items):
         return {}
-    pieces: dict[tuple[str, torch.Size | None], Piece] = {}
+    cuts: dict[tuple[str, torch.Size | None], Cut] = {}
     for kept in items.kept:
         if isinstance(kept, int):
             continue
         number, start, count = kept
         whole, place = row_of(items.table, number), torch.Size(row_of(items.table, kept).offsets)
-        pieces[whole.key, place] = (MetadataIndex(whole.key, whole.offsets), start, count)
-    return pieces
+        cuts[whole.key, place] = (MetadataIndex(whole.key, whole.offsets), start, count)
+    return cuts
 
 
 _BY_ITEMS = Choice("items", "create_global_plan has changed items")

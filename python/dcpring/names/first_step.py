@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from dcpring.base import random_states
 from dcpring.torchside import optim
+from dcpring.torchside.optim import GROUPS, PARAMS, STATE
 from dcpring.torchside.state_dict import state_dict_fn
 from dcpring.torchside.tensors import version
 
-_PARAMS = "params"
 _COPIED_BYTES = 64 << 20
 """Parameters that are copied at a time, where the optimizer treats each for itself."""
 
@@ -88,7 +88,7 @@ def is_fresh(optimizer: Optimizer) -> bool:
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
-        yield from group[_PARAMS]
+        yield from group[PARAMS]
 
 
 # ---- asking ----
@@ -140,7 +140,7 @@ def _twin_of_holder(optimizer: Optimizer, copies: dict[int, Tensor]) -> Optimize
         return value
 
     attributes = {name: replaced(value) for name, value in vars(optimizer).items()}
-    groups = [{**group, _PARAMS: _copies_of(group, copies)} for group in optimizer.param_groups]
+    groups = [{**group, PARAMS: _copies_of(group, copies)} for group in optimizer.param_groups]
     return _made(optimizer, attributes, groups)
 
 
@@ -180,7 +180,7 @@ def first_step(
             optim.plain_step(type(twin))(twin)
             for (index, before), after in zip(portion.items(), twin.param_groups, strict=True):
                 made.options[index].update({name: after[name] for name in after.keys() - before.keys()})
-                for parameter in before[_PARAMS]:
+                for parameter in before[PARAMS]:
                     state = twin.state.get(copies[id(parameter)])
                     if state and id(parameter) in wanted:
                         made.states[parameter] = keep(state)
@@ -202,13 +202,13 @@ def _portions(optimizer: Optimizer, wanted: set[int]) -> Iterator[Portion]:
     portion: Portion = {}
     size = 0
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in group[_PARAMS]:
+        for parameter in group[PARAMS]:
             if id(parameter) not in wanted:
                 continue
             if portion and size + parameter.nbytes > _COPIED_BYTES:
                 yield portion
                 portion, size = {}, 0
-            portion.setdefault(index, {**group, _PARAMS: []})[_PARAMS].append(parameter)
+            portion.setdefault(index, {**group, PARAMS: []})[PARAMS].append(parameter)
             size += parameter.nbytes
     if portion:
         yield portion
@@ -227,7 +227,7 @@ def _is_plain(value: Any) -> bool:
 
 def _left_out(optimizer: Optimizer) -> set[str]:
     """What a twin does not take from an optimizer: state, groups, hooks, and methods that somebody has wrapped."""
-    return {"state", "param_groups", "step", "state_dict", "load_state_dict", *optim.hook_names(optimizer)}
+    return {STATE, GROUPS, "step", "state_dict", "load_state_dict", *optim.hook_names(optimizer)}
 
 
 def _made(optimizer: Optimizer, attributes: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
@@ -235,7 +235,7 @@ def _made(optimizer: Optimizer, attributes: dict[str, Any], groups: list[dict[st
     twin: Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in attributes.items() if name not in _left_out(optimizer)}
     blank: dict[str, Any] = {name: OrderedDict() for name in optim.hook_names(optimizer)}
-    vars(twin).update({**own, **blank, "state": defaultdict(dict), "param_groups": groups})
+    vars(twin).update({**own, **blank, STATE: defaultdict(dict), GROUPS: groups})
     return twin
 
 
@@ -243,19 +243,19 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]], copies: dict[int, 
     """An optimizer like another, over copies of the parameters in ``groups``, with nothing in common with it."""
     twin = _made(optimizer, {}, [])
     own = {name: value for name, value in vars(optimizer).items() if name not in _left_out(optimizer)}
-    options = [{name: value for name, value in group.items() if name != _PARAMS} for group in groups]
+    options = [{name: value for name, value in group.items() if name != PARAMS} for group in groups]
     memo: dict[int, Any] = {id(optimizer): twin, **copies}
     _share_what_cannot_be_copied([own, options], memo)
     own, options = copy.deepcopy((own, options), memo)
     vars(twin).update(own)
-    vars(twin)["param_groups"] = [
-        {**option, _PARAMS: _copies_of(group, copies)} for option, group in zip(options, groups, strict=True)
+    vars(twin)[GROUPS] = [
+        {**option, PARAMS: _copies_of(group, copies)} for option, group in zip(options, groups, strict=True)
     ]
     return twin
 
 
 def _copies_of(group: dict[str, Any], copies: dict[int, Tensor]) -> list[Tensor]:
-    return [copies[id(parameter)] for parameter in group[_PARAMS]]
+    return [copies[id(parameter)] for parameter in group[PARAMS]]
 
 
 def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any]) -> None:
@@ -283,9 +283,7 @@ def _on_copies(
         optimizers: all of whose parameters are copied.
         groups: or only the parameters of these.
     """
-    originals = [
-        parameter for one in optimizers for group in groups or one.param_groups for parameter in group[_PARAMS]
-    ]
+    originals = [parameter for one in optimizers for group in groups or one.param_groups for parameter in group[PARAMS]]
     before = [version(parameter) for parameter in originals]
     try:
         with random_states.kept(), optim.no_global_hooks():

@@ -40,15 +40,15 @@ from dcpring.names.state_dict.set_optimizers import same_value
 from dcpring.resume import trees
 from dcpring.resume.components import Component, ComponentPlan, Member, Several, each_once
 from dcpring.resume.manifest import Stored
-from dcpring.resume.param_groups import PARAM_NAMES, PARAMS, Names, joined, match_groups, members, options_of
+from dcpring.resume.param_groups import Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
 from dcpring.resume.sharded import Sharded, cast_notes, digest_of_names, first_with
 from dcpring.torchside.dcp import flatten_state_dict, set_element
+from dcpring.torchside.optim import GROUPS, PARAM_NAMES, PARAMS, STATE
 from dcpring.torchside.tensors import ShardedTensor
 
 __all__ = ["OptimizerState", "OptimizerStates"]
 
-_STATE, _GROUPS = "state", "param_groups"
 _MEMBERS, _OWN_GROUPS = "members", "groups"
 """In a rank's note: a digest of which parameters its groups have, and the groups, where they are asked for."""
 _NOWHERE = object()
@@ -88,12 +88,12 @@ class _Saved:
                 owner = _owner_in(text, owners)
                 rest = [text.removeprefix(f"{owner}."), *rest]
             else:
-                owner = str(rest.pop(0)) if head == _STATE and rest else ""
-            if head == _GROUPS and not text:
+                owner = str(rest.pop(0)) if head == STATE and rest else ""
+            if head == GROUPS and not text:
                 saved.groups.append(key)
             elif owner not in owners:
                 saved.foreign.add(key)
-            elif head == _GROUPS:
+            elif head == GROUPS:
                 saved.options.setdefault(owner, {})[str(rest[0])] = key
             else:
                 saved.state.setdefault(owner, {})[key] = tuple(rest)
@@ -164,7 +164,7 @@ class _Grouped(Sharded):
             "fresh": all(map(is_fresh, optimizers)),
         }
         if is_named:
-            noted[_MEMBERS] = digest_of_names(members(state[_GROUPS]))
+            noted[_MEMBERS] = digest_of_names(members(state[GROUPS]))
         return noted
 
     def detail(self, state: Any, notes: Sequence[Any], member: Member) -> Any:
@@ -172,14 +172,14 @@ class _Grouped(Sharded):
         first = first_with([note.get(_MEMBERS) for note in notes])
         if len(first) == 1:
             return None
-        return {_OWN_GROUPS: state[_GROUPS]} if member.rank in first.values() and _MEMBERS in notes[member.rank] else {}
+        return {_OWN_GROUPS: state[GROUPS]} if member.rank in first.values() and _MEMBERS in notes[member.rank] else {}
 
     def disagreements(self, notes: Sequence[Any]) -> list[str]:
         return _joined(notes)[1]
 
     def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
         groups, _ = _joined(notes)
-        return {**state, _GROUPS: groups} if groups else dict(state)
+        return {**state, GROUPS: groups} if groups else dict(state)
 
     def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
         groups, _ = _joined(notes)
@@ -251,7 +251,7 @@ class OptimizerState(_Grouped):
             self.describe(plan, stored, name, raw)
             return plan
         slots = [slot for group in named_parameters(self.model, self.stateful) for slot in group]
-        others = [str(key) for key in raw[_STATE] if not isinstance(key, int)]
+        others = [str(key) for key in raw[STATE] if not isinstance(key, int)]
         plan = self.plan_for(name, stored, _besides(raw))
         keys = [key for key in stored.keys.get(name, ()) if key not in plan.target.keys() | plan.in_place.keys()]
         self._saved = _Saved.of(keys, stored.paths, {alias for _, names in slots for alias in names} | set(others))
@@ -259,7 +259,7 @@ class OptimizerState(_Grouped):
         plan.unexpected = set(self._saved.foreign)
         if not self._saved_fresh:
             raw, is_known = self._with_first_step(slots, raw)
-            self._current = named_optimizer_state(self.model, self.stateful, raw)[_STATE]
+            self._current = named_optimizer_state(self.model, self.stateful, raw)[STATE]
             slots += [(torch.empty(0), [other]) for other in others]
             self._plan_state(name, stored, slots, is_known, plan)
         self.describe(plan, stored, name, self._current)
@@ -299,7 +299,7 @@ class OptimizerState(_Grouped):
                 self._current.pop(names[0], None)
             else:
                 lacking = set(own)
-            missing |= {f"{name}.{_STATE}.{names[0]}.{part}" for part in lacking}
+            missing |= {f"{name}.{STATE}.{names[0]}.{part}" for part in lacking}
         if stateless:
             plan.notes.append(f"{stateless} parameters had no state yet")
         self._tensors = plan.in_place
@@ -316,7 +316,7 @@ class OptimizerState(_Grouped):
             return raw, False
         numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.stateful))}
         added = {numbers[id(parameter)]: one for parameter, one in made.items()}
-        return {**raw, _STATE: {**raw[_STATE], **added}}, True
+        return {**raw, STATE: {**raw[STATE], **added}}, True
 
     def _plan_parameter(
         self, owner: str, saved: str, parameter: Tensor, stored: Stored, plan: ComponentPlan, saved_type: str
@@ -365,8 +365,8 @@ class OptimizerState(_Grouped):
         self._kept = kept - self.stateful.defaults.keys() - set(SCHEDULED)
         return {
             **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, member),
-            _STATE: {} if self._saved_fresh else self._read_state(target),
-            _GROUPS: [
+            STATE: {} if self._saved_fresh else self._read_state(target),
+            GROUPS: [
                 {**here, **there, **_own_names(group), PARAMS: [names[0] for names in members]}
                 for group, here, there, members in zip(self.stateful.param_groups, own, options, groups, strict=True)
             ],
@@ -425,7 +425,7 @@ class OptimizerState(_Grouped):
             self._given = state
         else:
             load_named_optimizer_state(self.model, self.stateful, state)
-            self._given = state[_STATE]
+            self._given = state[STATE]
         if self._saved_fresh:
             for optimizer in (self.stateful, *(one for _, one in held(self.stateful))):
                 optimizer.state.clear()
@@ -482,16 +482,16 @@ class OptimizerStates(Several, _Grouped):
         whole: dict[str, Any] = {}
         for one in self.each:
             for name, value in one.state().items():
-                if name == _STATE and name in whole:
+                if name == STATE and name in whole:
                     whole[name] = {**whole[name], **value}
-                elif name == _GROUPS and name in whole:
+                elif name == GROUPS and name in whole:
                     whole[name] = [*whole[name], *value]
                 elif whole.setdefault(name, value) is not value and trees.digest(whole[name]) != trees.digest(value):
                     raise CheckpointError(f"its optimizers have different values of {name!r}")
         return whole
 
     def note(self, state: Any, member: Member) -> Any:
-        return self._note(state, self.stateful, is_named=isinstance(state.get(_GROUPS), list))
+        return self._note(state, self.stateful, is_named=isinstance(state.get(GROUPS), list))
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         plans = [one.plan(name, stored, member) for one in self.each]
@@ -513,11 +513,11 @@ def _joined(notes: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _besides(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a class, or a hook, puts into a state dict besides what torch does."""
-    return {name: value for name, value in raw.items() if name not in (_STATE, _GROUPS)}
+    return {name: value for name, value in raw.items() if name not in (STATE, GROUPS)}
 
 
 def _is_flat_option(path: Path) -> bool:
-    return len(path) == 2 and str(path[1]).startswith(f"{_GROUPS}.")
+    return len(path) == 2 and str(path[1]).startswith(f"{GROUPS}.")
 
 
 def _own_names(group: Mapping[str, Any]) -> dict[str, Any]:

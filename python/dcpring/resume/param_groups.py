@@ -12,10 +12,9 @@ from typing import Any
 
 from dcpring.base.text import some
 from dcpring.names.state_dict.set_optimizers import same_value
+from dcpring.torchside.optim import PARAM_NAMES, PARAMS
 
 __all__ = ["joined", "match_groups"]
-
-PARAMS, PARAM_NAMES = "params", "param_names"
 
 Group = Mapping[str, Any]
 Names = list[str]

@@ -1,4 +1,4 @@
-"""Private names of ``torch.optim``."""
+"""Names of ``torch.optim``, most of them private."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dcpring.torchside.versions import optional
+
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+"""Of an optimizer's state dict."""
 
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     optional("torch.optim.optimizer", "_global_optimizer_pre_hooks", {}),

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from dcpring.names.first_step import load_own_state_dict
 from dcpring.names.state_dict.optimizers import named, optimizer_names
-from dcpring.names.state_dict.request import GROUPS, PARAMS, STATE, Request, requested
+from dcpring.names.state_dict.request import Request, requested
 from dcpring.names.state_dict.set_optimizers import take_over
+from dcpring.torchside.optim import GROUPS, PARAMS, STATE
 
 
 def has_flat_parameters(model: nn.Module) -> bool:

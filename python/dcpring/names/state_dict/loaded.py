@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dcpring.names.state_dict.request import GROUPS, PARAMS, STATE
+from dcpring.torchside.optim import GROUPS, PARAMS, STATE
 
 
 class Loaded:

@@ -14,8 +14,9 @@ from dcpring.names.first_step import (
     own_state_dict,
     parameters_of,
 )
-from dcpring.names.state_dict.request import GROUPS, PARAMS, STATE, Request
+from dcpring.names.state_dict.request import Request
 from dcpring.torchside import state_dict as stock
+from dcpring.torchside.optim import GROUPS, PARAMS, STATE
 
 
 def optimizer_names(request: Request, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:

@@ -25,9 +25,6 @@ from dcpring.base.collector import collection_paused
 from dcpring.names.wrapping import model_keys
 from dcpring.torchside import state_dict as stock
 
-STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
-"""Of an optimizer's state dict."""
-
 
 class Request:
     """One call: the model, its names, and the options, as stock's helpers want them (``info``)."""

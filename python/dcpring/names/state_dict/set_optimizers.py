@@ -19,8 +19,9 @@ from dcpring.names.first_step import (
 )
 from dcpring.names.state_dict.loaded import Loaded
 from dcpring.names.state_dict.optimizers import get_optimizers, optimizer_names
-from dcpring.names.state_dict.request import GROUPS, PARAM_NAMES, PARAMS, STATE, Request, listed
+from dcpring.names.state_dict.request import Request, listed
 from dcpring.torchside import state_dict as stock
+from dcpring.torchside.optim import GROUPS, PARAM_NAMES, PARAMS, STATE
 
 logger = logging.getLogger("dcpring")
 

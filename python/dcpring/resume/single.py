@@ -172,11 +172,7 @@ def _nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> 
     """The leaves as DCP takes them: below the mappings that their names have."""
     root: dict[str, Any] = {}
     for name, value in values.items():
-        *above, last = paths[name]
-        place = root
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
+        dcp.set_element(root, paths[name], value)
     return root
 
 

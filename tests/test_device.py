@@ -27,7 +27,7 @@ from dcpring.move.device import DEFAULT_PIECE_BYTES, Downloader, HostCopies, Upl
 from dcpring.move.load import tensors
 from dcpring.plan import replicas, table
 from dcpring.plan.flatten import flatten
-from dcpring.plan.load_planner import ReadItems
+from dcpring.plan.items import ReadItems
 from dcpring.store import writer
 
 __all__ = ["strict_twin", "twin"]

@@ -1,17 +1,18 @@
-"""The WriteItems of a compact plan, as DCP knows them: made from its table only when somebody looks.
+"""The items of a compact plan, as DCP knows them: made from its tables only when somebody looks.
 
 Stock storage does, ``RingWriter`` does not. Whoever changes items has his way: the plan goes by these then.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from typing import Any, NoReturn, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
@@ -19,8 +20,35 @@ from dcpring.format.properties import OwnProperties, RowProperties
 from dcpring.plan.rows import Kept, row_of
 from dcpring.plan.table import BYTES_ROW, NAME_ROW, TENSOR_ROW
 
+Item = TypeVar("Item")
 
-class Items(MutableSequence[WriteItem]):
+
+class _Made(Sequence[Item]):
+    """Items that are made when they are looked at."""
+
+    @functools.cached_property
+    def made(self) -> list[Item]:
+        return self._remade()
+
+    def _remade(self) -> list[Item]:
+        return [self.make(position) for position in range(len(self))]
+
+    @abc.abstractmethod
+    def make(self, position: int) -> Item:
+        """One item, which is not kept."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        return self.made[index]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.made)
+
+
+class Items(_Made[WriteItem], MutableSequence[WriteItem]):
     """The WriteItems of a compact plan, made when they are looked at; to DCP and its planners a list.
 
     Args:
@@ -55,16 +83,11 @@ class Items(MutableSequence[WriteItem]):
         """Nobody has looked at the items, so none was changed."""
         return "made" not in self.__dict__
 
-    @functools.cached_property
-    def made(self) -> list[WriteItem]:
-        return self._remade()
-
     def _remade(self) -> list[WriteItem]:
         properties = OwnProperties(self.table.properties())
         return [_make_item(self.table, kept, properties) for kept in self.kept]
 
     def make(self, position: int) -> WriteItem:
-        """One item, which is not kept."""
         return _make_item(self.table, self.kept[position], self._properties)
 
     def describe(self, items: Sequence[WriteItem]) -> bool:
@@ -78,13 +101,6 @@ class Items(MutableSequence[WriteItem]):
     def __len__(self) -> int:
         return len(self.kept if self.untouched else self.made)
 
-    @overload
-    def __getitem__(self, index: int) -> WriteItem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[WriteItem]: ...
-    def __getitem__(self, index: int | slice) -> WriteItem | list[WriteItem]:
-        return self.made[index]
-
     def __setitem__(self, index: Any, value: Any) -> None:
         self.made[index] = value
 
@@ -93,9 +109,6 @@ class Items(MutableSequence[WriteItem]):
 
     def insert(self, index: int, value: WriteItem) -> None:
         self.made.insert(index, value)
-
-    def __iter__(self) -> Iterator[WriteItem]:
-        return iter(self.made)
 
     def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
         return [*self, *other]
@@ -121,6 +134,48 @@ def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteI
             size=torch.Size(row.size),
         ),
     )
+
+
+class ReadItems(_Made[ReadItem]):
+    """DCP's ReadItems of a match, made when they are looked at.
+
+    Attributes:
+        match: what of the checkpoint's rows goes into what of the wanted ones.
+        wanted, stored: these rows, under the checkpoint's names.
+    """
+
+    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table, names: Mapping[str, str]) -> None:
+        self.match = match
+        self.wanted = wanted
+        self.stored = stored
+        self._names = names
+
+    @functools.cached_property
+    def _first_rows(self) -> dict[str, int]:
+        """Where the rows of each stored name start: the index of a chunk counts from there."""
+        first: dict[str, int] = {}
+        for row, name in enumerate(self.stored.names()):
+            first.setdefault(name, row)
+        return first
+
+    def make(self, position: int) -> ReadItem:
+        wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
+        target, record = row_of(self.wanted, wanted), row_of(self.stored, stored)
+        name, own = target.key, self._names.get(target.key, target.key)
+        if record.kind == BYTES_ROW:
+            zero = torch.Size((0,))
+            return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(own), zero, MetadataIndex(name), zero, zero)
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(own, target.offsets),
+            dest_offsets=torch.Size(dest_offsets),
+            storage_index=MetadataIndex(name, record.offsets, stored - self._first_rows[name]),
+            storage_offsets=torch.Size(storage_offsets),
+            lengths=torch.Size(lengths),
+        )
+
+    def __len__(self) -> int:
+        return len(self.match)
 
 
 class SentItems(Sequence[WriteItem]):

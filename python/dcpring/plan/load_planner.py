@@ -7,18 +7,17 @@ objects are only made for storage that asks for them, and nothing is sent to the
 from __future__ import annotations
 
 import array
-import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcpring import _C
 from dcpring.base.groups import host_id, rank_in
@@ -32,12 +31,13 @@ from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.options import overrides
 from dcpring.plan import strategy
 from dcpring.plan.flatten import Flat, flatten
+from dcpring.plan.items import ReadItems
 from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import LoadRun, run_of
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
-from dcpring.plan.table import BYTES_ROW, make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
+from dcpring.plan.table import make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
 from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
 from dcpring.torchside.tensors import ShardedTensor
@@ -46,62 +46,6 @@ from dcpring.watch import phases as _trace
 __all__ = ["RingLoadPlanner"]
 
 logger = logging.getLogger("dcpring")
-
-
-class ReadItems(Sequence[ReadItem]):
-    """DCP's ReadItems of a match, made when they are looked at.
-
-    Attributes:
-        match: what of the checkpoint's rows goes into what of the wanted ones.
-        wanted, stored: these rows, under the checkpoint's names.
-    """
-
-    def __init__(self, match: _C.Match, wanted: _C.Table, stored: _C.Table, names: Mapping[str, str]) -> None:
-        self.match = match
-        self.wanted = wanted
-        self.stored = stored
-        self._names = names
-
-    @functools.cached_property
-    def _first_rows(self) -> dict[str, int]:
-        """Where the rows of each stored name start: the index of a chunk counts from there."""
-        first: dict[str, int] = {}
-        for row, name in enumerate(self.stored.names()):
-            first.setdefault(name, row)
-        return first
-
-    def make(self, position: int) -> ReadItem:
-        wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
-        target, record = row_of(self.wanted, wanted), row_of(self.stored, stored)
-        name, own = target.key, self._names.get(target.key, target.key)
-        if record.kind == BYTES_ROW:
-            zero = torch.Size((0,))
-            return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(own), zero, MetadataIndex(name), zero, zero)
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(own, target.offsets),
-            dest_offsets=torch.Size(dest_offsets),
-            storage_index=MetadataIndex(name, record.offsets, stored - self._first_rows[name]),
-            storage_offsets=torch.Size(storage_offsets),
-            lengths=torch.Size(lengths),
-        )
-
-    def __len__(self) -> int:
-        return len(self.match)
-
-    @overload
-    def __getitem__(self, index: int) -> ReadItem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ReadItem]: ...
-    def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
-        return self._made[index]
-
-    def __iter__(self) -> Iterator[ReadItem]:
-        return iter(self._made)
-
-    @functools.cached_property
-    def _made(self) -> list[ReadItem]:
-        return [self.make(position) for position in range(len(self))]
 
 
 @dataclass

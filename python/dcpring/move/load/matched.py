@@ -23,7 +23,8 @@ from dcpring.move.load.landing import Landing
 from dcpring.move.load.reads import Call, Reads, Window
 from dcpring.move.load.targets import bump_versions
 from dcpring.move.load.wanted import Wanted, not_stored
-from dcpring.plan.load_planner import ReadItems, RingLoadPlanner
+from dcpring.plan.items import ReadItems
+from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.pieces import Piece, common_bytes, take
 from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW

@@ -32,8 +32,9 @@ from dcpring.format.properties import decode_properties
 from dcpring.format.safetensors import Model, rank_of_shard, read_model
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load.inputs import Inputs, Origin, Rules
+from dcpring.move.load.inputs import Inputs
 from dcpring.move.load.loader import Loader
+from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
@@ -277,7 +278,7 @@ class Contents(Mapping[str, Entry]):
     def _loader(self, into: _Into) -> Loader:
         origin = Origin(str(self.directory), inputs=self.inputs, sums=self.sums)
         rules = Rules(self.options, self.trusted, transforms=FileSystemReader(self.directory).transforms)
-        return Loader(into, origin, rules, stats=self.stats, run=LoadRun())
+        return Loader(Task(into, origin, rules, self.stats, LoadRun()))
 
 
 class _Into(LoadPlanner):

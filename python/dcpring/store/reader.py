@@ -37,9 +37,9 @@ from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
 from dcpring.format.safetensors import Files, may_be_several
 from dcpring.format.unpickler import Trust
 from dcpring.move.load.handon import exchange_of
-from dcpring.move.load.inputs import Origin, Rules
 from dcpring.move.load.loader import Loader
 from dcpring.move.load.matched import Matched
+from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected
@@ -332,11 +332,11 @@ class RingReader(FileSystemReader):
             quantised={each.place: each for each in load.quantised.values()},
         )
         rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
-        loader = Loader(planner, origin, rules, stats=stats, run=load.run, rank=self._rank())
+        task = Task(planner, origin, rules, stats, load.run, self._rank())
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
         with load.run.meter, contextlib.nullcontext() if files is None else files.unchanged():
-            self._read(loader, plan, planner)
+            self._read(task, plan)
         stats.seconds = time.perf_counter() - started
         load.run.read(stats)
         took, rank = time.perf_counter() - load.run.started, self._rank()
@@ -345,13 +345,15 @@ class RingReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _read(self, loader: Loader, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read(self, task: Task, plan: LoadPlan) -> None:
+        planner = task.planner
         chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
         if chunks is not None and chunks.storage is not None and not makes_tensors(planner):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
             exchange = exchange_of(plan, planner.process_group)
             try:
-                loader.load_matched(Matched(plan.items, chunks, planner, exchange))  # type: ignore[arg-type]
+                matched = Matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
+                Loader(task, matched).load(matched.rest(task.origin.path))
             except BaseException as error:
                 if exchange is not None:
                     exchange.fail(error)
@@ -361,7 +363,7 @@ class RingReader(FileSystemReader):
         metadata = run.stored if run.goes_by_stored else self._load.metadata
         assert metadata is not None
         storage_data = metadata.storage_data if run.goes_by_stored else self.storage_data
-        loader.load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
+        Loader(task).load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 
     def _rank(self) -> int:
         if self.rank is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.move.load.wanted import Wanted
-from dcpring.plan.load_planner import ReadItems
+from dcpring.move.load.task import Task
+from dcpring.plan.items import ReadItems
 
 _CORE_ERRORS = (OSError, ValueError, TypeError, OverflowError, MemoryError, CorruptCheckpointError)
 
@@ -20,25 +20,22 @@ class Explainer:
     """Finds the words for what goes wrong with items, which go by their positions.
 
     Args:
-        rank: of this process; None where no state dict is loaded, and so none is changed.
+        matched: the items of a compact plan, but for those that are wanted one by one; None without one.
 
     Attributes:
         path: of the checkpoint.
-        matched: the items of a compact plan, but for those that are wanted one by one; None without one.
         filled: what has been overwritten, in order.
     """
 
-    def __init__(self, path: str, rank: int | None, wanted: Mapping[int, Wanted]) -> None:
-        self.path = path
-        self.matched: ReadItems | None = None
-        self._wanted = wanted
+    def __init__(self, task: Task, matched: ReadItems | None) -> None:
+        self.path = task.origin.path
         self.filled: list[Iterable[int]] = []
-        self._rank = rank
+        self._wanted, self._rank, self._matched = task.wanted, task.rank, matched
 
     def item(self, position: int) -> ReadItem:
-        if position in self._wanted or self.matched is None:
+        if position in self._wanted or self._matched is None:
             return self._wanted[position].item
-        return self.matched.make(position)
+        return self._matched.make(position)
 
     def name(self, position: int) -> str:
         return repr(self.item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")

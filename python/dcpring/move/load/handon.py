@@ -32,12 +32,11 @@ from dcpring.base import groups
 from dcpring.base.joint import GroupChannel, Joint
 from dcpring.move import host_memory
 from dcpring.move.host_memory import Rounds
-from dcpring.options import IOStats
+from dcpring.move.load.task import Task
 from dcpring.plan.load_planner import RingLoadPlan
 from dcpring.plan.pieces import Piece, common_bytes
 from dcpring.plan.sharing import ROUNDS_IN_MEMORY, Sharing, Unit
 from dcpring.torchside.groups import device_of
-from dcpring.watch.phases import Phases
 
 logger = logging.getLogger("dcpring")
 
@@ -105,27 +104,12 @@ class Exchange:
             self._joint.tell(error)
         self._meeting.leave()
 
-    def run(
-        self,
-        positions: set[int],
-        read: Read,
-        begin: Begin,
-        take: Take,
-        stats: IOStats,
-        phases: Phases,
-        advance: Callable[[int], None],
-    ) -> None:
-        """Reads the overlaps at all positions: what is shared in rounds, then the rest.
-
-        Args:
-            stats: counts what is sent and received.
-            phases: of the load.
-            advance: is told of bytes that were received.
-        """
-        self._begin_pieces, self._take, self._stats = begin, take, stats
-        self._phases, self._advance = phases, advance
+    def run(self, task: Task, positions: set[int], read: Read, begin: Begin, take: Take) -> None:
+        """Reads the overlaps at all positions: what is shared in rounds, then the rest."""
+        self._begin_pieces, self._take = begin, take
+        self._stats, self._phases, self._meter = task.stats, task.run.phases, task.run.meter
         done: set[int] = set()
-        with phases.span("wait for all", "wait"):
+        with self._phases.span("wait for all", "wait"):
             all_came = self._meeting.wait(MEET_SECONDS)
         if all_came:
             with self._joint.doing("a rank has failed that hands on what it reads"):
@@ -201,7 +185,7 @@ class Exchange:
                 self._received[reader] = self._received.get(reader, 0) + size
         arrived = sum(self._received.values()) - self._stats.received_bytes
         self._stats.received_bytes += arrived
-        self._advance(arrived)
+        self._meter.advance(arrived)
 
     def _operations(self, now: _Round) -> list[dist.P2POp]:
         """What is sent between hosts, in the order of the units. All buffers are made before the round's word."""

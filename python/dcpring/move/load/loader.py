@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcpring import _C
 from dcpring.base.masks import both, mask_of
@@ -25,86 +25,47 @@ from dcpring.format.quantised import Quantised
 from dcpring.move.load.boxes import Coded, Payload, read_bytes
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange
-from dcpring.move.load.inputs import Inputs, Origin, Rules
+from dcpring.move.load.inputs import Inputs
 from dcpring.move.load.matched import Matched
 from dcpring.move.load.reads import Range, Reads
 from dcpring.move.load.records import Records
 from dcpring.move.load.targets import Targets, check_chunks
+from dcpring.move.load.task import Task
 from dcpring.move.load.tensors import PlainTensors
 from dcpring.move.load.wanted import Wanted
-from dcpring.options import IOStats
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import Piece
-from dcpring.plan.run import LoadRun
 
 
 class Loader:
     """See the module's docstring. One is made for every read_data.
 
-    Everything that is loaded goes by its position among the items: in ``Wanted``, among the payloads, and in errors.
-
     Args:
-        stats: where this load is counted.
-        rank: of this process, for errors; None where no state dict is loaded.
+        matched: a compact plan; what of it takes another way is wanted besides.
     """
 
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        origin: Origin,
-        rules: Rules,
-        *,
-        stats: IOStats,
-        run: LoadRun,
-        rank: int | None = None,
-    ) -> None:
-        self._planner = planner
-        self._makes_tensors = makes_tensors(planner)
-        self._meter, self._phases = run.meter, run.phases
-        self._stats = stats
-        self._origin = origin
-        self._matched: Matched | None = None
-        self._wanted: dict[int, Wanted] = {}
-        self._payloads: dict[int, Payload | Coded] = {}
-        self._explain = Explainer(origin.path, rank, self._wanted)
-        self._reads = Reads(rules.options, run, stats, self._explain)
-        self._targets = Targets(rules.casts, self._explain)
-        self._tensors = PlainTensors(
-            planner,
-            self._reads,
-            self._wanted,
-            self._payloads,
-            targets=self._targets,
-            sums=origin.sums,
-            is_checked=rules.options.checksum,
-        )
-        self._records = Records(planner, self._reads, self._wanted, rules, self._targets)
+    def __init__(self, task: Task, matched: Matched | None = None) -> None:
+        self._task, self._matched = task, matched
+        self._planner, self._origin, self._stats = task.planner, task.origin, task.stats
+        self._wanted, self._payloads = task.wanted, task.payloads
+        self._explain = Explainer(task, None if matched is None else matched.items)
+        self._reads = Reads(task, self._explain)
+        self._targets = Targets(task.rules.casts, self._explain)
+        self._tensors = PlainTensors(task, self._reads, self._targets)
+        self._records = Records(task, self._reads, self._targets)
 
     def load(self, wanted: Mapping[int, Wanted]) -> None:
         """Loads all that is wanted, once all that can be checked before has been."""
-        if not self._makes_tensors:
+        matched = self._matched
+        if matched is None and not makes_tensors(self._planner):
             check_chunks((each.item for each in wanted.values()), self._planner)
-        self._load(wanted)
-
-    def load_matched(self, matched: Matched) -> None:
-        """Loads a compact plan."""
-        self._matched = matched
-        self._explain.matched = matched.items
-        self._stats.files = len(matched.items.match.file_bytes(matched.storage))
-        self._load(matched.rest(self._explain.path))
-
-    def _load(self, wanted: Mapping[int, Wanted]) -> None:
         self._wanted.update(wanted)
         files = {file for each in wanted.values() for file in self._files_of(each.place)}
-        with self._opened(sorted(files) if self._matched is None else list(self._matched.storage.file_sizes())):
+        with self._opened(sorted(files) if matched is None else list(matched.storage.file_sizes())):
             objects, wholes = self._classify()
-            self._records.check_ends(wholes)
-            if not self._makes_tensors:
-                self._records.check_tensors(wholes)
-            self._tensors.check()
-            if self._makes_tensors or self._matched is not None:
-                self._tensors.check_ends(self._payloads)  # of which the core will only see one window after the other
-            self._meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
+            self._records.check(wholes)
+            self._tensors.check(others_first=matched is not None)
+            self._task.run.meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
             hand_over = self._records.read_objects(objects)
             with self._explain.changes():
                 self._records.load_tensors(wholes)
@@ -112,7 +73,8 @@ class Loader:
             for each in hand_over:
                 each()
         self._targets.tell()
-        self._stats.files = max(self._stats.files, len(files))
+        with_tensors = 0 if matched is None else len(matched.items.match.file_bytes(matched.storage))
+        self._stats.files = max(self._stats.files, with_tensors, len(files))
 
     def _wanted_bytes(self, wholes: list[int]) -> int:
         rest = sum(self._wanted[position].place.length for position in wholes)
@@ -221,4 +183,4 @@ class Loader:
 
         everything = {position for position, good in enumerate(matched.mask) if good} | self._payloads.keys()
         with ThreadPoolExecutor(1, "dcpring-round") as pool:
-            exchange.run(everything, read, begin, take, self._stats, self._phases, self._meter.advance)
+            exchange.run(self._task, everything, read, begin, take)

@@ -15,8 +15,7 @@ from dcpring.format.metadata import Placed
 from dcpring.move.device import Uploader
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.inputs import Inputs
-from dcpring.options import IOOptions, IOStats
-from dcpring.plan.run import LoadRun
+from dcpring.move.load.task import Task
 
 ReadStats = tuple[int, int, str, bool]
 """Bytes, those of the page cache, the engine, and whether it was direct."""
@@ -68,9 +67,10 @@ class Reads:
 
     inputs: Inputs
 
-    def __init__(self, options: IOOptions, run: LoadRun, stats: IOStats, explain: Explainer) -> None:
-        self._phases, self._watch = run.phases, run.watch()
-        self.explain, self.stats = explain, stats
+    def __init__(self, task: Task, explain: Explainer) -> None:
+        self._phases, self._watch = task.run.phases, task.run.watch()
+        self.explain, self.stats = explain, task.stats
+        options = task.rules.options
         self.options = options.for_core(False, self._watch)
         self.ways: tuple[tuple[bool | None, Any], ...] = ((None, self.options),)
         # What lies between the rows of one rank is another's, often on this host: it may find it in the page cache.

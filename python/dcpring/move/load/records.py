@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, warn_of
 from dcpring.format.zip import wrong_archive
 from dcpring.move import device
-from dcpring.move.load.inputs import Rules
 from dcpring.move.load.reads import Reads
 from dcpring.move.load.targets import Targets
-from dcpring.move.load.wanted import Wanted
+from dcpring.move.load.task import Task
 from dcpring.move.objects import NOT_SAVED, Loaded, is_saved
 from dcpring.move.objects import load as load_object
 from dcpring.options import overrides
-from dcpring.plan.load_planner import RingLoadPlanner
+from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
 from dcpring.torchside.tensors import narrowed
 
 
 class Records:
-    """Reads records, and gives the planner what they hold.
+    """Reads records, and gives the planner what they hold."""
 
-    Args:
-        wanted: by position.
-    """
-
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        reads: Reads,
-        wanted: Mapping[int, Wanted],
-        rules: Rules,
-        targets: Targets,
-    ) -> None:
-        self._planner, self._reads, self._explain, self._wanted = planner, reads, reads.explain, wanted
-        self._rules, self._safe = rules, Safe(rules.safe_globals)
+    def __init__(self, task: Task, reads: Reads, targets: Targets) -> None:
+        self._planner, self._reads, self._explain, self._wanted = task.planner, reads, reads.explain, task.wanted
+        self._rules, self._safe = task.rules, Safe(task.rules.safe_globals)
         self._targets = targets
 
     # ---- objects ----
@@ -91,9 +79,10 @@ class Records:
 
     # ---- tensors ----
 
-    def check_tensors(self, positions: Iterable[int]) -> None:
-        """Whether they fit what they are filled into, before anything is read."""
-        for position in positions:
+    def check(self, positions: list[int]) -> None:
+        """Whether they fit what they are filled into, before anything is read; a planner may make that only then."""
+        self._check_ends(positions)
+        for position in () if makes_tensors(self._planner) else positions:
             item, _, stored = self._wanted[position]
             if stored is not None:
                 self._targets.check(position, self._planner.resolve_tensor(item), stored[1])
@@ -137,13 +126,13 @@ class Records:
     def _batches(self, positions: Iterable[int]) -> Iterator[list[int]]:
         return windows(positions, lambda at: self._wanted[at].place.length, device.HOST_BYTES)
 
-    def check_ends(self, positions: Iterable[int]) -> None:
+    def _check_ends(self, positions: Iterable[int]) -> None:
         places = ((position, self._wanted[position].place) for position in positions)
         numbers = self._reads.inputs.numbers
         self._reads.check_ends([(at, numbers[place.file], place.offset + place.length) for at, place in places])
 
     def _read(self, positions: list[int]) -> list[io.BytesIO]:
-        self.check_ends(positions)
+        self._check_ends(positions)
         places = [self._wanted[position].place for position in positions]
         data = self._reads.records(positions, [(*self._reads.range_of(place), place.crcs) for place in places])
         values = [self._untransformed(at, raw) for at, raw in zip(positions, data, strict=True)]

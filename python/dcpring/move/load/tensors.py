@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcpring import _C
 from dcpring.base.memory import NOTHING
@@ -37,44 +36,32 @@ from dcpring.move.load.boxes import (
 )
 from dcpring.move.load.reads import Call, Reads, Window
 from dcpring.move.load.targets import Targets, bump_versions, is_plain_memory
-from dcpring.move.load.wanted import Wanted
+from dcpring.move.load.task import Task
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import range_of_box
 
 
 class PlainTensors:
-    """Reads plain tensors, and gives them to the planner.
+    """Reads plain tensors, and gives them to the planner."""
 
-    Args:
-        wanted: by position.
-        payloads: of those that are plain tensors, by position.
-        sums: of records of which other loads read other parts; None: of this load alone.
-        is_checked: whether CRCs are looked at.
-    """
-
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        reads: Reads,
-        wanted: Mapping[int, Wanted],
-        payloads: Mapping[int, Payload | Coded],
-        *,
-        targets: Targets,
-        sums: RunningCrcs | None,
-        is_checked: bool,
-    ) -> None:
-        self._planner, self._reads, self._explain = planner, reads, reads.explain
-        self._wanted, self._payloads = wanted, payloads
+    def __init__(self, task: Task, reads: Reads, targets: Targets) -> None:
+        self._planner, self._reads, self._explain = task.planner, reads, reads.explain
+        self._wanted, self._payloads = task.wanted, task.payloads
         self._targets = targets
         self._resolved: dict[int, Tensor] = {}
-        self._sums = sums
-        self._is_checked = is_checked
-        self._most_bytes = device.HOST_BYTES if makes_tensors(planner) else None
+        self._sums, self._is_checked = task.origin.sums, task.rules.options.checksum
+        self._most_bytes = device.HOST_BYTES if makes_tensors(task.planner) else None
 
-    def check(self) -> None:
-        """Whether all fit what they are filled into. A planner that makes tensors is asked window by window."""
+    def check(self, others_first: bool) -> None:
+        """Whether all fit what they are filled into. A planner that makes tensors is asked window by window.
+
+        Args:
+            others_first: others are read before the core has seen where these end.
+        """
         if self._most_bytes is None:
             self._resolved = {position: self._resolve(position) for position in self._payloads}
+        if self._most_bytes is not None or others_first:
+            self._check_ends(self._payloads)
 
     def _resolve(self, position: int) -> Tensor:
         target = self._planner.resolve_tensor(self._wanted[position].item).detach()
@@ -82,7 +69,7 @@ class PlainTensors:
         self._targets.check_plain(position, target)
         return target
 
-    def check_ends(self, positions: Iterable[int]) -> None:
+    def _check_ends(self, positions: Iterable[int]) -> None:
         self._reads.check_ends([end for position in positions for end in ends_of(position, self._payloads[position])])
 
     def load(self, positions: Iterable[int]) -> None:
@@ -105,7 +92,7 @@ class PlainTensors:
                 payload, plain = payload.made_for(target), plain and (target.size(-1) <= 1 or target.stride(-1) == 1)
             box = Box(position, payload, item.storage_offsets, item.lengths, target)
             (in_place if plain and target.dtype == payload.dtype else through_host).append(box)
-        self.check_ends(box.position for box in through_host)
+        self._check_ends(box.position for box in through_host)
         self._read_boxes(in_place, self._sums, fills=True)
         bump_versions([box.memory for box in in_place])
         self._read_through_host(through_host)

@@ -19,22 +19,18 @@ from dcpring import _C
 from dcpring.base.files import unfinished_name
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
+from dcpring.store.layout import is_part
 from dcpring.store.safetensors import has_model
 
 logger = logging.getLogger("dcpring")
 
 _PARTS_OF_MODELS = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
-_PARTS_OF_CHECKPOINTS = re.compile(
-    r"(__\d+)?\.metadata|__\d+_\d+(\.[0-9a-f]{16})?\.distcp|(__\d+)?\.dcpring\.json|" + _PARTS_OF_MODELS.pattern
-)
-"""Names that a replaced directory may hold; with any other in it, it is not ours to remove."""
 
 
 def joins(target: Path) -> bool:
     """Whether a model is written into a directory, as that of another, whose configuration and tokenizer stay."""
     names = [entry.name for entry in target.iterdir()] if target.is_dir() and not target.is_symlink() else []
-    of_dcp = any(_PARTS_OF_CHECKPOINTS.fullmatch(name) and not _PARTS_OF_MODELS.fullmatch(name) for name in names)
-    return not of_dcp and any(not _PARTS_OF_MODELS.fullmatch(name) for name in names)
+    return not any(map(is_part, names)) and any(not _PARTS_OF_MODELS.fullmatch(name) for name in names)
 
 
 def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bool = False) -> None:
@@ -59,7 +55,7 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
-    strange = [name for name in names if not _PARTS_OF_CHECKPOINTS.fullmatch(name)]
+    strange = [name for name in names if not is_part(name) and not _PARTS_OF_MODELS.fullmatch(name)]
     if strange and not is_joined:
         is_of_a_model = is_directory and not is_model and joins(target) and has_model(names)
         other = ", or --to safetensors, which replaces the model alone" if is_of_a_model else ""

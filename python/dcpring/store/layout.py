@@ -77,6 +77,12 @@ def rank_of_file(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_part(name: str) -> bool:
+    """Whether a file is part of a finished checkpoint, by its name."""
+    patterns = (_TAGGED, _STOCK, _RANK_METADATA, _TABLE)
+    return name == METADATA_NAME or any(pattern.fullmatch(name) for pattern in patterns)
+
+
 def rank_metadata_files(directory: Path) -> dict[int, Path]:
     """The rank-local metadata files (``use_collectives=False``), by rank."""
     matches = ((name, _RANK_METADATA.fullmatch(name)) for name in _names(directory))

@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,7 +32,9 @@ from dcpring import (
 )
 from dcpring.move.sending import Staged
 from dcpring.move.staging import StagingBuffer
+from dcpring.store import stager as stager_module
 from dcpring.torchside.composed import Composed
+from dcpring.torchside.groups import default_store
 
 TENSORS = 3000
 """Where stock's shared staging has a descriptor for each: "received 0 items of ancdata"."""
@@ -242,6 +245,63 @@ def test_another_process_is_started_for_one_that_has_died(tmp_path: Path) -> Non
     first, second = run(2, _deaths, str(tmp_path))
     assert len(first) == len(second) == 1
     assert "the process of rank 1 that saves in the background has died, of signal 9" in second[0]
+
+
+class Ahead:
+    """Keeps the last rank a save behind the first, until another process is started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._store, self._is_late = default_store(), dist.get_rank() == dist.get_world_size() - 1
+        self._said = 0
+        if dist.get_rank() == 0:
+            agree = stager_module.agree
+
+            def say(*args: str) -> str:
+                word = agree(*args)
+                self.say(word)
+                return word
+
+            monkeypatch.setattr(stager_module, "agree", say)
+
+    def say(self, word: str) -> None:
+        self._said += 1
+        self._store.set(f"said/{self._said}", word)
+
+    def wait(self, n: int) -> None:
+        """Before the n-th save."""
+        while self._is_late and not _process().is_alive() and not self._store.check([f"said/{n + 1}"]):
+            if self._store.check([f"said/{n}"]) and self._store.get(f"said/{n}") != b"go":
+                return
+            time.sleep(0.005)
+
+
+def _falls_behind(path: str) -> list[int]:
+    """The process of the last rank dies, and the first rank has begun another save whenever the last begins one."""
+    failed: list[int] = []
+    with _ending_process(), RingStager() as stager, pytest.MonkeyPatch.context() as monkeypatch:
+        ahead = Ahead(monkeypatch)
+        _save(_state(1), path, async_stager=stager).upload_completion.result()
+        dist.barrier()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(_process().pid, signal.SIGKILL)
+            _process().join()
+        for n in (2, 3, 4):
+            ahead.wait(n)
+            try:
+                _save(_state(n), path, async_stager=stager).upload_completion.result()
+            except Exception:
+                failed.append(n)
+        ahead.say("go")
+        dist.barrier()
+        _assert_holds(path, 4)
+        dist.barrier()
+    return failed
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_are_a_save_apart_start_another_process(tmp_path: Path, world_size: int) -> None:
+    """The save that fails ends the processes of all that took part, so that each says so before its next one."""
+    assert run(world_size, _falls_behind, str(tmp_path)) == [[2]] * world_size
 
 
 def _death_alone(path: str) -> None:

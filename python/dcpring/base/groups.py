@@ -89,13 +89,6 @@ def agree(what: str, proposal: str) -> str:
     return bytes(store.compare_set(f"{what}/{attempt}", "", proposal)).decode()
 
 
-def propose_next(what: str, proposal: str) -> None:
-    """What ``agree`` gives the next time, unless another rank has already proposed something else."""
-    with _attempts_lock:
-        attempt = _attempts[what] + 1
-    leave_note(f"{what}/{attempt}", proposal)
-
-
 def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
     """What the first of some ranks to come proposes, for each time that all of them do; "" where there is no store.
 

@@ -21,14 +21,17 @@ from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcpring.base.groups import agree, digest, propose_next, rank_in
+from dcpring.base.groups import agree, digest, rank_in
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.torchside.dcp import (
     background_process_failure,
+    end_background_process,
     forget_background_process,
+    future_of_process_save,
     has_background_process,
     is_called_by_executor,
     members_of_process_save,
@@ -120,13 +123,13 @@ class RingStager(AsyncStager):
         Raises:
             RuntimeError: the stager is closed.
         """
+        turn = self._claim()
         try:
-            is_sent = renew_background_process()
+            is_sent = renew_background_process()  # when the save whose buffer this was has told how it ended
         except CheckpointError as error:  # which DCP shall hand to whoever waits for the save
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
-        turn = self._claim()
         opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
@@ -326,6 +329,7 @@ class StagedFuture(Future[Any]):
             if is_called_by_executor():
                 self._save.saved_by(threading.current_thread())
                 self._save.wait_for_those_before()
+                watch_background_process()
             else:
                 self._save.by_hand()
         return super().result(timeout)
@@ -365,7 +369,8 @@ def renew_background_process() -> bool:
 
     DCP goes on sending saves to a process that has died. Starting one is collective, so ranks have to agree for each
     save, and none waits: the first to come says what it has. One that finds its process dead after another has said
-    "go" lets this save fail, and speaks first for the next.
+    "go" lets this save fail, and with it the processes of all (``watch_background_process``), so that the first to come
+    to the next one has none either.
 
     Returns:
         Whether such a process will save.
@@ -377,11 +382,10 @@ def renew_background_process() -> bool:
     if members is None:
         return False
     _wait_until(lambda: has_background_process() or _of_process.is_over)  # DCP would start one for each save
-    failure, rank, what = background_process_failure(), rank_in(), f"dcpring/background/{digest(members)}"
+    failure, rank = background_process_failure(), rank_in()
     own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
-    word = agree(what, own) or own
+    word = agree(f"dcpring/background/{digest(members)}", own) or own
     if word == "go" != own:
-        propose_next(what, own)
         was = "could not be started" if failure is None else f"has died, of {failure}"
         raise CheckpointError(
             f"the process of rank {rank} that saves in the background {was}; the next save starts another one"
@@ -389,8 +393,29 @@ def renew_background_process() -> bool:
     if word not in ("go", "start"):
         logger.warning("the process that saves in the background has died %s; another one is started", word)
     if word != "go":
+        _wait_until(lambda: _of_process.is_over)  # what is under way looks for the process when it is sent
         forget_background_process()
     return True
+
+
+def watch_background_process() -> None:
+    """Ends the process if the save fails that is about to be sent to it, in any way that DCP has not told all ranks.
+
+    A connection has ended then, or a rank has not come: the processes cannot reach each other any more, and those of
+    other ranks may wait for this one. Called by DCP's thread.
+    """
+    future = future_of_process_save()
+    if future is not None:
+        future.add_done_callback(_end_background_process)
+
+
+def _end_background_process(save: Future[Any]) -> None:
+    error = save.exception()
+    if error is None or isinstance(error, CheckpointException):
+        return
+    if background_process_failure() == "":
+        logger.warning("the process that saves in the background is ended, as others may wait for it: %s", error)
+        end_background_process()
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:

@@ -61,7 +61,7 @@ from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
-from dcpring.store.stager import RingStager, renew_background_process
+from dcpring.store.stager import RingStager, renew_background_process, watch_background_process
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
@@ -191,6 +191,7 @@ class RingWriter(FileSystemWriter):
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
+        self._is_sent = False  # what this writer has staged is saved by DCP's process
         self._stager = None
         if cache_staged_state_dict:
             self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
@@ -201,7 +202,9 @@ class RingWriter(FileSystemWriter):
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
         if self._stager is not None:
             self._stager.saved_here()
-        state = {**self.__dict__, "_stager": None}
+        if self._is_sent:
+            watch_background_process()
+        state = {**self.__dict__, "_stager": None, "_is_sent": False}
         for name, nothing in (("progress", False), ("metrics", None)):
             if callable(state[name]) and not pickles(state[name]):
                 say_once(
@@ -231,11 +234,11 @@ class RingWriter(FileSystemWriter):
         Its memory goes when the save is over. It is shared for a save in a process, which copies nothing more. With
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
-        is_shared = renew_background_process()
+        self._is_sent = renew_background_process()
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
             if self._stager is None:
-                staged = StagingBuffer(is_shared=is_shared).stage(state_dict)
+                staged = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
             else:
                 staged = self._stager.stage_now(state_dict)
         self._tracer.staged(staging)

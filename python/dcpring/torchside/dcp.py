@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,29 @@ def forget_background_process() -> None:
     """The next save of AsyncCheckpointerType.PROCESS starts a new one. One that is alive is ended."""
     if _background is not None:
         _background._CHECKPOINT_PROCESS = None
+
+
+def end_background_process() -> None:
+    """Ends that process, if there is one, and returns when it has ended. The saves that are sent to it fail."""
+    process = getattr(getattr(_background, "_CHECKPOINT_PROCESS", None), "_save_process", None)
+    if process is not None:
+        process.kill()
+        process.join()
+
+
+def future_of_process_save() -> Future[Any] | None:
+    """What the thread of DCP's that is calling will say of a save by all ranks in their processes; None elsewhere."""
+    frame: FrameType | None = sys._getframe(1)
+    is_of_all = False
+    while frame is not None:
+        own, module = frame.f_locals, frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "_execute_save_impl" and module == f"{_DCP}._async_process_executor":
+            is_of_all = own.get("use_collectives", True) and not own.get("no_dist", False)
+        future = getattr(own.get("self"), "future", None)
+        if is_of_all and isinstance(future, Future):
+            return future
+        frame = frame.f_back
+    return None
 
 
 def members_of_process_save() -> list[int] | None:

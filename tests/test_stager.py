@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -262,9 +263,10 @@ def test_an_error_while_copying_is_raised_by_all_that_ask(tmp_path: Path, monkey
 
         context.setattr(staging._C, "copy_tensors", fail)
         response = _save(state, tmp_path / "bad", stager)
-        for ask in (stager.synchronize, lambda: response.upload_completion.result(WAIT)):
-            with pytest.raises(MemoryError, match="there is none"):
-                ask()
+        with pytest.raises(MemoryError, match="there is none"):
+            stager.synchronize()
+        with pytest.raises(CheckpointException, match="cannot copy the state: MemoryError: there is none"):
+            response.upload_completion.result(WAIT)
         context.undo()
         _save(state, tmp_path / "good", stager).upload_completion.result(WAIT)
     _assert_holds(tmp_path / "good", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import resource
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _background import ending_process, process
 from _distributed import run
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,31 +70,12 @@ def _save(state: Any, path: str, **options: Any) -> Any:
     )
 
 
-def _process() -> Any:
-    from torch.distributed.checkpoint import _async_process_executor as executor
-
-    return executor._CHECKPOINT_PROCESS._save_process  # type: ignore[union-attr]
-
-
-@contextlib.contextmanager
-def _ending_process() -> Any:
-    from torch.distributed.checkpoint import _async_process_executor as executor
-
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    try:
-        yield
-    finally:
-        with contextlib.suppress(AttributeError):
-            executor._CHECKPOINT_PROCESS.__del__()  # type: ignore[union-attr]
-        executor._CHECKPOINT_PROCESS = None
-
-
 def _saves(path: str) -> None:
     """Two under way at once, from when there is no process; then one that the writer stages."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     ended: list[tuple[int, bool]] = []
-    with _ending_process(), RingStager(buffers=2) as stager:
+    with ending_process(), RingStager(buffers=2) as stager:
         responses = []
         for n in (1, 2):
             state, metadata = _state(n), Path(f"{path}{n}", ".metadata")
@@ -111,12 +92,12 @@ def _saves(path: str) -> None:
             dist.barrier()
         assert stager.allocations == 2
         assert ended == [(1, True), (2, True)]
-        assert Path(f"{path}1.{_process().pid}").read_text() == "1 True", "one mapping, in which the tensors lie"
+        assert Path(f"{path}1.{process().pid}").read_text() == "1 True", "one mapping, in which the tensors lie"
         _save(_state(3), path, storage_writer=Looking(path)).result()  # the writer stages
         dist.barrier()
         _assert_holds(path, 3)
         dist.barrier()
-        assert Path(f"{path}.{_process().pid}").read_text().endswith(" True")
+        assert Path(f"{path}.{process().pid}").read_text().endswith(" True")
 
 
 def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:
@@ -125,7 +106,7 @@ def test_the_process_maps_what_was_staged(tmp_path: Path) -> None:
 
 def _trusts(path: str) -> None:
     base = torch.nn.Parameter(torch.randn(1 << 16), requires_grad=False)
-    with _ending_process(), RingStager(unchanged="trust") as stager:
+    with ending_process(), RingStager(unchanged="trust") as stager:
         for n in range(4):
             state = {f"base {dist.get_rank()}": base, f"x {dist.get_rank()}": torch.full((3,), float(n))}
             _save({"model": state}, path, async_stager=stager).upload_completion.result()
@@ -160,7 +141,7 @@ def _of_all_kinds(value: float) -> dict[str, Any]:
 
 
 def _saves_all_kinds(path: str) -> None:
-    with _ending_process(), RingStager() as stager:
+    with ending_process(), RingStager() as stager:
         for n in (1, 2):
             options = {"async_stager": stager} if n == 1 else {}
             response = _save(_of_all_kinds(n), path, **options)
@@ -219,12 +200,12 @@ def _described(value: Any) -> Any:
 def _deaths(path: str) -> list[str]:
     """It dies on rank 1, which comes to the next save after rank 0."""
     errors: list[str] = []
-    with _ending_process(), RingStager() as stager:
+    with ending_process(), RingStager() as stager:
         _save(_state(1), path, async_stager=stager).upload_completion.result()
         dist.barrier()
         if dist.get_rank() == 1:
-            os.kill(_process().pid, signal.SIGKILL)
-            _process().join()
+            os.kill(process().pid, signal.SIGKILL)
+            process().join()
             dist.barrier()
         for n in (2, 3):
             try:
@@ -269,7 +250,7 @@ class Ahead:
 
     def wait(self, n: int) -> None:
         """Before the n-th save."""
-        while self._is_late and not _process().is_alive() and not self._store.check([f"said/{n + 1}"]):
+        while self._is_late and not process().is_alive() and not self._store.check([f"said/{n + 1}"]):
             if self._store.check([f"said/{n}"]) and self._store.get(f"said/{n}") != b"go":
                 return
             time.sleep(0.005)
@@ -278,13 +259,13 @@ class Ahead:
 def _falls_behind(path: str) -> list[int]:
     """The process of the last rank dies, and the first rank has begun another save whenever the last begins one."""
     failed: list[int] = []
-    with _ending_process(), RingStager() as stager, pytest.MonkeyPatch.context() as monkeypatch:
+    with ending_process(), RingStager() as stager, pytest.MonkeyPatch.context() as monkeypatch:
         ahead = Ahead(monkeypatch)
         _save(_state(1), path, async_stager=stager).upload_completion.result()
         dist.barrier()
         if dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(_process().pid, signal.SIGKILL)
-            _process().join()
+            os.kill(process().pid, signal.SIGKILL)
+            process().join()
         for n in (2, 3, 4):
             ahead.wait(n)
             try:
@@ -305,12 +286,12 @@ def test_ranks_that_are_a_save_apart_start_another_process(tmp_path: Path, world
 
 
 def _death_alone(path: str) -> None:
-    with _ending_process(), RingStager() as stager:
+    with ending_process(), RingStager() as stager:
         for n in (1, 2):
             _save(_state(n), path, async_stager=stager).upload_completion.result()
             _assert_holds(path, n)
-            os.kill(_process().pid, signal.SIGKILL)
-            _process().join()
+            os.kill(process().pid, signal.SIGKILL)
+            process().join()
 
 
 def test_a_process_that_has_died_before_a_save_costs_no_save(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcpring.base.groups import agree, digest, rank_in
+from dcpring.base.joint import failure_of
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.torchside.dcp import (
@@ -130,13 +131,19 @@ class RingStager(AsyncStager):
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
-        opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
+        turn.save = save = (_of_process if is_sent else self._line).join(_UNASKED_SECONDS)
+        staged, self._last = StagedFuture(save), save.copied
+        try:
+            opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
+        except Exception as error:
+            staged.fail(error)
+            return staged
+        except BaseException:
+            save.failed()
+            raise
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
-        save = (_of_process if is_sent else self._line).join(_UNASKED_SECONDS)
-        staged = StagedFuture(save)
-        self._executor.submit(_fill, staged, turn.buffer, save, opened)
-        turn.save, self._last = save, save.copied
+        self._executor.submit(_fill, staged, turn.buffer, opened)
         return staged
 
     def stage_now(self, state_dict: Any) -> Any:
@@ -252,9 +259,13 @@ class BackgroundSave:
         self._has_failed = self._is_by_hand = False
         self._until = time.monotonic() + patience
 
-    def failed(self) -> None:
-        """Nobody has got a copy."""
+    def failed(self, error: BaseException | None = None) -> None:
+        """Nobody has got a copy; the error is for whoever waits for it."""
         self._has_failed = True
+        if error is None:
+            self.copied.set_result(None)
+        else:
+            self.copied.set_exception(error)
 
     def saved_by(self, thread: threading.Thread) -> None:
         """A thread that is saving the copy, and has finished that when it ends."""
@@ -330,9 +341,30 @@ class StagedFuture(Future[Any]):
                 self._save.saved_by(threading.current_thread())
                 self._save.wait_for_those_before()
                 watch_background_process()
-            else:
-                self._save.by_hand()
+                return self._for_saving()
+            self._save.by_hand()
         return super().result(timeout)
+
+    def _for_saving(self) -> Any:
+        try:
+            return super().result()
+        except Exception as error:
+            return uncopied(error)
+
+    def fill(self, buffer: StagingBuffer, opened: Opened) -> None:
+        """Makes the copy."""
+        try:
+            tree = buffer.fill(opened)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self._save.copied.set_result(None)
+            self.set_result(tree)
+
+    def fail(self, error: BaseException) -> None:
+        """There is no copy."""
+        self._save.failed(error)
+        self.set_exception(error)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], Any]) -> None:
         """As a Future does it. A callback that asks for the result, as DCP's does to see an error, does not take it."""
@@ -347,18 +379,30 @@ class StagedFuture(Future[Any]):
         super().add_done_callback(call)
 
 
-def _fill(staged: StagedFuture, buffer: StagingBuffer, save: BackgroundSave, opened: Opened) -> None:
+def _fill(staged: StagedFuture, buffer: StagingBuffer, opened: Opened) -> None:
     try:
-        tree = buffer.fill(opened)
-    except BaseException as error:
-        save.failed()
-        save.copied.set_exception(error)
-        staged.set_exception(error)
-        return
+        staged.fill(buffer, opened)
     finally:
         del opened
-    save.copied.set_result(None)
-    staged.set_result(tree)
+
+
+def uncopied(error: Exception) -> dict[str, Any]:
+    """What is to be saved in the place of a state that could not be copied on this rank: all ranks get its error.
+
+    An error before DCP's collectives would leave the others in them, waiting for this rank.
+    """
+    text = str(error) if isinstance(error, CheckpointError) else f"cannot copy the state: {failure_of(error).text}"
+    return {"state": _Uncopied(text)}
+
+
+class _Uncopied:
+    """Raises when it is planned, which DCP does in a collective."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __create_write_items__(self, *_: object) -> None:
+        raise CheckpointError(self._text)
 
 
 # ---- DCP's process in the background ----

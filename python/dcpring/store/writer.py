@@ -61,7 +61,7 @@ from dcpring.plan.table import describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
-from dcpring.store.stager import RingStager, renew_background_process, watch_background_process
+from dcpring.store.stager import RingStager, renew_background_process, uncopied, watch_background_process
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
@@ -237,10 +237,13 @@ class RingWriter(FileSystemWriter):
         self._is_sent = renew_background_process()
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
-            if self._stager is None:
-                staged = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
-            else:
-                staged = self._stager.stage_now(state_dict)
+            try:
+                if self._stager is None:
+                    staged = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
+                else:
+                    staged = self._stager.stage_now(state_dict)
+            except Exception as error:
+                staged = uncopied(error)
         self._tracer.staged(staging)
         return staged
 

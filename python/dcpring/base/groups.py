@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import pathlib
 import signal
 import socket
@@ -23,7 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcpring.errors import CheckpointError
+from dcpring.torchside.dcp import is_thread_for_all_ranks
 from dcpring.torchside.groups import default_store, device_of
+
+logger = logging.getLogger("dcpring")
 
 _attempts_lock = threading.Lock()
 _attempts: Counter[str] = Counter()
@@ -48,6 +53,34 @@ def rank_in(group: dist.ProcessGroup | None = None) -> int:
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """The ranks of a group, None for all; 1 where there is no group."""
     return dist.get_world_size(group) if has_group() else 1
+
+
+_of_thread = threading.local()
+
+
+class GroupBefore:
+    """The process group that is there when a save begins, for the thread of DCP's that goes on with it.
+
+    Without a group DCP saves as if this process were alone: each rank would, over the others' files.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._size = rank_in(), world_size()
+
+    def note(self) -> None:
+        """Of all that have noted a group, this one has when the calling thread's save began."""
+        _of_thread.group = self
+
+    def require(self) -> None:
+        """Raises CheckpointError if the group was destroyed before that thread came to save for all ranks."""
+        before = getattr(_of_thread, "group", self)
+        if before._size > 1 and not has_group() and is_thread_for_all_ranks():
+            text = (
+                f"rank {before._rank}: the process group of {before._size} ranks was destroyed before this save in the "
+                "background had begun; ask for its result before that (or save with no_dist=True, for a rank alone)"
+            )
+            logger.error("%s", text)  # who destroys the group first may never ask
+            raise CheckpointError(text)
 
 
 def host_id() -> str:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcpring import _C
-from dcpring.base.groups import host_id, rank_in, world_size
+from dcpring.base.groups import GroupBefore, host_id, rank_in, world_size
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -122,6 +122,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._cache_key = f"dcpring-{uuid.uuid4()}"
         keep_plans_apart(self, self._cache_key)
         self._save = _Save()
+        self._group = GroupBefore()
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,6 +142,8 @@ class RingSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         self._save = _Save(run_of(storage_meta, SaveRun))
+        if self._run is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
+            self._group.require()
         self._phases.begin(_trace.LOCAL_PLAN)
         if self.flatten_state_dict:
             self._save.flat = flatten(state_dict)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcpring.base.groups import agree, digest, rank_in
+from dcpring.base.groups import GroupBefore, agree, digest, rank_in
 from dcpring.base.joint import failure_of
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
@@ -332,7 +332,7 @@ class StagedFuture(Future[Any]):
 
     def __init__(self, save: BackgroundSave) -> None:
         super().__init__()
-        self._save = save
+        self._save, self._group = save, GroupBefore()
         self._quiet = threading.local()
 
     def result(self, timeout: float | None = None) -> Any:
@@ -347,9 +347,12 @@ class StagedFuture(Future[Any]):
 
     def _for_saving(self) -> Any:
         try:
-            return super().result()
+            copied = super().result()
         except Exception as error:
-            return uncopied(error)
+            copied = uncopied(error)
+        self._group.note()
+        self._group.require()
+        return copied
 
     def fill(self, buffer: StagingBuffer, opened: Opened) -> None:
         """Makes the copy."""

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
-from dcpring.base.groups import agree_among, world_size
+from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -191,6 +191,7 @@ class RingWriter(FileSystemWriter):
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
+        self._group = GroupBefore()
         self._is_sent = False  # what this writer has staged is saved by DCP's process
         self._stager = None
         if cache_staged_state_dict:
@@ -234,7 +235,7 @@ class RingWriter(FileSystemWriter):
         Its memory goes when the save is over. It is shared for a save in a process, which copies nothing more. With
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
-        self._is_sent = renew_background_process()
+        self._group, self._is_sent = GroupBefore(), renew_background_process()
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
             try:
@@ -491,6 +492,7 @@ class RingWriter(FileSystemWriter):
         super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._group.require()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self._phases.is_sure or not self._phases.name:  # nobody has asked for storage_meta()
             self._begin_save()

@@ -6,7 +6,7 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -232,17 +232,22 @@ def end_background_process() -> None:
 
 def future_of_process_save() -> Future[Any] | None:
     """What the thread of DCP's that is calling will say of a save by all ranks in their processes; None elsewhere."""
-    frame: FrameType | None = sys._getframe(1)
     is_of_all = False
-    while frame is not None:
-        own, module = frame.f_locals, frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "_execute_save_impl" and module == f"{_DCP}._async_process_executor":
+    for place, own in _callers():
+        if place == f"{_DCP}._async_process_executor._execute_save_impl":
             is_of_all = own.get("use_collectives", True) and not own.get("no_dist", False)
         future = getattr(own.get("self"), "future", None)
         if is_of_all and isinstance(future, Future):
             return future
-        frame = frame.f_back
     return None
+
+
+def is_thread_for_all_ranks() -> bool:
+    """Whether a thread of DCP's is calling that saves what ``async_save`` was not told to save without other ranks."""
+    for place, own in _callers():
+        if place == f"{_DCP}._async_thread_executor.save_wrapper":
+            return not own.get("no_dist", False)
+    return False
 
 
 def members_of_process_save() -> list[int] | None:
@@ -250,17 +255,22 @@ def members_of_process_save() -> list[int] | None:
 
     DCP does not tell its stager where a save will run. It is a local variable of the function that calls it.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module == f"{_DCP}.state_dict_saver" and frame.f_code.co_name == "async_save":
-            kind = frame.f_locals.get("async_checkpointer_type")
+    for place, own in _callers():
+        if place == f"{_DCP}.state_dict_saver.async_save":
+            kind = own.get("async_checkpointer_type")
             if getattr(kind, "name", "") != "PROCESS":
                 return None
-            group = frame.f_locals.get("process_group")
+            group = own.get("process_group")
             return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
-        frame = frame.f_back
     return None
+
+
+def _callers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The functions that are calling, the last first: module and name, and local variables."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}", frame.f_locals
+        frame = frame.f_back
 
 
 def is_called_by_executor() -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSave
 from dcpring.base import groups
 from dcpring.base.joint import Joint
 from dcpring.resume.ranks import Ranks
+from dcpring.torchside.frames import callers, local
 from dcpring.torchside.groups import default_store
 
 
@@ -63,6 +65,58 @@ def parts_are_right(parts: dict[str, Any]) -> bool:
 
 
 # ---- groups ----
+
+
+def in_a_group_of_some(folder: Path) -> list[str]:
+    """Errors of the processes 2 and 1, in a group of which they are the ranks 0 and 1."""
+    rank = dist.get_rank()
+    can_choose = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    group = dist.new_group([2, 1], **({"sort_ranks": False} if can_choose else {}))
+    if rank == 0:
+        return []
+    found = []
+    components = some_state() | {"other": Replicated(Counter(rank))}
+    with Checkpointer(folder, components, process_group=group) as checkpointer:
+        found.append(error_of(lambda: checkpointer.save(1)))
+        components["other"].stateful.state_dict = mock.Mock(side_effect=OSError("it is gone") if rank == 1 else None)
+        for blocking in (True, False):
+            found.append(error_of(lambda blocking=blocking: checkpointer.save(1, blocking)))
+    planner = RingSavePlanner(check_replicas="error")
+    try:
+        dcp.save({"w": torch.full((3,), rank)}, checkpoint_id=folder / "x", planner=planner, process_group=group)
+    except CheckpointException as error:
+        found.append(str(error.failures[0][0]))
+    return found
+
+
+def test_errors_name_ranks_of_the_group_and_say_so(tmp_path: Path) -> None:
+    """As DCP's do. Planners named those of the job."""
+    _, *found = _distributed.run(3, in_a_group_of_some, tmp_path / "checkpoints")
+    assert found[0] == found[1]
+    differ, gone, behind, planned = found[0]
+    assert "rank 1 differ from rank 0" in differ
+    for text in (gone, behind):
+        assert "rank 1: OSError: it is gone" in text or "rank 0: OSError: it is gone" in text
+    assert "'w' (rank 0 differs from 1)" in planned
+    for text in found[0]:
+        assert text.count("global ranks 2, 1 in this order") == 1 or "global ranks 1-2 in this order" in text
+
+
+class Held:
+    """Can be referred to weakly."""
+
+
+def test_a_look_at_a_local_variable_keeps_no_other() -> None:
+    def kept() -> bool:
+        held, other = Held(), 1
+        frame = next(frame for _, name, frame in callers() if name == "kept")
+        assert local(frame, "other") == other == 1
+        assert local(frame, "none") is None
+        gone = weakref.ref(held)
+        del held
+        return gone() is not None
+
+    assert not kept()
 
 
 def of_other_histories(folder: Path) -> list[bool]:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import pathlib
+import re
 import signal
 import socket
 import threading
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcpring.base.text import ranges
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import is_thread_for_all_ranks
-from dcpring.torchside.groups import default_store, device_of
+from dcpring.torchside.groups import default_store, device_of, group_of_caller, members_of_caller
 
 logger = logging.getLogger("dcpring")
 
@@ -81,6 +83,31 @@ class GroupBefore:
             )
             logger.error("%s", text)  # who destroys the group first may never ask
             raise CheckpointError(text)
+
+
+def rank_here() -> int:
+    """This process's rank in the group of the ``dcp.save`` or ``dcp.load`` that is calling, as DCP's errors name it."""
+    return rank_in(group_of_caller())
+
+
+def whose_ranks(members: Sequence[int]) -> str:
+    """What a text that names ranks of a group ends with, where these are other processes' numbers among all."""
+    if list(members) == list(range(len(members))):
+        return ""
+    return f" (ranks are those of the process group, which has the global ranks {ranges(members)} in this order)"
+
+
+@contextlib.contextmanager
+def saying_whose(members: Callable[[], Sequence[int]] = members_of_caller) -> Iterator[None]:
+    """Errors that name ranks of a group, by default that of the ``dcp.save`` or ``dcp.load`` that calls, say so."""
+    try:
+        yield
+    except CheckpointError as error:
+        text, *others = error.args or ("",)
+        whose = whose_ranks(members()) if re.search(r"\branks? \d", str(text)) else ""
+        if whose and whose not in text:
+            error.args = (f"{text}{whose}", *others)
+        raise
 
 
 def host_id() -> str:

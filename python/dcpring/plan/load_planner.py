@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcpring import _C
-from dcpring.base.groups import host_id, rank_in
+from dcpring.base.groups import host_id, rank_here, rank_in, saying_whose
 from dcpring.base.text import some, spans
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -162,7 +162,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if self._names:
             metadata = rename_metadata(metadata, self._names, storage=False)
         try:
-            self.policy.check(self.state_dict, metadata, rank_in())
+            self.policy.check(self.state_dict, metadata, rank_here())
         except KeyMismatchError as mismatch:
             raise mismatch from error
 
@@ -177,6 +177,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
 
     @_trace.step()
+    @saying_whose()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         chunks = _chunks_of(self._run.stored or self.metadata)
@@ -203,6 +204,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return self._own_plan
 
     @_trace.step(_trace.GLOBAL_PLAN)
+    @saying_whose()
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         _warn_of_several(global_plan)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
@@ -219,6 +221,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.step(_trace.READ)
+    @saying_whose()
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
@@ -274,7 +277,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
             names = (name for name in chunks.table.names() if name not in self._run.made_of)
             stored = {self._names.get(name, name) for name in names}
             left = stored - self.state_dict.keys()
-            self.policy.report(sorted(left), rank_in())
+            self.policy.report(sorted(left), rank_here())
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
         """Describes what this rank will read, where ranks are to hand on."""

@@ -29,6 +29,7 @@ from dcpring.format.ledger import key_of
 from dcpring.plan.messages import LocalMessage
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.dcp import plans_for_itself
+from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 MAX_BYTES = 64 << 10
@@ -195,7 +196,8 @@ def _are_apart(different: list[list[int]], messages: Sequence[LocalMessage]) -> 
     reach = [set().union(*(messages[place].meshes for place in places)) for places in different]
     if not all(reach):
         return False
-    ranks = [{messages[place].rank for place in places} for places in different]
+    members = dict(enumerate(members_of_caller()))
+    ranks = [{members.get(place, place) for place in places} for places in different]
     return any(
         not any(ranks[other] & set(mesh) for mesh in reach[one])
         for one in range(len(different))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcpring import _C
-from dcpring.base.groups import GroupBefore, host_id, rank_in, world_size
+from dcpring.base.groups import GroupBefore, host_id, rank_here, saying_whose, whose_ranks, world_size
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -41,6 +41,7 @@ from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_i
 from dcpring.report import PlanReport, RankReport
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import keep_plans_apart
+from dcpring.torchside.groups import members_of_caller
 from dcpring.watch import phases as _trace
 
 __all__ = ["RingSavePlanner"]
@@ -194,10 +195,18 @@ class RingSavePlanner(DefaultSavePlanner):
         self._save.sent = _Sent(table, items, digest)
         known = self._plan_caching and self._cache.may_skip(digest)
         return LocalMessage(
-            rank_in(), host_id(), None if known else layout, digest, fingerprints, self.flatten_state_dict, ties, meshes
+            rank_here(),
+            host_id(),
+            None if known else layout,
+            digest,
+            fingerprints,
+            self.flatten_state_dict,
+            ties,
+            meshes,
         )
 
     @_trace.step(_trace.GLOBAL_PLAN)
+    @saying_whose()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         messages = _messages(all_plans, self._end_gathering())
         if messages is None or _are_changed(all_plans, messages):
@@ -210,6 +219,7 @@ class RingSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     @_trace.step()
+    @saying_whose()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._end_gathering()
         message = getattr(new_plan, "message", None)
@@ -261,8 +271,8 @@ class RingSavePlanner(DefaultSavePlanner):
             if not is_held:
                 what = f"{list(lengths)} from {list(offsets)} on of {name!r}" if offsets else repr(name)
                 raise CheckpointError(
-                    f"create_global_plan lets rank {rank_in()} write {what}, which that rank does not hold; give items "
-                    "only to ranks that have planned them, or override lookup_object"
+                    f"create_global_plan lets rank {rank_here()} write {what}, which that rank does not hold; give "
+                    "items only to ranks that have planned them, or override lookup_object"
                 )
 
     # ---- the coordinator ----
@@ -392,7 +402,7 @@ class RingSavePlanner(DefaultSavePlanner):
             raise CheckpointError(text)
         if text and text not in self._warned:
             self._warned.add(text)
-            logger.warning(text)
+            logger.warning(text + whose_ranks(members_of_caller()))
 
     def _note_plan(
         self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]
@@ -576,9 +586,9 @@ def _are_changed(plans: list[SavePlan], messages: list[LocalMessage]) -> bool:
 
 
 def _check_addressee(reply: Reply) -> None:
-    if reply.to != rank_in():
+    if reply.to != rank_here():
         raise CheckpointError(
-            f"create_global_plan lets rank {rank_in()} follow the plan that was made for rank {reply.to}; move items "
+            f"create_global_plan lets rank {rank_here()} follow the plan that was made for rank {reply.to}; move items "
             "from plan to plan instead, with dataclasses.replace(plan, items=...)"
         )
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from dcpring.base.groups import has_group, rank_in
+from dcpring.base.groups import has_group
 from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError
@@ -234,7 +234,7 @@ def _load(
         key_map = key_map if any(old != new for old, new in names.items()) else None
     stored = {name: entry for name, entry in describe_metadata(metadata).items() if name not in reader.made_of}
     given = target.given(stored)
-    diff = _compare(target, stored, given, policy, str(reader.path))
+    diff = _compare(target, stored, given, policy, str(reader.path), joint.rank)
     bare = list(_bare_modules(model, given, initialize))
     joint.settle("checked")
     modules.give_memory(model, torch.device(device) if device is not None else _device_of(model))
@@ -253,7 +253,7 @@ def _load(
     own.update((name, value) for name, value in state.items() if name in own and not isinstance(value, Composed))
     if not _is_in_place(model, own):
         set_model_state_dict(model, own, options=StateDictOptions(strict=False))
-    reader.tell(rank_in())
+    reader.tell(joint.rank)
     return diff
 
 
@@ -264,12 +264,13 @@ def _made_of_codes(model: nn.Module) -> torch.dtype | None:
 
 
 def _compare(
-    target: _Target, stored: Mapping[str, KeyDescription], given: set[str], policy: LoadPolicy, path: str
+    target: _Target, stored: Mapping[str, KeyDescription], given: set[str], policy: LoadPolicy, path: str, rank: int
 ) -> KeyDiff:
     """How the model differs from what is stored.
 
     Args:
         given: names of the model's tensors that are stored.
+        rank: this one.
 
     Raises:
         KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
@@ -286,8 +287,8 @@ def _compare(
         shown = replace(fatal, unexpected=diff.unexpected, dtypes=diff.dtypes)
         raise KeyMismatchError(f"{path} does not fit the model:\n{shown}")
     if diff.missing and policy.missing == "warn":
-        logger.warning("rank %d: %s does not have:\n%s", rank_in(), path, KeyDiff(diff.missing))
-    policy.report([item.key for item in diff.unexpected], rank_in())
+        logger.warning("rank %d: %s does not have:\n%s", rank, path, KeyDiff(diff.missing))
+    policy.report([item.key for item in diff.unexpected], rank)
     return diff
 
 

@@ -53,7 +53,9 @@ class Ranks:
         if groups.has_group():
             members = dist.get_process_group_ranks(parent or dist.group.WORLD)
             if dist.get_rank() not in members:
-                raise ValueError(f"rank {dist.get_rank()} is no member of the process group given, {spans(members)}")
+                raise ValueError(
+                    f"global rank {dist.get_rank()} is no member of the process group given, global {spans(members)}"
+                )
         self._begin(members, lambda: groups.name_for(members))
 
     def twin(self) -> Ranks:
@@ -89,7 +91,7 @@ class Ranks:
     @contextlib.contextmanager
     def operation(self, call: str) -> Iterator[Operation]:
         """What all members do together; all of them call it, in the same order. See the module's docstring."""
-        with joined(Operation(self, call)) as operation:
+        with groups.saying_whose(lambda: self._members), joined(Operation(self, call)) as operation:
             yield operation
 
     def close(self) -> None:
@@ -181,10 +183,15 @@ class Ranks:
 
 
 class Operation(Joint):
-    """A Joint of Ranks, which may have DCP's collectives in it."""
+    """A Joint of Ranks, which may have DCP's collectives in it.
+
+    Attributes:
+        rank: this process's place among them.
+    """
 
     def __init__(self, ranks: Ranks, call: str) -> None:
         super().__init__(ranks, call)
+        self.rank = ranks.rank
         self._ranks = ranks
 
     def run_dcp(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcpring.base.groups import GroupBefore, agree, digest, rank_in
+from dcpring.base.groups import GroupBefore, agree, digest, rank_in, whose_ranks
 from dcpring.base.joint import failure_of
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
@@ -429,13 +429,14 @@ def renew_background_process() -> bool:
     if members is None:
         return False
     _wait_until(lambda: has_background_process() or _of_process.is_over)  # DCP would start one for each save
-    failure, rank = background_process_failure(), rank_in()
+    failure, rank = background_process_failure(), members.index(rank_in())
     own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
     word = agree(f"dcpring/background/{digest(members)}", own) or own
     if word == "go" != own:
         was = "could not be started" if failure is None else f"has died, of {failure}"
         raise CheckpointError(
             f"the process of rank {rank} that saves in the background {was}; the next save starts another one"
+            f"{whose_ranks(members)}"
         )
     if word not in ("go", "start"):
         logger.warning("the process that saves in the background has died %s; another one is started", word)

@@ -6,9 +6,8 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcpring.torchside.frames import callers, local
 from dcpring.torchside.versions import function, optional, release, required
 
 _DCP = "torch.distributed.checkpoint"
@@ -233,20 +233,20 @@ def end_background_process() -> None:
 def future_of_process_save() -> Future[Any] | None:
     """What the thread of DCP's that is calling will say of a save by all ranks in their processes; None elsewhere."""
     is_of_all = False
-    for place, own in _callers():
-        if place == f"{_DCP}._async_process_executor._execute_save_impl":
-            is_of_all = own.get("use_collectives", True) and not own.get("no_dist", False)
-        future = getattr(own.get("self"), "future", None)
-        if is_of_all and isinstance(future, Future):
-            return future
+    for module, name, frame in callers():
+        if (module, name) == (f"{_DCP}._async_process_executor", "_execute_save_impl"):
+            is_of_all = local(frame, "use_collectives") is not False and not local(frame, "no_dist")
+        if is_of_all and (module, name) == ("concurrent.futures.thread", "run"):
+            future = getattr(local(frame, "self"), "future", None)
+            return future if isinstance(future, Future) else None
     return None
 
 
 def is_thread_for_all_ranks() -> bool:
     """Whether a thread of DCP's is calling that saves what ``async_save`` was not told to save without other ranks."""
-    for place, own in _callers():
-        if place == f"{_DCP}._async_thread_executor.save_wrapper":
-            return not own.get("no_dist", False)
+    for module, name, frame in callers():
+        if (module, name) == (f"{_DCP}._async_thread_executor", "save_wrapper"):
+            return not local(frame, "no_dist")
     return False
 
 
@@ -255,22 +255,13 @@ def members_of_process_save() -> list[int] | None:
 
     DCP does not tell its stager where a save will run. It is a local variable of the function that calls it.
     """
-    for place, own in _callers():
-        if place == f"{_DCP}.state_dict_saver.async_save":
-            kind = own.get("async_checkpointer_type")
-            if getattr(kind, "name", "") != "PROCESS":
+    for module, name, frame in callers():
+        if (module, name) == (f"{_DCP}.state_dict_saver", "async_save"):
+            if getattr(local(frame, "async_checkpointer_type"), "name", "") != "PROCESS":
                 return None
-            group = own.get("process_group")
+            group = local(frame, "process_group")
             return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
     return None
-
-
-def _callers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The functions that are calling, the last first: module and name, and local variables."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}", frame.f_locals
-        frame = frame.f_back
 
 
 def is_called_by_executor() -> bool:

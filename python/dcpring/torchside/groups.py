@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dcpring.torchside.frames import callers, local
 from dcpring.torchside.versions import function, optional
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -92,13 +91,11 @@ def _group_of(wrapper: Any) -> dist.ProcessGroup | None:
 
 
 def _wrapper_of_caller() -> Any:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-            wrapper = frame.f_locals.get("distW")
+    for module, _, frame in callers():
+        if module.startswith("torch.distributed.checkpoint."):
+            wrapper = local(frame, "distW")
             if wrapper is not None:
                 return wrapper
-        frame = frame.f_back
     return None
 
 

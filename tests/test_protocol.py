@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -649,6 +650,19 @@ def test_two_saves_at_once_do_not_commit_what_is_not_there(tmp_path: Path) -> No
         dcp.save(NEW, storage_writer=RemovedBeforeCommit(tmp_path), no_dist=True)
     assert "another save to the same directory" in str(failure(caught.value))
     assert equal(load(OLD, tmp_path), OLD)
+
+
+class FolderRemoved(RingWriter):
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        shutil.rmtree(self.path)
+        super().finish(*args, **kwargs)
+
+
+def test_a_folder_that_is_removed_while_it_is_saved_to(tmp_path: Path) -> None:
+    """It was an error of the listing of that folder."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(NEW, storage_writer=FolderRemoved(tmp_path / "folder"), no_dist=True)
+    assert "was removed before the save could be committed" in str(failure(caught.value))
 
 
 # ---- names ----

@@ -171,8 +171,8 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
         if size < needed[name]:
             state = "was removed" if size < 0 else f"has {size} of {needed[name]} bytes"
             raise CheckpointError(
-                f"{path} {state} before the save could be committed: another save to the same directory is under way; "
-                "wait for one save before the next begins"
+                f"{path} {state} before the save could be committed: another save to the same directory is under way, "
+                "or something else removes files there; wait for one save before the next begins"
             )
 
 

@@ -462,7 +462,11 @@ def _end_background_process(save: Future[Any]) -> None:
     if error is None or isinstance(error, CheckpointException):
         return
     if background_process_failure() == "":
-        logger.warning("the process that saves in the background is ended, as others may wait for it: %s", error)
+        logger.warning(
+            "the process that saves in the background has failed alone, or cannot reach those of other ranks, and is "
+            "ended, as they may wait for it: %s",
+            error,
+        )
         end_background_process()
 
 

@@ -456,8 +456,8 @@ class RingWriter(FileSystemWriter):
         return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
-        superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
         layout.check_data_files(self._directory, sizes, self.rank or 0)
+        superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
         name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
         pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None

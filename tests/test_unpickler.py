@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import enum
 import functools
 import io
 import json
@@ -136,11 +137,13 @@ def test_metadata_of_other_versions() -> None:
             assert str(unpickle(data)) == "a"
     old = b"ctorch.distributed._shard.sharded_tensor.metadata\n"
     encoding = old + b"MEM_FORMAT_ENCODING\nK\x01\x85R"
-    state = b"(ctorch\nfloat16\nctorch.serialization\n_get_layout\n" + text("torch.strided") + b"\x85R\x88" + encoding
-    found = unpickle(b"\x80\x02" + old + b"TensorProperties\n)\x81" + state + b"\x89tb.")
-    assert type(found) is dcp_metadata.TensorProperties
-    assert (found.dtype, found.layout, found.requires_grad) == (torch.float16, torch.strided, True)
-    assert found.memory_format == torch.channels_last
+    layout = b"(ctorch\nfloat16\nctorch.serialization\n_get_layout\n" + text("torch.strided") + b"\x85R\x88"
+    by_name = called("builtins.getattr", old + b"MEM_FORMAT_ENCODING\n", text("TORCH_CHANNELS_LAST"))  # Python 3.11.2
+    for member in (encoding, by_name, by_name.replace(b"builtins", b"__builtin__")):
+        found = unpickle(b"\x80\x02" + old + b"TensorProperties\n)\x81" + layout + member + b"\x89tb.")
+        assert type(found) is dcp_metadata.TensorProperties
+        assert (found.dtype, found.layout, found.requires_grad) == (torch.float16, torch.strided, True)
+        assert found.memory_format == torch.channels_last
 
 
 # ---- what does not: names ----
@@ -195,7 +198,7 @@ def stack_global(module: str, name: str) -> bytes:
 
 FORBIDDEN_NAMES = """
     os.system posix.system nt.system os.popen os.execv os.remove posix.remove os.environ builtins.eval
-    builtins.exec builtins.open builtins.getattr builtins.setattr builtins.__import__ builtins.compile
+    builtins.exec builtins.open builtins.delattr builtins.setattr builtins.__import__ builtins.compile
     builtins.globals builtins.vars builtins.breakpoint builtins.type builtins.map builtins.filter builtins.super
     builtins.memoryview builtins.input builtins.print builtins.help builtins.exit builtins.property
     builtins.classmethod builtins.enumerate __builtin__.eval __builtin__.execfile __builtin__.apply
@@ -316,6 +319,15 @@ BAD_ARGUMENTS = {
     "array of a class": called("array._array_reconstructor", b"cbuiltins\nlist\n", text("b"), value(1), value(b"a")),
     "buffer of": made("_io.BytesIO", value(b"a")),
     "random of a seed": called("random.Random", value(3)),
+    "attribute of an instance": called("builtins.getattr", called("types.SimpleNamespace"), text("__dict__")),
+    "attribute of Python's": called("builtins.getattr", b"cdatetime\ndatetime\n", text("__base__")),
+    "attribute that is a method": called("builtins.getattr", b"cpathlib\nPath\n", text("unlink")),
+    "attribute that is shared": called("builtins.getattr", b"cdatetime\ntimezone\n", text("utc")),
+    "attribute of an enumeration": called(
+        "builtins.getattr", f"c{dcp_metadata.__name__}\n_MEM_FORMAT_ENCODING\n".encode(), text("__members__")
+    ),
+    "attribute of a module": called("builtins.getattr", text("os"), text("system")),
+    "attribute or another": called("builtins.getattr", b"cpathlib\nPath\n", text("a"), text("b")),
     "reconstructor of a class": called("copyreg._reconstructor", b"cbuiltins\nint\n", b"cbuiltins\nobject\n", b"N"),
     "reconstructor of a state": called("copyreg._reconstructor", b"cuuid\nUUID\n", b"cbuiltins\nint\n", value(1)),
     "device of a number": called("torch.device", value(3)),
@@ -679,6 +691,14 @@ class MyStr(str):
     pass
 
 
+class Outer:
+    class Inner(Mine):
+        pass
+
+    class Colour(enum.Enum):
+        RED = "red"
+
+
 class Slotted:
     __slots__ = ("a",)
 
@@ -715,6 +735,24 @@ def test_classes_that_are_declared_safe(index: int) -> None:
             assert digest(unpickle(data, safe)) == digest(pickle.loads(data))
         with torch.serialization.safe_globals([cls]):
             assert digest(unpickle(data)) == digest(pickle.loads(data))
+
+
+def test_a_class_within_another() -> None:
+    """Protocols below 4 ask the outer class for it, so that both have to be safe; errors name one, then the other."""
+    data = pickle.dumps(Outer.Inner(3), 2)
+    for safe, wanted in ([], "test_unpickler.Outer"), ([Outer], "test_unpickler.Outer.Inner"):
+        with pytest.raises(RefusedError) as caught:
+            unpickle(data, Safe(safe))
+        assert caught.value.name == wanted
+    assert unpickle(data, Safe([Outer, Outer.Inner])) == Outer.Inner(3)
+
+
+def test_members_of_enumerations_by_name_and_by_value() -> None:
+    outer = b"ctest_unpickler\nOuter\n"
+    colour = called("builtins.getattr", outer, text("Colour"))
+    by_name = b"\x80\x02" + called("builtins.getattr", colour, text("RED")) + b"."
+    for data in (by_name, pickle.dumps(Outer.Colour.RED, 2)):
+        assert unpickle(data, Safe([Outer, Outer.Colour])) is Outer.Colour.RED
 
 
 def test_what_is_in_the_list_may_be_declared_safe_for_more() -> None:

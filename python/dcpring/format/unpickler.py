@@ -24,6 +24,7 @@ import array
 import collections
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import io
@@ -217,6 +218,20 @@ def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
 
 
 know(_reconstructor, "copyreg:_reconstructor", call=typed(_reconstructor, object, object, object))
+
+
+def _attribute(cls: Any, name: str) -> Any:
+    """A member of an enumeration, as Python 3.11.2 (Debian 12) and its neighbours pickle it, or a class within another,
+    as protocols below 4 do. The outer class has been asked for by name, so that it is in the list, or safe."""
+    require(isinstance(cls, type))
+    if isinstance(cls, enum.EnumMeta) and name in cls.__members__:
+        return cls.__members__[name]
+    found = vars(cls).get(name)
+    require(isinstance(found, type) and found.__qualname__ == f"{cls.__qualname__}.{name}")
+    return found
+
+
+know(_attribute, "builtins:getattr", call=typed(_attribute, object, str))
 
 # ---- the standard library ----
 

@@ -410,7 +410,57 @@ def test_run_says_what_is_wrong(tmp_path: Path) -> None:
     assert "usage: dcpring run" in _prepared.run(["-m", "dcpring", "run", "--help"], cwd=tmp_path).stdout
 
 
-def test_a_programs_error_is_its_own(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("raise KeyError('mine')")
-    done = _prepared.run(["-m", "dcpring", "run", "program.py"], cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.rstrip().endswith("KeyError: 'mine'")
+BEHIND = """
+import atexit
+import torch
+import torch.distributed.checkpoint as dcp
+
+class Mine:
+    pass
+
+atexit.register(lambda: print(*dcp.FileSystemReader("saved").read_metadata().state_dict_metadata))
+dcp.async_save({"tensor": torch.ones(1000, 1000), "object": Mine()}, checkpoint_id="saved", no_dist=True)
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_goes_on_after_a_programs_last_line_finds_its_classes(is_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BEHIND)
+    named = ["-m", "program"] if is_module else ["program.py"]
+    command = [sys.executable, "-W", "ignore", "-m", "dcpring", "run", *named]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tensor object\n", "")
+
+
+SAYS = """
+import os
+os.chdir("/")
+print(__name__, __package__, __spec__ and __spec__.name, __file__, type(__loader__).__name__, __builtins__)
+"""
+PROGRAMS = {
+    "what it is": ("program.py", SAYS),
+    "an error": ("program.py", "def f():\n    raise KeyError('mine')\n\nf()"),
+    "a text for an end": ("program.py", "import sys; sys.exit('goodbye')"),
+    "a hook": ("program.py", "import sys; sys.excepthook = lambda *error: print(error[1]); raise KeyError('mine')"),
+    "wrong syntax": ("program.py", "x = ("),
+    "an encoding": ("program.py", "# -*- coding: latin-1 -*-\nprint(len('\u00e9'))"),
+    "Ctrl-C": ("program.py", "raise KeyboardInterrupt"),
+    "a folder": ("__main__.py", SAYS),
+    "a folder without a program": ("other.py", SAYS),
+}
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_program_is_what_python_makes_of_it(what: str, is_module: bool, tmp_path: Path) -> None:
+    """With the same words where it fails."""
+    name, text = PROGRAMS[what]
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / name).write_text(text)
+    path = "there" if "folder" in what else f"there/{name}"
+    named = ["-m", path.removesuffix(".py").replace("/", ".")] if is_module else [path]
+    plain, ours = (
+        subprocess.run([sys.executable, *command, *named], capture_output=True, text=True, cwd=tmp_path, check=False)
+        for command in ([], ["-m", "dcpring", "run"])
+    )
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)

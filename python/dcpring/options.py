@@ -87,9 +87,10 @@ def _check_range(name: str, value: int, most: int) -> None:
 
 def overrides(planner: object, defaults: tuple[type, ...], methods: tuple[str, ...]) -> bool:
     """Whether a planner does anything of its own in these methods of one of the default planners."""
-    return not isinstance(planner, defaults) or any(
-        all(getattr(type(planner), method) is not getattr(default, method) for default in defaults)
-        for method in methods
+    kind = type(planner)
+    return kind not in defaults and (
+        not isinstance(planner, defaults)
+        or any(all(getattr(kind, method) is not getattr(default, method) for default in defaults) for method in methods)
     )
 
 

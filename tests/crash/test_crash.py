@@ -149,7 +149,9 @@ class RemovesEarly(RingWriter):
     """Removes the old checkpoint's data before the new one is committed."""
 
     def _commit(self, *arguments: Any) -> None:
-        layout.remove_superseded(Path(self.path), layout.superseded_files(Path(self.path)), set(arguments[0]))
+        layout.remove_superseded(
+            Path(self.path), layout.superseded_files(Path(self.path), os.listdir(self.path)), set(arguments[0])
+        )
         super()._commit(*arguments)
 
 
@@ -157,7 +159,7 @@ class CommitsInPlace(RingWriter):
     """Writes the metadata over the old, as a file of its own that is synced."""
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: Any) -> None:
-        superseded = layout.superseded_files(Path(self.path))
+        superseded = layout.superseded_files(Path(self.path), os.listdir(self.path))
         with open(Path(self.path, ".metadata"), "wb") as stream:
             stream.write(data)
             stream.flush()

@@ -93,7 +93,7 @@ def removes_early(rank: int) -> None:
 
     def commit(self: RingWriter, sizes: Any, *arguments: Any) -> None:
         folder = Path(self.path)
-        layout.remove_superseded(folder, layout.superseded_files(folder), set(sizes))
+        layout.remove_superseded(folder, layout.superseded_files(folder, os.listdir(folder)), set(sizes))
         committed(self, sizes, *arguments)
 
     RingWriter._commit = commit  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ def join_metadata(pickled: bytes, trailer: Trailer, index: bytes = b"", ledgers:
     """A metadata file's bytes: the pickle, the ledgers, the index (see docs/format.md), and the trailer."""
     trailer.index_bytes = len(index)
     trailer.ledger_bytes = list(map(len, ledgers))
-    fields = asdict(trailer)
+    fields = dict(vars(trailer))
     if not ledgers:
         del fields["ledger_bytes"]
     note = json.dumps(fields, separators=(",", ":")).encode()

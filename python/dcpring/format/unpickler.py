@@ -453,17 +453,25 @@ def _present_name(module: str, name: str) -> tuple[str, str]:
 class Safe:
     """What a user allows besides the list, and what torch.serialization.add_safe_globals was given.
 
-    Attributes:
-        names: by full name.
-        ids: the same by id, with their names.
+    It is made for one save or load, most of which never ask: so it is put together when one does.
     """
 
     def __init__(self, safe_globals: Iterable[Any] = ()) -> None:
-        self.names: dict[str, Any] = {}
-        for item in (*torch.serialization.get_safe_globals(), *safe_globals):
+        self._given = tuple(safe_globals)
+
+    @functools.cached_property
+    def names(self) -> dict[str, Any]:
+        """By full name."""
+        found = {}
+        for item in (*torch.serialization.get_safe_globals(), *self._given):
             value, name = item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
-            self.names[name] = value
-        self.ids = {id(value): name for name, value in self.names.items()}
+            found[name] = value
+        return found
+
+    @functools.cached_property
+    def ids(self) -> dict[int, str]:
+        """The same by id, with their names."""
+        return {id(value): name for name, value in self.names.items()}
 
 
 class Unpickler:

@@ -231,7 +231,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
             is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
             share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
             self._run.report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
-        logger.debug("load plan: %s", self._run.report.summary())
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("load plan: %s", self._run.report.summary())
         return self._own_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -100,7 +100,8 @@ class SaveRun(Run):
             self.note_seconds()
             for rank, one in zip(self.report.ranks, stats, strict=True):
                 _note_io(rank, one)
-            logger.debug("saved: %s", self.report.summary())
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("saved: %s", self.report.summary())
 
     def note_seconds(self) -> None:
         """Takes the phases that are over into the report."""

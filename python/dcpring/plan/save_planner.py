@@ -242,7 +242,8 @@ class RingSavePlanner(DefaultSavePlanner):
         if not self._run.report.ranks:
             self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
         self._run.note_seconds()
-        logger.debug("save plan of rank %d: %s", self._run.report.ranks[0].rank, self._run.report.summary())
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("save plan of rank %d: %s", self._run.report.ranks[0].rank, self._run.report.summary())
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -67,10 +67,6 @@ def table_name(rank: int | None = None) -> str:
     return ".dcpring.json" if rank is None else f"__{rank}.dcpring.json"
 
 
-def _names(directory: Path) -> list[str]:
-    return [entry.name for entry in directory.iterdir()]
-
-
 def rank_of_file(name: str) -> int | None:
     """The rank that wrote a data file, by its name; None for other names."""
     match = _TAGGED.fullmatch(name) or _STOCK.fullmatch(name)
@@ -83,9 +79,10 @@ def is_part(name: str) -> bool:
     return name == METADATA_NAME or any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def rank_metadata_files(directory: Path) -> dict[int, Path]:
-    """The rank-local metadata files (``use_collectives=False``), by rank."""
-    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in _names(directory))
+def rank_metadata_files(directory: Path, names: list[str] | None = None) -> dict[int, Path]:
+    """The rank-local metadata files (``use_collectives=False``), by rank; ``names``: the directory, where it is listed
+    already."""
+    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in names or os.listdir(directory))
     return {int(match[1]): directory / name for name, match in matches if match}
 
 
@@ -95,16 +92,17 @@ def rank_of_metadata(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def metadata_files(directory: Path) -> list[Path]:
+def metadata_files(directory: Path, names: list[str] | None = None) -> list[Path]:
     """All of the directory, the global one first."""
-    main = directory / METADATA_NAME
-    return [*([main] if main.exists() else []), *rank_metadata_files(directory).values()]
+    names = names or os.listdir(directory)
+    main = [directory / METADATA_NAME] if METADATA_NAME in names else []
+    return [*main, *rank_metadata_files(directory, names).values()]
 
 
-def _all_referenced(directory: Path) -> set[str] | None:
+def _all_referenced(directory: Path, names: list[str]) -> set[str] | None:
     """Every data file that some metadata refers to; None when one of them cannot be read."""
     try:
-        return {name for path in metadata_files(directory) for name in referenced_files(path)}
+        return {name for path in metadata_files(directory, names) for name in referenced_files(path)}
     except (OSError, CheckpointError) as error:
         logger.warning("files of earlier saves stay in %s: %s", directory, error)
         return None
@@ -128,24 +126,24 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> None:
         directory: the checkpoint.
         rank: only those that this rank wrote (``use_collectives=False``); None for all.
     """
-    names = _names(directory)
+    names = os.listdir(directory)
     doomed = _ours(names, _UNFINISHED, rank)
     tagged = _ours(names, _TAGGED, rank)
-    if tagged and (referenced := _all_referenced(directory)) is not None:
+    if tagged and (referenced := _all_referenced(directory, names)) is not None:
         doomed |= tagged - referenced
     remove_files(directory, sorted(doomed))
 
 
-def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
-    """The files that a commit makes superfluous: the data files of the checkpoint that is there now.
+def superseded_files(directory: Path, names: list[str], rank: int | None = None) -> set[str]:
+    """Of the names in a directory the files that a commit makes superfluous: the data files of the checkpoint that is
+    there now.
 
     Only names that a DCP writer gives are ever listed. Without a rank the rank-local metadata goes too.
     """
-    names = _names(directory)
     found = _ours(names, _TAGGED, rank)
     stock = _ours(names, _STOCK, rank)
     if stock:
-        found |= stock & (_all_referenced(directory) or set())
+        found |= stock & (_all_referenced(directory, names) or set())
     if rank is None:
         return found | _ours(names, _RANK_METADATA, None)
     # Other ranks may still fail: until they have all committed, a global checkpoint that is here stays whole.
@@ -155,6 +153,11 @@ def superseded_files(directory: Path, rank: int | None = None) -> set[str]:
         return found
     except (OSError, CheckpointError):
         return set()
+
+
+def tables(names: list[str], rank: int | None = None) -> set[str]:
+    """Of the names in a directory those of key maps, which a commit without one makes superfluous."""
+    return _ours(names, _TABLE, rank)
 
 
 def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None:
@@ -176,15 +179,10 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
             )
 
 
-def remove_superseded(directory: Path, superseded: set[str], needed: set[str]) -> None:
+def remove_superseded(directory: Path, superseded: set[str], needed: Iterable[str]) -> None:
     """After a commit; a failure leaves files behind, and is no failure of the save."""
-    doomed = superseded - needed
+    doomed = superseded.difference(needed)
     remove_files(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
-
-
-def remove_tables(directory: Path, rank: int | None, keep: str | None) -> None:
-    """After a commit: removes key maps of checkpoints that it has replaced."""
-    remove_files(directory, sorted(_ours(_names(directory), _TABLE, rank) - {keep}))
 
 
 def remove_files(directory: Path, names: list[str]) -> None:

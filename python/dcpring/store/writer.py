@@ -218,7 +218,7 @@ class RingWriter(FileSystemWriter):
 
     @property
     def _directory(self) -> Path:
-        return Path(self.path)
+        return self.path if isinstance(self.path, Path) else Path(self.path)
 
     @property
     def _own_rank_only(self) -> int | None:
@@ -457,7 +457,10 @@ class RingWriter(FileSystemWriter):
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         layout.check_data_files(self._directory, sizes, self.rank or 0)
-        superseded = set() if self.keep_superseded else layout.superseded_files(self._directory, self._own_rank_only)
+        there = os.listdir(self._directory)
+        superseded = layout.tables(there, self._own_rank_only)
+        if not self.keep_superseded:
+            superseded |= layout.superseded_files(self._directory, there, self._own_rank_only)
         name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
         table_name = self._commit_table(name, table)
         pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None
@@ -467,8 +470,7 @@ class RingWriter(FileSystemWriter):
         pending.wait(self._phases)
         _C.rename_file(str(self.path), unfinished, name, self.sync_files)
         self._phases.begin(_trace.CLEAN_UP)
-        layout.remove_superseded(self._directory, superseded, set(sizes))
-        layout.remove_tables(self._directory, self._own_rank_only, table_name)
+        layout.remove_superseded(self._directory, superseded, [*sizes, table_name or ""])
 
     def _commit_table(self, metadata_name: str, table: KeyTable | None) -> str | None:
         """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.

@@ -10,6 +10,7 @@
 #   make test-trainers    torchtitan, Lightning, accelerate and transformers with dcpring, in such an environment
 #   make clean-torch      removes these environments
 #   make wheels           what a release consists of, in dist/: the sdist, and a wheel for each architecture
+#   make smoke-aarch64    tests/smoke.py with the wheel for aarch64, on a processor that qemu emulates (10 minutes, 2 GB)
 #   make docs             the documents as a site, in build/site
 #   make bench            benchmarks/save_load.py with everything in it
 #   make bench-planning   benchmarks/planning.py and benchmarks/small_tensors.py
@@ -39,7 +40,7 @@ PYTEST := $(PY) -m pytest -q
 comma := ,
 PACKAGES ?= all
 
-.PHONY: setup demo elastic test test-slow test-c test-python test-torch test-trainers clean-torch lint bench bench-planning example-hsdp asan tsan crash soak docs wheels clean
+.PHONY: setup demo elastic test test-slow test-c test-python test-torch test-trainers clean-torch lint bench bench-planning example-hsdp asan tsan crash soak docs wheels smoke-aarch64 clean
 
 setup: build/.installed
 
@@ -179,10 +180,13 @@ build/.wheel-tools: .ci/wheels.txt
 	@build/wheels/tools/bin/python $(PIP_QUIET) --require-hashes -r $<
 	@touch $@
 
-# Each is looked at by the tests that look at a user's; that of another architecture is not run.
+# Each is looked at by the tests that look at a user's; that of another architecture is run by smoke-aarch64.
 wheels: setup build/.test-system build/.wheel-tools
 	@build/wheels/tools/bin/python .ci/wheels.py
 	@for wheel in dist/*.whl; do echo "== $$wheel"; DCPRING_WHEEL=$$wheel $(PYTEST) tests/test_packaging.py || exit 1; done
+
+smoke-aarch64: build/.test-system
+	@.ci/smoke_aarch64.sh
 
 clean:
 	rm -rf build dist python/*.egg-info python/dcpring/*.so

@@ -56,6 +56,17 @@ def test_saves_and_loads_after_the_first_set_nothing_up(tmp_path: Path, engine: 
     assert calls(call, lambda: work(1)) == calls(call, lambda: work(3)) == first
 
 
+def test_a_save_that_needs_no_thread_leaves_its_ring_to_the_next(tmp_path: Path) -> None:
+    """Of one block, which nobody syncs; somebody has to let go of what is kept."""
+
+    def work() -> None:
+        for _ in range(3):
+            save({"w": torch.ones(4)}, tmp_path, engine="uring", sync_files=False)
+
+    assert calls("uring_init", work) == 1
+    assert _C.kept()[0] == 1
+
+
 def test_one_file_per_item_is_one_ring_for_all(tmp_path: Path) -> None:
     state = state_of(24)
     counted = calls("uring_init", lambda: save(state, tmp_path, single_file_per_rank=False, engine="uring"))

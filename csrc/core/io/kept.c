@@ -136,23 +136,6 @@ static bool is_as_new(const struct dr_engine *engine) {
     return !engine->failed && engine->in_flight == 0 && engine->pool.free_count == engine->pool.count;
 }
 
-void dr_kept_give(struct dr_engine *engine) {
-    if (!engine || !dr_engine_drain(engine))
-        return;
-    engine->watch = NULL;
-    size_t bytes = dr_pool_bytes(&engine->pool);
-    lock();
-    while (is_as_new(engine) && bytes <= DR_KEPT_BYTES && is_full(bytes))
-        close_oldest();
-    /* Without a thread there would be nobody to let go of it. */
-    bool is_kept = is_as_new(engine) && bytes <= DR_KEPT_BYTES && kept.alive > 0;
-    if (is_kept)
-        kept.engines[kept.count++] = (struct kept_engine){engine, dr_clock_ms()};
-    unlock();
-    if (!is_kept)
-        dr_engine_close(engine);
-}
-
 /* ---- threads ---- */
 
 static void take_out(const struct member *member) {
@@ -206,7 +189,8 @@ static void *serve(void *argument) {
     do {
         void (*job)(void *) = self->job;
         unlock();
-        job(self->argument);
+        if (job)
+            job(self->argument);
         lock();
         self->job = NULL;
     } while (await_job(self));
@@ -220,6 +204,7 @@ static void *serve(void *argument) {
     return NULL;
 }
 
+/* With no job it only waits for one. */
 static int start_member(void (*job)(void *), void *argument) {
     struct member *member = dr_calloc(1, sizeof *member);
     if (!member)
@@ -239,6 +224,34 @@ static int start_member(void (*job)(void *), void *argument) {
         free(member);
     }
     return rc;
+}
+
+/* Sees to it that there is a thread, which lets go of an engine that is not asked for. */
+static bool is_looked_after(void) {
+    lock();
+    bool is_alone = kept.alive == 0;
+    unlock();
+    return !is_alone || start_member(NULL, NULL) == 0;
+}
+
+void dr_kept_give(struct dr_engine *engine) {
+    if (!engine || !dr_engine_drain(engine))
+        return;
+    engine->watch = NULL;
+    size_t bytes = dr_pool_bytes(&engine->pool);
+    if (!is_as_new(engine) || bytes > DR_KEPT_BYTES || !is_looked_after()) {
+        dr_engine_close(engine);
+        return;
+    }
+    lock();
+    while (is_full(bytes))
+        close_oldest();
+    bool is_kept = kept.alive > 0; /* else it has ended meanwhile */
+    if (is_kept)
+        kept.engines[kept.count++] = (struct kept_engine){engine, dr_clock_ms()};
+    unlock();
+    if (!is_kept)
+        dr_engine_close(engine);
 }
 
 int dr_kept_run(void (*job)(void *), void *argument) {

@@ -197,6 +197,7 @@ def test_wrong_options_are_refused_at_once() -> None:
     for options, words in (
         ({"writer_options": {"wrkers": 3}}, "writer_options has 'wrkers', which RingWriter does not take"),
         ({"load_planner_options": {"x": 1}}, "load_planner_options has 'x'"),
+        ({"reader_options": 3}, "reader_options=3: must be a mapping"),
     ):
         with pytest.raises(TypeError, match=words):
             dcpring.install(**options)  # type: ignore[arg-type]

@@ -123,9 +123,19 @@ def install(
     """
     if trusted not in (True, False, "warn"):
         raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
-    writer = {"objects": "warn" if trusted is False else "allow", **(writer_options or {})}
-    reader = {"trusted": trusted, "casts": "any", **(reader_options or {})}
-    return _install(Options(writer, reader, dict(save_planner_options or {}), dict(load_planner_options or {})))
+    made = Options(
+        {"objects": "warn" if trusted is False else "allow"} | _mapping("writer_options", writer_options),
+        {"trusted": trusted, "casts": "any"} | _mapping("reader_options", reader_options),
+        _mapping("save_planner_options", save_planner_options),
+        _mapping("load_planner_options", load_planner_options),
+    )
+    return _install(made)
+
+
+def _mapping(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"{name}={given!r}: must be a mapping, of names of arguments to what they are to be")
+    return dict(given or {})
 
 
 def _install(options: Options) -> Installation:

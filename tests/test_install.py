@@ -437,6 +437,7 @@ SAYS = """
 import os
 os.chdir("/")
 print(__name__, __package__, __spec__ and __spec__.name, __file__, type(__loader__).__name__, __builtins__)
+print(sorted(globals()))
 """
 PROGRAMS = {
     "what it is": ("program.py", SAYS),

@@ -69,7 +69,7 @@ def execute(argv: list[str]) -> int:
     os.environ[install.VARIABLE] = "1"  # for programs that it starts
     install.install_if_asked_for()
     main = types.ModuleType("__main__")
-    vars(main)["__builtins__"] = builtins
+    vars(main).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     try:
         if is_module:

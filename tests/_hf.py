@@ -21,7 +21,7 @@ from dcpring.format.safetensors import make_header
 
 INDEX = "model.safetensors.index.json"
 PLACED = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()], "one": [Shard(0)]}
-KINDS = ("one file", "index", "links", "stock's", "stock's shards", "ours")
+KINDS = ("one file", "index", "folders", "links", "links to folders", "stock's", "stock's shards", "ours")
 
 
 MIB = 1 << 20
@@ -45,8 +45,11 @@ def write(path: Path, kind: str, given: dict[str, Tensor] | None = None) -> Path
     path.mkdir(parents=True)
     if kind == "one file":
         save_file(state, path / "model.safetensors")
-    elif kind == "index":
+    elif kind in ("index", "folders"):
         names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+        if kind == "folders":
+            names = ["first/a.safetensors", names[1], "first/second/a.safetensors"]
+            (path / "first" / "second").mkdir(parents=True)
         files = {name: names[number % 3] for number, name in enumerate(state)}
         for file in names:
             save_file({name: state[name] for name in state if files[name] == file}, path / file)
@@ -57,6 +60,13 @@ def write(path: Path, kind: str, given: dict[str, Tensor] | None = None) -> Path
         for number, file in enumerate(sorted(origin.iterdir())):
             file.rename(path.parent / "blobs" / str(number))
             (path / file.name).symlink_to(Path("..", "blobs", str(number)))
+    elif kind == "links to folders":
+        write(path / "origin", "folders", state)
+        (path / "first").symlink_to(path / "origin" / "first")
+        (path / "first" / "second" / "a.safetensors").rename(path.parent / "blob")
+        (path / "first" / "second" / "a.safetensors").symlink_to(Path("..", "..", "..", "..", "blob"))
+        for name in (INDEX, "model-00002-of-00003.safetensors"):
+            (path / "origin" / name).rename(path / name)
     elif kind == "ours":
         writer = dcpring.RingHFWriter(path, max_shard_bytes=1 << 17)
         dcp.save(state, storage_writer=writer, planner=dcpring.RingSavePlanner(), no_dist=True)

@@ -273,6 +273,15 @@ def outside(path: Path, index: dict[str, Any]) -> str:
     return "names .../model-00001-of-00003.safetensors., which is no file beside it"
 
 
+def outside_by_a_link(path: Path, index: dict[str, Any]) -> str:
+    (path.parent / "elsewhere").mkdir()
+    (path / "model-00001-of-00003.safetensors").rename(path.parent / "elsewhere" / "a.safetensors")
+    (path / "below").symlink_to(Path("..", "elsewhere"))
+    files = index["weight_map"]
+    files.update({name: "below/a.safetensors" for name, file in files.items() if "00001" in file})
+    return r"names 'below/a\.safetensors', which is no file beside it or below"
+
+
 def no_map(path: Path, index: dict[str, Any]) -> str:
     del index["weight_map"]
     return "no index of safetensors files"
@@ -294,7 +303,7 @@ def other_dtype(path: Path, index: dict[str, Any]) -> str:
     return r"'columns' has \d+ bytes for F64"
 
 
-CHANGES = (no_shard, cut_off, of_git_lfs, in_another_file, outside, no_map, overlapping, other_dtype)
+CHANGES = (no_shard, cut_off, of_git_lfs, in_another_file, outside, outside_by_a_link, no_map, overlapping, other_dtype)
 
 
 def a_folder(path: Path, index: dict[str, Any]) -> str:

@@ -169,7 +169,8 @@ def test_any_index(tmp_path: Path) -> None:
 def test_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "x.safetensors").write_bytes(seeds(tmp_path)["plain"])
-    for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), "..", "", "x\0"):
+    (tmp_path / "model" / "below").mkdir()
+    for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), "..", "", "x\0", "below/../../x.safetensors"):
         (tmp_path / "model" / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CorruptCheckpointError, match=r"no file beside it|no index"):
             read_model(tmp_path / "model")

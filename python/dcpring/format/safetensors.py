@@ -257,15 +257,24 @@ def _with_crcs(name: str, info: TensorInfo, said: Any) -> TensorInfo:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each name, of those that an index lists. Files lie beside it."""
+    """The file of each name, of those that an index lists. Files lie beside it, or in folders there."""
     try:
         listed = strict_json.loads(read_regular(index))["weight_map"]
-        bad = [name for name in listed.values() if name.encode() in (b"", b".", b"..") or "/" in name or "\0" in name]
+        bad = [name for name in dict.fromkeys(listed.values()) if not _is_below(index.parent, name)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
     if bad:
-        raise CorruptCheckpointError(f"the index names {bad[0]!r:.200}, which is no file beside it", str(index))
+        what = f"the index names {bad[0]!r:.200}, which is no file beside it or below"
+        raise CorruptCheckpointError(what, str(index))
     return dict(listed)
+
+
+def _is_below(directory: Path, name: str) -> bool:
+    """Whether a name stays in the directory. Its file may be a link to anywhere, as in hubs' caches, but no folder."""
+    parts = name.encode().split(b"/")
+    if b"\0" in name.encode() or not {b"", b".", b".."}.isdisjoint(parts):
+        return False
+    return len(parts) == 1 or (directory / name).parent.resolve().is_relative_to(directory.resolve())
 
 
 # ---- what a path means ----
@@ -494,10 +503,9 @@ def _whole(name: str, parts: list[Shard], path: Path) -> Whole:
 
 
 def _links(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    paths = {name: directory / name for name in names}
-    if not any(path.is_symlink() for path in paths.values()):
-        return {}
-    return {name: os.path.realpath(path) for name, path in paths.items()}
+    root = os.path.realpath(directory)
+    found = {name: os.path.realpath(directory / name) for name in names}
+    return {} if all(path == os.path.join(root, name) for name, path in found.items()) else found
 
 
 # ---- writing ----

@@ -185,7 +185,7 @@ class Inventory:
         Args:
             items: the keys; leftovers are told by all metadata of the directory, whatever these are.
         """
-        there = _there(self.directory)
+        there = _there(self.directory, self.parts)
         files = _files_of(items, there)
         for name in _leftovers(self.directory, there, self.parts):
             files[name] = _data_file(name, there)
@@ -281,10 +281,12 @@ def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> d
     return files
 
 
-def _there(directory: Path) -> dict[str, os.stat_result]:
-    """The files in a directory."""
+def _there(directory: Path, parts: Sequence[Contents]) -> dict[str, os.stat_result]:
+    """The files in a directory, and those of models that lie in folders below it."""
     with os.scandir(directory) as entries:
-        return {entry.name: entry.stat() for entry in entries if entry.is_file()}
+        there = {entry.name: entry.stat() for entry in entries if entry.is_file()}
+    models = [contents.model.files for contents in parts if contents.model is not None]
+    return there | {name: (files.directory / name).stat() for files in models for name in files.versions}
 
 
 def _leftovers(directory: Path, names: Iterable[str], parts: Sequence[Contents]) -> list[str]:

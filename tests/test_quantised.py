@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,50 @@ def write(path: Path, state: dict[str, Tensor], files: int = 2) -> Path:
     return path
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def grid(shape: tuple[int, ...], begins: list[list[int]]) -> list[Box]:
+    """Boxes that make up a tensor, of which each begins at one of these places along each dimension."""
+    ends = [[*starts[1:], size] for starts, size in zip(begins, shape, strict=True)]
+    ranges = itertools.product(*(zip(*pair, strict=True) for pair in zip(begins, ends, strict=True)))
+    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in ranges]
+
+
+def write_shards(
+    path: Path, state: dict[str, Tensor], parts: dict[str, list[Box]], rank: Callable[[], int], count: int = 4
+) -> Path:
+    """As HuggingFaceStorageWriter(save_distributed=True) leaves it; ``rank`` says whose each part is."""
+    path.mkdir()
+    owned: dict[int, dict[str, Box]] = {number: {} for number in range(count)}
+    for name, boxes in parts.items():
+        for box in boxes:
+            number = next(number for number in itertools.count(rank()) if name not in owned.setdefault(number, {}))
+            owned[number][name] = box
+    for number, held in owned.items():
+        note = {SHARDING: json.dumps({name: {"saved_offsets": box[0]} for name, box in held.items()})}
+        cut = {
+            name: state[name][tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] for name, box in held.items()
+        }
+        file = path / f"shard-{number + 1:05}-model-00001-of-00001.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in cut.items()}, file, note)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Codes and scales are each cut in their own way, and shared out by chance."""
+    chance, state = random.Random(8), tensors()
+    parts = {}
+    for name, tensor in state.items():
+        cuts = [sorted({0, *(chance.randrange(size) for _ in range(2))}) for size in tensor.shape]
+        parts[name] = grid(tensor.shape, [*cuts[:-1], [0]] if name.endswith("_blocks") else cuts)
+    return write_shards(tmp_path_factory.mktemp("shards") / "model", state, parts, lambda: chance.randrange(4))
+
+
+STORED = ("model", "shards")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("quantised") / "model", tensors())
@@ -126,12 +172,15 @@ def expected(model: Path, dtype: torch.dtype, into: torch.dtype) -> dict[str, Te
     return state
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("into", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_tensors(model: Path, dtype: torch.dtype, into: torch.dtype, planner: str) -> None:
-    state = wanted(into)
-    load(state, RingQuantizedHFReader(str(model), target_dtype=dtype, casts="any"), PLANNERS[planner]())
+def test_whole_tensors(
+    request: pytest.FixtureRequest, model: Path, dtype: torch.dtype, into: torch.dtype, planner: str, stored: str
+) -> None:
+    state, path = wanted(into), request.getfixturevalue(stored)
+    load(state, RingQuantizedHFReader(str(path), target_dtype=dtype, casts="any"), PLANNERS[planner]())
     for name, tensor in expected(model, dtype, into).items():
         assert_same_bits(state[name], tensor)
 
@@ -234,6 +283,15 @@ def test_any_box(model: Path, into: torch.dtype, window_bytes: int, monkeypatch:
                 assert_same_bits(tensor.contiguous(), whole[name][part].contiguous())
 
 
+def test_shards_in_small_windows(model: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcpring.move.device.HOST_BYTES", 5000)
+    for into in (torch.float32, torch.bfloat16):
+        state = wanted(into)
+        load(state, RingQuantizedHFReader(str(shards), target_dtype=torch.float32, casts="any"), RingLoadPlanner())
+        for name, tensor in expected(model, torch.float32, into).items():
+            assert_same_bits(state[name], tensor)
+
+
 def load_placed(path: str, planner: str) -> dict[str, Tensor]:
     """Sharded along each dimension, unevenly, and on a mesh of two dimensions."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -246,10 +304,11 @@ def load_placed(path: str, planner: str) -> dict[str, Tensor]:
     return {name: tensor.full_tensor() for name, tensor in state.items() if isinstance(tensor, DTensor)}
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_sharded(model: Path, planner: str) -> None:
+def test_sharded(request: pytest.FixtureRequest, model: Path, planner: str, stored: str) -> None:
     whole = expected(model, torch.float32, torch.bfloat16)
-    for got in _distributed.run(4, load_placed, str(model), planner):
+    for got in _distributed.run(4, load_placed, str(request.getfixturevalue(stored)), planner):
         assert got.keys() == whole.keys()
         for name, tensor in got.items():
             assert_same_bits(tensor, whole[name])
@@ -439,12 +498,9 @@ def test_shapes_that_no_tensor_has(tmp_path: Path) -> None:
         RingQuantizedHFReader(str(tmp_path)).read_metadata()
 
 
-def test_shards_are_refused(tmp_path: Path) -> None:
-    codes, scales = float8(256, 128, FLOAT8[0])
-    for number, begin in enumerate((0, 128)):
-        part = {"x.weight": codes[begin : begin + 128]} | ({} if number else {"x.weight_scale_inv": scales})
-        offsets = {"x.weight": [begin, 0], "x.weight_scale_inv": [0, 0]}
-        note = {SHARDING: json.dumps({name: {"saved_offsets": offsets[name]} for name in part})}
-        save_file(part, tmp_path / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", note)
-    with pytest.raises(CheckpointError, match=r"'x.weight' is in 2 shards"):
-        RingQuantizedHFReader(str(tmp_path)).read_metadata()
+def test_shards_that_divide_a_group_are_refused(tmp_path: Path) -> None:
+    codes, scales = mxfp4(2, 3, 4, 16)
+    parts = {"x_blocks": grid(codes.shape, [[0], [0], [0], [0, 8]]), "x_scales": grid(scales.shape, [[0], [0], [0]])}
+    write_shards(tmp_path / "model", {"x_blocks": codes, "x_scales": scales}, parts, lambda: 0)
+    with pytest.raises(CheckpointError, match=r"'x_blocks' is in shards of which none has all bytes of a group"):
+        RingQuantizedHFReader(str(tmp_path / "model")).read_metadata()

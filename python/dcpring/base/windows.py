@@ -6,6 +6,7 @@ Where windows are read, the next one may be while one is worked on.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -58,6 +59,14 @@ def read_ahead(
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in pools:
             pool.shutdown()
+
+
+def common_box(a: Box, b: Box) -> Box | None:
+    """What lies in both of two boxes; None where nothing does."""
+    begins = tuple(map(max, a[0], b[0]))
+    ends = map(min, map(operator.add, *a), map(operator.add, *b))
+    lengths = tuple(map(operator.sub, ends, begins))
+    return (begins, lengths) if all(length > 0 for length in lengths) else None
 
 
 def split_box(lengths: tuple[int, ...], limit: int) -> Iterator[Box]:

@@ -10,14 +10,15 @@ Two forms are known, those that PyTorch's QuantizedHuggingFaceStorageReader read
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import NamedTuple
 
 import torch
 
-from dcpring.base.windows import Box
+from dcpring.base.windows import Box, common_box
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import Model, Shard, TensorInfo
+from dcpring.format.safetensors import Model, Shard, Whole
 
 FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
@@ -35,48 +36,61 @@ _PACKED = "float4_e2m1fn_x2"
 
 Ints = tuple[int, ...]
 
+Place = tuple[str, int, int]
+"""Of codes: their file, and where in it they begin and how long they are."""
+
 
 class Quantised(NamedTuple):
-    """One such tensor.
+    """One such tensor, or what one shard of its codes makes of it.
 
     Attributes:
-        codes, scales: where they are stored.
+        codes: where they are stored.
+        scales: where those that it needs are, and the box of all scales that each of them is.
         scale_name: of the scales.
+        begins: of what is made of the codes, in the tensor.
         shape, dtype: of what is made of them.
         block: elements of the last dimension, and of the one before, that share a scale.
         per_byte: codes in a byte.
     """
 
     codes: Shard
-    scales: Shard
+    scales: tuple[tuple[Box, Shard], ...]
     scale_name: str
+    begins: Ints
     shape: Ints
     dtype: torch.dtype
     block: tuple[int, int]
     per_byte: int
 
     @property
-    def place(self) -> tuple[str, int]:
+    def place(self) -> Place:
         """By which a load knows it, whatever its name."""
-        return self.codes.file, self.codes.info.begin
+        return self.codes.file, self.codes.info.begin, self.codes.info.end - self.codes.info.begin
 
     @property
-    def stored_sizes(self) -> tuple[Ints, Ints]:
-        """Of the codes, as bytes that are elements of the last dimension, and of the scales."""
-        whole = (0,) * len(self.shape)
-        codes, scales = self.boxes(whole, self.shape)
-        return codes[1], scales[1]
+    def stored_sizes(self) -> Ints:
+        """Of the codes, as bytes that are elements of the last dimension."""
+        return self.boxes((0,) * len(self.shape), self.shape)[0][1]
 
     def boxes(self, offsets: Ints, lengths: Ints) -> tuple[Box, Box]:
-        """The codes, and the scales, that a box is made of."""
-        return _divided(offsets, lengths, 1, self.per_byte), _divided(offsets, lengths, *self.block)
+        """What a box is made of: one of these codes, and one of all scales."""
+        return _divided(offsets, lengths, 1, self.per_byte), _divided(self._in_all(offsets), lengths, *self.block)
 
     def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
         """How the core makes a box that begins there: see ``_C.load``."""
         rows, columns = self.block
         codes = _PACKED if self.per_byte == 2 else str(self.codes.info.dtype).removeprefix("torch.")
-        skipped = offsets[-2] % rows if rows > 1 else 0
-        return codes, offsets[-1] % self.per_byte, rows, columns, skipped, offsets[-1] % columns
+        begins = self._in_all(offsets)
+        skipped = begins[-2] % rows if rows > 1 else 0
+        return codes, offsets[-1] % self.per_byte, rows, columns, skipped, begins[-1] % columns
+
+    def _in_all(self, offsets: Ints) -> Ints:
+        return tuple(map(operator.add, self.begins, offsets))
+
+
+def whole_shape(parts: list[Quantised]) -> Ints:
+    """Of what all parts of a tensor make up."""
+    return tuple(map(max, *(map(operator.add, part.begins, part.shape) for part in parts), (0,) * len(parts[0].shape)))
 
 
 def _divided(offsets: Ints, lengths: Ints, rows: int, columns: int) -> Box:
@@ -87,29 +101,28 @@ def _divided(offsets: Ints, lengths: Ints, rows: int, columns: int) -> Box:
     return begins, tuple(map(operator.sub, ends, begins))
 
 
-def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[str, Quantised]:
-    """The quantised tensors of a model, by the names of their codes.
+def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[str, list[Quantised]]:
+    """The quantised tensors of a model, by the names of their codes: for each of their parts what is made of it.
 
     Raises:
         CorruptCheckpointError: codes without scales, or scales that do not fit them.
-        CheckpointError: they are shards of several ranks.
+        CheckpointError: what is made of a shard is no box.
     """
-    found: dict[str, Quantised] = {}
+    found: dict[str, list[Quantised]] = {}
     for name in model.tensors:
         codes = _codes_of(name)
         if codes in model.tensors:
             found[codes] = _quantised(model, codes, name, dtype, block_size)
-    places = {each.place: each for each in found.values()}
+    places = {each.codes: each for parts in found.values() for each in parts}
     for name, whole in model.tensors.items():
         if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in FLOAT8:
-            part = whole.parts[0]
-            if (part.file, part.info.begin) not in places:
+            if whole.parts[0] not in places:
                 raise CorruptCheckpointError(
                     f"{name!r} is {whole.dtype}, and there is no {_renamed(name, FLOAT8_CODES, FLOAT8_SCALE)!r} by "
                     "which it is to be scaled; RingHFReader loads it as it is stored",
-                    str(model.files.directory / part.file),
+                    str(model.files.directory / whole.parts[0].file),
                 )
-            found[name] = places[part.file, part.info.begin]  # another name of the same tensor
+            found[name] = [places[part] for part in whole.parts]  # another name of the same tensor
     return found
 
 
@@ -124,46 +137,59 @@ def _renamed(name: str, ending: str, other: str) -> str:
     return name.removesuffix(ending) + other
 
 
-def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_size: int) -> Quantised:
-    first, second = _only_part(model, codes), _only_part(model, scales)
+def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_size: int) -> list[Quantised]:
+    first, second = model.tensors[codes], model.tensors[scales]
     is_mxfp4 = codes.endswith(MXFP4_CODES)
     try:
-        found = _mxfp4(first.info, second.info) if is_mxfp4 else _float8(first.info, second.info, block_size)
+        form = _mxfp4(first, second) if is_mxfp4 else _float8(first, second, block_size)
     except ValueError as error:
-        path = str(model.files.directory / second.file)
+        path = str(model.files.directory / second.parts[0].file)
         raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
-    return Quantised(first, second, scales, found.shape, dtype, found.block, found.per_byte)
-
-
-def _only_part(model: Model, name: str) -> Shard:
-    parts = model.tensors[name].parts
-    if len(parts) > 1:
-        raise CheckpointError(
-            f"{name!r} is in {len(parts)} shards, and quantised tensors can only be read whole; load it as it is "
-            "stored, with RingHFReader, or convert the shards to a model first"
-        )
-    return parts[0]
+    factors = [((part.offsets, part.info.shape), part) for part in second.parts]
+    if math.prod(second.shape) == 1:
+        factors = [(((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0])]
+    found = []
+    for part in first.parts:
+        begins, shape = form.made_of(part.offsets, part.info.shape, codes)
+        needed = _divided(begins, shape, *form.block)
+        used = tuple((box, factor) for box, factor in factors if common_box(box, needed))
+        found.append(Quantised(part, used, scales, begins, shape, dtype, form.block, form.per_byte))
+    return found
 
 
 class _Form(NamedTuple):
-    """As ``Quantised`` has them."""
+    """Of a whole tensor, as ``Quantised`` has them of parts. ``group``: bytes of codes in a row that share a scale."""
 
     shape: Ints
     block: tuple[int, int]
     per_byte: int
+    group: int | None = None
+
+    def made_of(self, offsets: Ints, lengths: Ints, name: str) -> Box:
+        """The box that is made of one of the codes."""
+        if self.group is None:
+            return offsets, lengths
+        *outer, group, byte = offsets
+        *others, groups, count = lengths
+        if groups > 1 and count < self.group:
+            raise CheckpointError(
+                f"{name!r} is in shards of which none has all bytes of a group, and what they make is no box; load it "
+                "as it is stored, with RingHFReader, or convert the shards to a model first"
+            )
+        return (*outer, 2 * (group * self.group + byte)), (*others, 2 * groups * count)
 
 
-def _mxfp4(codes: TensorInfo, scales: TensorInfo) -> _Form:
+def _mxfp4(codes: Whole, scales: Whole) -> _Form:
     if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and both must be uint8")
     if len(codes.shape) < 2 or codes.shape[:-1] != scales.shape:
         shapes = f"{list(codes.shape)} and {list(scales.shape)}"
         raise ValueError(f"their shapes are {shapes}, the second without the last number of the first")
     *outer, groups, size = codes.shape
-    return _Form((*outer, groups * size * 2), (1, max(2 * size, 1)), 2)
+    return _Form((*outer, groups * size * 2), (1, max(2 * size, 1)), 2, size)
 
 
-def _float8(codes: TensorInfo, scales: TensorInfo, block_size: int) -> _Form:
+def _float8(codes: Whole, scales: Whole, block_size: int) -> _Form:
     if codes.dtype not in FLOAT8 or not scales.dtype.is_floating_point:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and not float8 and floats")
     if len(codes.shape) != 2:

@@ -13,13 +13,14 @@ A piece that has been read lies in memory element by element. Each rank copies f
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from dcpring import _C
-from dcpring.base.windows import split_box
+from dcpring.base.windows import common_box, split_box
 from dcpring.torchside.tensors import narrowed
 
 PIECE_BYTES = 4 << 20
@@ -133,13 +134,11 @@ def overlap_of(
     offsets: Sequence[int], lengths: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> tuple[Ints, Ints, Ints] | None:
     """Of two boxes in a tensor: where in the first, where in the second, and how much they share; None for nothing."""
-    low = tuple(max(a, b) for a, b in zip(offsets, start, strict=True))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, start, size, strict=True))
-    if any(a >= b for a, b in zip(low, high, strict=True)):
+    common = common_box((tuple(offsets), tuple(lengths)), (tuple(start), tuple(size)))
+    if common is None:
         return None
-    in_first = tuple(a - b for a, b in zip(low, offsets, strict=True))
-    in_second = tuple(a - b for a, b in zip(low, start, strict=True))
-    return in_first, in_second, tuple(b - a for a, b in zip(low, high, strict=True))
+    low, shared = common
+    return tuple(map(operator.sub, low, offsets)), tuple(map(operator.sub, low, start)), shared
 
 
 def _boxes_of_range(shape: Ints, first: int, end: int) -> list[tuple[Ints, Ints]]:

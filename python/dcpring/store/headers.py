@@ -8,6 +8,7 @@ what is wrong is the same error on all (``base.joint``). Where not all come, or 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -38,12 +39,12 @@ class Headers(NamedTuple):
     Attributes:
         files: that hold it.
         chunks: its tables.
-        quantised: its tensors that are made of others, by name.
+        quantised: what is made of others, tensors or parts of them.
     """
 
     files: Files
     chunks: Chunks
-    quantised: dict[str, Quantised]
+    quantised: list[Quantised]
 
 
 def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) -> Headers:
@@ -55,7 +56,7 @@ def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) ->
     """
     model = read_model(path)
     quantised = {} if dequantize is None else find_quantised(model, dequantize, block_size)
-    return Headers(model.files, chunks_of(model, quantised), quantised)
+    return Headers(model.files, chunks_of(model, quantised), list(itertools.chain(*quantised.values())))
 
 
 @contextlib.contextmanager

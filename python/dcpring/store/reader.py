@@ -79,7 +79,7 @@ class _Loads(threading.local):
         self.metadata: Metadata | None = None
         self.storage_data: dict[MetadataIndex, Any] | None = None
         self.files: Files | None = None
-        self.quantised: dict[str, Quantised] = {}
+        self.quantised: list[Quantised] = []
         self.problem = ""
 
     def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
@@ -192,7 +192,7 @@ class RingReader(FileSystemReader):
     @property
     def made_of(self) -> frozenset[str]:
         """Names in the files, read last, of what others are made of: scales of quantised tensors."""
-        return frozenset(each.scale_name for each in self._load.quantised.values())
+        return frozenset(each.scale_name for each in self._load.quantised)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
@@ -232,7 +232,7 @@ class RingReader(FileSystemReader):
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         directory, load = Path(self.path), self._load
-        load.files, load.quantised = None, {}
+        load.files, load.quantised = None, []
         if self._is_model(directory):
             found = self._read_headers(directory, rank is None and may_be_several(directory))
             load.files, load.quantised = found.files, found.quantised
@@ -329,7 +329,7 @@ class RingReader(FileSystemReader):
         origin = Origin(
             str(self.path if files is None else files.directory),
             links=None if files is None else files.links,
-            quantised={each.place: each for each in load.quantised.values()},
+            quantised={each.place: each for each in load.quantised},
         )
         rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
         task = Task(planner, origin, rules, stats, load.run, self._rank())

@@ -29,7 +29,7 @@ from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
-from dcpring.format.quantised import Quantised
+from dcpring.format.quantised import Quantised, whole_shape
 from dcpring.format.safetensors import (
     INDEX_NAME,
     MODEL_NAME,
@@ -57,7 +57,7 @@ def is_model(path: Path) -> bool:
     return path.is_file() and is_safetensors(path)
 
 
-def chunks_of(model: Model, quantised: Mapping[str, Quantised] | None = None) -> Chunks:
+def chunks_of(model: Model, quantised: Mapping[str, list[Quantised]] | None = None) -> Chunks:
     """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
 
     Raises:
@@ -67,18 +67,20 @@ def chunks_of(model: Model, quantised: Mapping[str, Quantised] | None = None) ->
         return _tables(model, quantised or {})
 
 
-def _tables(model: Model, quantised: Mapping[str, Quantised]) -> Chunks:
+def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
     properties = functools.cache(lambda dtype: TensorProperties(dtype=dtype))
     chunks, places = [], []
     for name, whole in model.tensors.items():
         made = quantised.get(name)
-        shape, dtype = (whole.shape, whole.dtype) if made is None else (made.shape, made.dtype)
-        rows = []
-        for file, offsets, stored in whole.parts:
-            begins, lengths = (offsets, stored.shape) if made is None else ((0,) * len(shape), shape)
-            rows.append((shape, begins, lengths, properties(dtype)))
+        if made is None:
+            kind, dtype, shape = TENSOR, whole.dtype, whole.shape
+            boxes = [(offsets, stored.shape) for _, offsets, stored in whole.parts]
+        else:
+            kind, dtype, shape = OPAQUE, made[0].dtype, whole_shape(made)
+            boxes = [(part.begins, part.shape) for part in made]
+        rows = [(shape, *box, properties(dtype)) for box in boxes]
+        for file, _, stored in whole.parts:
             size = stored.end - stored.begin
-            kind = TENSOR if made is None else OPAQUE  # whose bytes are not those of its elements
             places.append((file, kind, stored.begin, size, stored.begin, size, stored.crcs))
         chunks.append(rows)
     try:

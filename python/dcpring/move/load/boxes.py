@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpring.base.windows import split_box
+from dcpring.base import windows
 from dcpring.format.quantised import DTYPES, Quantised
 from dcpring.move import device
 from dcpring.move.crc import RunningCrcs, buffer_at
@@ -39,18 +39,29 @@ class Payload(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """A tensor that is made of two in files.
+    """A tensor that is made of others in files.
 
     Attributes:
         form: how.
-        stored: its codes and its scales.
+        codes: it is made of.
+        scales: of them, each with the box of all scales that it is.
         sizes, dtype: its own.
     """
 
     form: Quantised
-    stored: tuple[Payload, Payload]
+    codes: Payload
+    scales: tuple[tuple[windows.Box, Payload], ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def stored(self) -> tuple[Payload, ...]:
+        """What is read of files for it."""
+        return self.codes, *(payload for _, payload in self.scales)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return self.stored[-1].dtype
 
     def made_for(self, target: Tensor) -> Coded:
         """The same, rounded once where the target has another dtype: torch makes ``dtype``, and casts that."""
@@ -78,9 +89,8 @@ def read_bytes(payload: Payload | Coded, offsets: tuple[int, ...], lengths: tupl
     """What is read of files for a box of it."""
     if isinstance(payload, Payload):
         return math.prod(lengths) * payload.dtype.itemsize
-    boxes = payload.form.boxes(offsets, lengths)
-    sizes = (stored.dtype.itemsize for stored in payload.stored)
-    return sum(math.prod(part) * size for (_, part), size in zip(boxes, sizes, strict=True))
+    (_, codes), (_, scales) = payload.form.boxes(offsets, lengths)
+    return math.prod(codes) + math.prod(scales) * payload.scale_dtype.itemsize
 
 
 def ends_of(position: int, payload: Payload | Coded) -> list[tuple[int, int, int]]:
@@ -106,11 +116,11 @@ def host_bytes(box: Box) -> int:
 def scale_bytes(box: Box) -> int:
     payload = coded_of(box)
     (_, lengths) = payload.form.boxes(box.offsets, box.lengths)[1]
-    return math.prod(lengths) * payload.stored[1].dtype.itemsize
+    return math.prod(lengths) * payload.scale_dtype.itemsize
 
 
 def parts_of(box: Box, most_elements: int) -> Iterator[Box]:
-    for offsets, lengths in split_box(box.lengths, most_elements):
+    for offsets, lengths in windows.split_box(box.lengths, most_elements):
         start = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
         yield box._replace(offsets=start, lengths=lengths, memory=narrowed(box.memory, offsets, lengths))
 

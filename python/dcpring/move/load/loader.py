@@ -22,6 +22,7 @@ from dcpring.base.masks import both, mask_of
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
 from dcpring.format.quantised import Quantised
+from dcpring.format.safetensors import Shard
 from dcpring.move.load.boxes import Coded, Payload, read_bytes
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange
@@ -84,8 +85,12 @@ class Loader:
         return rest if self._matched is None else rest + self._matched.wanted_bytes()
 
     def _files_of(self, place: Placed) -> list[str]:
-        made = self._origin.quantised.get((place.file, place.offset))
-        return [place.file] if made is None else [place.file, made.scales.file]
+        made = self._quantised(place)
+        return [place.file] if made is None else [place.file, *(shard.file for _, shard in made.scales)]
+
+    def _quantised(self, place: Placed) -> Quantised | None:
+        is_made = place.kind == OPAQUE  # whose bytes are not those of its elements
+        return self._origin.quantised.get((place.file, place.offset, place.length)) if is_made else None
 
     # ---- what each item is ----
 
@@ -109,10 +114,10 @@ class Loader:
                 raise CorruptCheckpointError(
                     f"{self._explain.name(position)} ends where no file can", self._explain.path
                 )
-            made = self._origin.quantised.get((place.file, place.offset))
+            made = self._quantised(place)
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
-            elif made is not None and place.kind == OPAQUE:
+            elif made is not None:
                 self._payloads[position] = self._coded(made)
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
@@ -124,11 +129,13 @@ class Loader:
         return objects, wholes + self._locate(unknown)
 
     def _coded(self, made: Quantised) -> Coded:
-        payloads = []
-        for (file, _, stored), sizes in zip((made.codes, made.scales), made.stored_sizes, strict=True):
-            where = self._reads.inputs.numbers[file], stored.begin, stored.end - stored.begin
-            payloads.append(Payload(*where, stored.crcs, None, sizes, stored.dtype))
-        return Coded(made, (payloads[0], payloads[1]), made.shape, made.dtype)
+        scales = tuple((box, self._payload(shard, box[1])) for box, shard in made.scales)
+        return Coded(made, self._payload(made.codes, made.stored_sizes), scales, made.shape, made.dtype)
+
+    def _payload(self, shard: Shard, sizes: tuple[int, ...]) -> Payload:
+        info = shard.info
+        where = self._reads.inputs.numbers[shard.file], info.begin, info.end - info.begin
+        return Payload(*where, info.crcs, None, sizes, info.dtype)
 
     def _locate(self, unknown: list[int]) -> list[int]:
         """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from dcpring.format.quantised import Quantised
+from dcpring.format.quantised import Place, Quantised
 from dcpring.format.unpickler import Trust
 from dcpring.move.crc import RunningCrcs
 from dcpring.move.load.boxes import Coded, Payload
@@ -26,14 +26,14 @@ class Origin:
     Attributes:
         path: its directory, as errors name it too.
         links: see ``Inputs``.
-        quantised: tensors that are made of others, by their place: file and offset.
+        quantised: tensors that are made of others, by their place.
         inputs: open files, which stay open after a load; None: each load opens its own, and closes them.
         sums: of records of which each load reads a part; None: each load reads whole records, or checks none.
     """
 
     path: str
     links: Mapping[str, str] | None = None
-    quantised: Mapping[tuple[str, int], Quantised] = field(default_factory=dict)
+    quantised: Mapping[Place, Quantised] = field(default_factory=dict)
     inputs: Inputs | None = None
     sums: RunningCrcs | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.memory import NOTHING
-from dcpring.base.windows import windows
+from dcpring.base.windows import common_box, windows
 from dcpring.errors import CorruptCheckpointError
 from dcpring.move import device
 from dcpring.move.crc import RunningCrcs
@@ -39,6 +40,7 @@ from dcpring.move.load.targets import Targets, bump_versions, is_plain_memory
 from dcpring.move.load.task import Task
 from dcpring.plan.load_planner import makes_tensors
 from dcpring.plan.pieces import range_of_box
+from dcpring.torchside.tensors import narrowed
 
 
 class PlainTensors:
@@ -137,14 +139,18 @@ class PlainTensors:
         """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
         reads: list[tuple[Box, tuple[Any, ...]]] = []
         factors: list[Box] = []
+        values: list[Tensor] = []
         for number, box in enumerate(boxes):
             coded = coded_of(box)
-            (codes, scales), form = coded.stored, coded.form
-            of_codes, of_scales = form.boxes(box.offsets, box.lengths)
-            reads.append((box, (*codes.for_core(), *of_codes, (*form.how(box.offsets), number))))
-            factors.append(Box(box.position, scales, *of_scales, torch.empty(of_scales[1], dtype=scales.dtype)))
+            of_codes, of_scales = coded.form.boxes(box.offsets, box.lengths)
+            reads.append((box, (*coded.codes.for_core(), *of_codes, (*coded.form.how(box.offsets), number))))
+            values.append(torch.empty(of_scales[1], dtype=coded.scale_dtype))
+            for whole, payload in coded.scales:
+                common = common_box(whole, of_scales)
+                if common is not None:
+                    memory = narrowed(values[-1], _less(common[0], of_scales[0]), common[1])
+                    factors.append(Box(box.position, payload, _less(common[0], whole[0]), common[1], memory))
         self._read_plain(factors, None, fills=False)
-        values = [factor.memory for factor in factors]
         values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
         self._reads.run(self._calls_for(reads, values), fills)
 
@@ -188,3 +194,7 @@ class PlainTensors:
             return Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, False))
         check = functools.partial(self._check_sums, boxes, sums)
         return Window(number, positions, self._calls(boxes), pairs, check)
+
+
+def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(operator.sub, a, b))

@@ -29,6 +29,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -37,7 +39,7 @@ from dcpring.base.joint import Joint
 from dcpring.format import safetensors as headers
 from dcpring.move import host_memory, stripes
 from dcpring.move.pending import Pending
-from dcpring.plan.stripes import Assignment, Box, Common, Laid, Layout, assign
+from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (3001, 257),
@@ -591,18 +593,23 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 
 def told_bytes(ranks: int) -> int:
     """What a rank is told of 1600 stripes of which every rank has some columns."""
-    shape, size = (4096, 4096), 2 * 4096 * 4096
+    shape, size = torch.Size((4096, 4096)), 2 * 4096 * 4096
     wide = 4096 // ranks
-    boxes = [
-        [Box(str(name), torch.bfloat16, shape, (0, rank * wide), (4096, wide)) for name in range(50)]
-        for rank in range(ranks)
+    chunks = [(torch.Size((0, rank * wide)), torch.Size((4096, wide))) for rank in range(ranks)]
+    data = [TensorWriteData(ChunkStorageMetadata(*chunk), TensorProperties(torch.bfloat16), shape) for chunk in chunks]
+    plans = [
+        [
+            WriteItem(MetadataIndex(str(name), one.chunk.offsets), WriteItemType.SHARD, tensor_data=one)
+            for name in range(50)
+        ]
+        for one in data
     ]
     tensors = [Laid(str(name), str(name), torch.bfloat16, shape, size, 4096 + name * size) for name in range(50)]
     layout = Layout("model", 4096, tensors)
-    by_rank, rounds = assign([layout], boxes, 4 << 20)
-    assert sum(parts[0].writes_bytes for parts in by_rank) == 50 * size
-    packed = Common([layout], rounds, ["host"] * ranks, "token", frozenset(), 4 << 20).packed()
-    return max(len(pickle.dumps(Assignment(packed, parts))) for parts in by_rank)
+    by_rank, rounds = Holdings(plans).share(layout, 4 << 20)
+    assert sum(part.writes_bytes for part in by_rank) == 50 * size
+    packed = Common([layout], [rounds], ["host"] * ranks, "token", frozenset(), 4 << 20).packed()
+    return max(len(pickle.dumps(Assignment(packed, [part]))) for part in by_rank)
 
 
 def test_what_a_rank_is_told_does_not_grow_with_their_number() -> None:

@@ -269,6 +269,67 @@ def test_a_merge_goes_no_further_after_a_bad_plan() -> None:
             call()
 
 
+# ---- files that ranks write together ----
+
+MIB = 1 << 20
+
+
+def holdings(world: int = 2) -> _C.Holdings:
+    """Two ranks hold "w" by columns, 4 MiB, and the first one "b"."""
+    held = _C.Holdings(world)
+    for rank in range(2):
+        table = make({"w": row((1024, 1024), (0, rank * 512), (1024, 512)), "b": None if rank else row()})
+        held.add(rank, table, [0, 1][: 2 - rank])
+    return held
+
+
+LAID = [("w", 4, 4096, 4 * MIB), ("b", 4, 4096 + 4 * MIB, 32)]
+
+
+def test_holdings() -> None:
+    held = holdings()
+    assert held.tensors() == {"w": ((1024, 1024), ENCODING), "b": ((4, 2), ENCODING)}
+    assert (held.holders("w"), held.holders("b")) == ([0, 1], [0])
+    (first, second), (stripes,) = held.share(LAID, 4096, MIB, 8 * MIB)
+    assert first[0] == second[0] == [] and first[1] + second[1] == 4 * MIB + 32
+    assert [(lo, hi) for lo, hi, *_ in stripes] == [
+        (max(4096, n * MIB), min((n + 1) * MIB, 4100 * 1024 + 32)) for n in range(5)
+    ]
+    assert {holders for *_, holders in stripes} == {(0, 1)} and {writer for *_, writer, _ in stripes} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda held: _C.Holdings(0),
+        lambda held: _C.Holdings(-1),
+        lambda held: held.add(2, make({"a": row()}), [0]),
+        lambda held: held.add(1, make({"a": row()}), [1]),
+        lambda held: held.add(1, make({"a": row()}), [-1]),
+        lambda held: held.add(1, make({"a": row()}), ["0"]),
+        lambda held: held.add(1, make({"a": row()}), [(0, 3, 2)]),
+        lambda held: held.add(1, make({"a": row()}), [(0, -1, 2)]),
+        lambda held: held.add(1, make({"a": row()}), [(0, 1, -1)]),
+        lambda held: held.add(1, make({"a": None}), [(0, 0, 0)]),
+        lambda held: held.add(1, None, [0]),
+        lambda held: held.holders("nobody's"),
+        lambda held: held.share([("nobody's", 4, 4096, 32)], 4096, MIB, MIB),
+        lambda held: held.share([("w", 4, 8192, 4 * MIB)], 4096, MIB, MIB),
+        lambda held: held.share([("w", 2, 4096, 4 * MIB)], 4096, MIB, MIB),
+        lambda held: held.share([("w", 4, 4096, 1 << 63)], 4096, MIB, MIB),
+        lambda held: held.share([("w", 4, 4096)], 4096, MIB, MIB),
+        lambda held: held.share(LAID, 4096, 0, MIB),
+        lambda held: held.share(LAID, 1 << 63, MIB, MIB),
+        lambda held: held.add(0, make({"w": row((1024, 1024))}), [0]) or held.share(LAID, 4096, MIB, MIB),
+        lambda held: held.add(0, make({"b": None}), [0]) or held.share(LAID, 4096, MIB, MIB),
+        lambda held: held.share(LAID, 4096, MIB, MIB) and held.add(0, make({"a": row()}), [0]),
+    ),
+)
+def test_holdings_that_are_wrong(call: Any) -> None:
+    with pytest.raises((ValueError, LookupError, TypeError, OverflowError)):
+        call(holdings())
+
+
 def test_nothing_leaks() -> None:
     bad = [*mutations(plan(), 40), b"", plan()[:-1]]
 
@@ -282,6 +343,10 @@ def test_nothing_leaks() -> None:
         stored = _C.decode_storage_index(storage_index())
         _C.StorageIndex(3).merge(stored, b"".join(i.to_bytes(4, "little") for i in range(3)))
         stored.file_sizes()
+        held = holdings()
+        held.share(LAID, 4096, MIB, MIB)
+        with pytest.raises(ValueError):
+            held.share(LAID, 0, MIB, MIB)
         for value in (row(size=(-1, 2)), "no tensor", [row(), 1]):
             try:
                 make({"a": row(), "b": value})

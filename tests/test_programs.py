@@ -74,6 +74,11 @@ def test_staging_benchmark(tmp_path: Path) -> None:
     assert picture.stat().st_size > 0
 
 
+def test_stripes_benchmark() -> None:
+    out = run("benchmarks/stripes.py", "--ranks", "4", "--tensors", "20", "--rounds", "1")
+    assert "rows" in out and "columns" in out
+
+
 def test_quantised_benchmark(tmp_path: Path) -> None:
     out = run("benchmarks/quantised.py", "--quick", "--dir", tmp_path)
     assert "MXFP4" in out and "stock" in out

@@ -33,7 +33,8 @@
     TYPE(Watch, watch) \
     TYPE(Input, input) \
     TYPE(StripeFile, stripe_file) \
-    TYPE(Syncs, syncs)
+    TYPE(Syncs, syncs) \
+    TYPE(Holdings, holdings)
 
 struct module_state {
     PyObject *corrupt_error; /* dcpring.CorruptCheckpointError */

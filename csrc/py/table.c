@@ -134,8 +134,7 @@ static int append_value(struct builder *b, uint32_t name, PyObject *value, Py_ss
     return rc;
 }
 
-/* A name in UTF-8, with surrogates that stand alone as pickles have them: then the bytes are `held`'s. */
-static const char *utf8_of(PyObject *name, Py_ssize_t *size, PyObject **held) {
+const char *utf8_of(PyObject *name, Py_ssize_t *size, PyObject **held) {
     const char *text = PyUnicode_AsUTF8AndSize(name, size);
     if (text || !PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
         return text;

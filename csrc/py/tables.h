@@ -23,8 +23,10 @@ PyObject *table_new(struct module_state *state);
 /* What an object wraps, NULL with an exception when it is another kind of object. */
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
 
-/* A name as a str. */
+/* A name as a str, and a str in UTF-8, with surrogates that stand alone as pickles have them: then the bytes are
+ * `held`'s, which is the caller's to release. */
 PyObject *table_name(const struct dr_table *table, uint32_t name);
+const char *utf8_of(PyObject *name, Py_ssize_t *size, PyObject **held);
 const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object);
 
 PyObject *ints_tuple(const int64_t *ints, int count);

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from crash.recording import Call, Recorder, number_of, read_log
 from fault._support import (
@@ -31,7 +32,7 @@ from fault._support import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner
+from dcpring import _C, CheckpointError, RingHFWriter, RingLoadPlanner, RingReader, RingSavePlanner
 
 SHORTEN = 0
 FAULTS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "EAGAIN": errno.EAGAIN, "short": SHORTEN}
@@ -309,6 +310,22 @@ def test_every_allocation_of_a_save(tmp_path: Path) -> None:
         overwriting.check(where)
         overwriting.check_and_clean_up(where)
         assert not leaks_descriptors(before), where
+
+
+def test_every_allocation_of_a_model_in_safetensors(tmp_path: Path) -> None:
+    state = {"w": torch.randn(400, 300), "b": torch.arange(7), "empty": torch.empty(0, 3)}
+    before = open_descriptors()
+
+    def attempt() -> None:
+        dcp.save(state, storage_writer=RingHFWriter(tmp_path), planner=RingSavePlanner(), no_dist=True)
+
+    for nth, error in until_exhausted(attempt, errno.ENOMEM, call="malloc"):
+        where = f"allocation {nth} failed: {error!r}"
+        assert error is None or is_about_memory(error), where
+        assert not leaks_descriptors(before), where
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=RingReader(tmp_path), planner=RingLoadPlanner(), no_dist=True)
+    assert equal(loaded, state)
 
 
 @each_engine

@@ -1,14 +1,17 @@
 /*
  * Plans of two ranks, as the input has them: decoded, merged, checked, shared
- * out, sent back, matched and pickled, as far as they let themselves.
+ * out, sent back, matched, pickled and laid out in a file, as far as they let
+ * themselves.
  *
  * Their headers and CRCs are made right, for a CRC keeps everything else out.
  * The first bytes of the input choose limits, fingerprints, and how much is the
  * first rank's.
  */
+#include "base/crc.h"
 #include "fuzz.h"
 #include "plan.h"
 #include "plan/box.h"
+#include "plan/holdings.h"
 #include "plan/match.h"
 #include "plan/merge.h"
 #include "plan/metadata_pickle.h"
@@ -149,6 +152,70 @@ static void match(const struct dr_table *wanted, const struct dr_table *stored) 
     dr_match_destroy(&found);
 }
 
+/* ---- files that ranks write together ---- */
+
+enum { MAX_LAID = 64, MAX_STRIPES = 1 << 12 };
+
+/* Lays tensors of both out, the first row's size of each; false where they take too long to look at. */
+static bool lay_out(const struct dr_table *table, struct dr_laid laid[MAX_LAID], struct dr_striped_file *file) {
+    uint64_t end = file->head_bytes;
+    bool seen[MAX_LAID] = {false};
+    for (size_t i = 0; i < table->count; i++) {
+        const struct dr_row *row = &table->rows[i];
+        if (row->name >= MAX_LAID || seen[row->name] || !dr_row_is_tensor(row))
+            continue;
+        const double elements = dr_box_volume(dr_row_size(table, row), row->ndim);
+        const uint32_t item_bytes = table->properties[row->properties].item_bytes;
+        if (elements * item_bytes > 100.0 * DR_CRC_BLOCK)
+            return false;
+        seen[row->name] = true;
+        laid[file->count++] = (struct dr_laid){row->name, item_bytes, end, (uint64_t)elements * item_bytes};
+        end += laid[file->count - 1].size;
+    }
+    return true;
+}
+
+/* Every stripe is given once, and its writer is one of its holders. */
+static void check_shares(const struct dr_holdings *held, const struct dr_shares *shares, uint64_t begin, uint64_t end) {
+    static uint8_t given[MAX_STRIPES + 2];
+    memset(given, 0, sizeof given);
+    for (size_t i = 0; i < shares->own_count; i++)
+        for (uint64_t stripe = shares->own[i].lo / DR_CRC_BLOCK; stripe * DR_CRC_BLOCK < shares->own[i].hi; stripe++)
+            given[stripe]++;
+    for (size_t i = 0; i < shares->shared_count; i++) {
+        const struct dr_shared_stripe *s = &shares->shared[i];
+        FUZZ_CHECK(s->holders < held->set_count && s->writer < RANKS && s->lo < s->hi);
+        FUZZ_CHECK(held->set_start[s->holders + 1] - held->set_start[s->holders] == RANKS);
+        given[s->lo / DR_CRC_BLOCK]++;
+    }
+    for (uint64_t stripe = begin / DR_CRC_BLOCK; stripe * DR_CRC_BLOCK < end; stripe++)
+        FUZZ_CHECK(given[stripe] == 1);
+}
+
+static void write_together(const struct plan plans[RANKS], const uint8_t choices[CHOICES]) {
+    struct dr_holdings held;
+    struct dr_laid laid[MAX_LAID];
+    struct dr_striped_file file = {laid, 0, (uint64_t)choices[1] << 12, (uint64_t)(choices[0] % 4 + 1) << 20, 2 << 20};
+    struct dr_shares shares = {0};
+    DR_NEW_ERROR(error);
+    FUZZ_CHECK(dr_holdings_init(&held, RANKS, &error) == 0);
+    int rc = 0;
+    for (uint32_t rank = 0; rank < RANKS; rank++)
+        for (size_t row = 0; row < plans[rank].table.count && rc == 0; row++)
+            rc = dr_holdings_add(&held, rank, &plans[rank].table, row, 0, choices[2] % 7 == row ? choices[0] : -1,
+                                 &error);
+    FUZZ_CHECK(rc == -error.err);
+    if (rc == 0 && lay_out(&held.table, laid, &file)) {
+        rc = dr_holdings_share(&held, &file, &shares, &error);
+        FUZZ_CHECK(rc == -error.err);
+        const struct dr_laid *last = file.count ? &laid[file.count - 1] : NULL;
+        if (rc == 0 && last && last->begin + last->size > file.head_bytes)
+            check_shares(&held, &shares, file.head_bytes, last->begin + last->size);
+    }
+    dr_shares_destroy(&shares);
+    dr_holdings_destroy(&held);
+}
+
 /* ---- the coordinator ---- */
 
 struct items {
@@ -263,6 +330,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (plans[0].good && plans[1].good)
         match(&plans[0].table, &plans[1].table);
     merge_both(plans, data);
+    if (plans[0].good && plans[1].good)
+        write_together(plans, data);
     for (int i = 0; i < RANKS; i++) {
         dr_table_destroy(&plans[i].table);
         free(plans[i].data);

@@ -2,7 +2,6 @@
 #include "plan/match.h"
 
 #include "base/array.h"
-#include "base/sort.h"
 #include "plan/box.h"
 
 #include <assert.h>
@@ -12,24 +11,6 @@ void dr_match_destroy(struct dr_match *match) {
     free(match->dims);
     free(match->missing);
     *match = (struct dr_match){0};
-}
-
-/* The stored rows of each name: rows[start[name] .. start[name + 1]). */
-struct by_name {
-    uint64_t *start;
-    uint32_t *rows;
-};
-
-static int sort_by_name(struct by_name *by, const struct dr_table *table, struct dr_error *error) {
-    by->start = dr_calloc(table->name_count + 2, sizeof *by->start);
-    by->rows = dr_malloc((table->count + 1) * sizeof *by->rows);
-    if (!by->start || !by->rows)
-        return dr_error_memory(error);
-    const uint32_t *names = table->count ? &table->rows->name : NULL;
-    uint64_t *next = dr_sort_starts(by->start, table->name_count, names, sizeof *table->rows, table->count);
-    for (size_t i = 0; i < table->count; i++)
-        by->rows[next[table->rows[i].name]++] = (uint32_t)i;
-    return 0;
 }
 
 /* ---- one pair ---- */
@@ -69,7 +50,7 @@ static void add(struct dr_match *match, uint32_t wanted, uint32_t stored, size_t
 struct context {
     struct dr_match *match;
     const struct dr_table *wanted, *stored;
-    struct by_name by;
+    struct dr_rows_by_name by;
     struct dr_ticker ticker;
 };
 
@@ -207,7 +188,7 @@ int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct
              const struct dr_control *control, struct dr_error *error) {
     *match = (struct dr_match){.missing = dr_calloc(wanted->count + 1, sizeof(uint32_t))};
     struct context context = {match, wanted, stored, {0}, {.control = control}};
-    int rc = match->missing ? sort_by_name(&context.by, stored, error) : dr_error_memory(error);
+    int rc = match->missing ? dr_table_sort_by_name(&context.by, stored, error) : dr_error_memory(error);
     uint32_t guess = 0;
     for (size_t i = 0; rc == 0 && i < wanted->count; i++) {
         if (wanted->rows[i].type != DR_ROW_NAME)
@@ -215,7 +196,6 @@ int dr_match(struct dr_match *match, const struct dr_table *wanted, const struct
         if (rc == 0)
             rc = dr_ticker_turn(&context.ticker, i, error);
     }
-    free(context.by.start);
-    free(context.by.rows);
+    dr_rows_by_name_destroy(&context.by);
     return rc;
 }

@@ -2,6 +2,7 @@
 #include "plan/table.h"
 
 #include "base/array.h"
+#include "base/sort.h"
 
 #include <assert.h>
 
@@ -194,4 +195,22 @@ bool dr_dims_good(const int64_t *dims, int ndim, uint32_t item_bytes) {
             return false;
     }
     return true;
+}
+
+int dr_table_sort_by_name(struct dr_rows_by_name *by, const struct dr_table *table, struct dr_error *error) {
+    by->start = dr_calloc(table->name_count + 2, sizeof *by->start);
+    by->rows = dr_malloc((table->count + 1) * sizeof *by->rows);
+    if (!by->start || !by->rows)
+        return dr_error_memory(error);
+    const uint32_t *names = table->count ? &table->rows->name : NULL;
+    uint64_t *next = dr_sort_starts(by->start, table->name_count, names, sizeof *table->rows, table->count);
+    for (size_t i = 0; i < table->count; i++)
+        by->rows[next[table->rows[i].name]++] = (uint32_t)i;
+    return 0;
+}
+
+void dr_rows_by_name_destroy(struct dr_rows_by_name *by) {
+    free(by->start);
+    free(by->rows);
+    *by = (struct dr_rows_by_name){0};
 }

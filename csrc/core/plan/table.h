@@ -103,6 +103,16 @@ const int64_t *dr_row_offsets(const struct dr_table *table, const struct dr_row 
 const int64_t *dr_row_lengths(const struct dr_table *table, const struct dr_row *row);
 bool dr_row_is_tensor(const struct dr_row *row);
 
+/* The rows of each name: rows[start[name]] to rows[start[name + 1]], in their order. */
+struct dr_rows_by_name {
+    uint64_t *start;
+    uint32_t *rows;
+};
+
+/* dr_rows_by_name_destroy is due whatever is returned. */
+int dr_table_sort_by_name(struct dr_rows_by_name *by, const struct dr_table *table, struct dr_error *error);
+void dr_rows_by_name_destroy(struct dr_rows_by_name *by);
+
 /* Bytes of the row's chunk; 0 for objects. */
 uint64_t dr_row_bytes(const struct dr_table *table, const struct dr_row *row);
 

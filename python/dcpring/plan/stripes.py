@@ -3,7 +3,7 @@
 1. The storage lays the tensors of all ranks' plans out in files, one behind the other (``Layout``).
 2. A file is cut into stripes on the grid of its CRC blocks. Of most stripes one rank holds everything, and writes it
    from its memory. Any other is put together, in memory that ranks share, and written by the rank that holds most of
-   it (``assign``). So no two ranks write the same page of a file, and each block's CRC is one rank's to sum.
+   it (``Holdings``, csrc/core/plan/holdings).
 
 Stripes that are put together come in rounds of bounded size, for ``move.stripes`` to carry out.
 """
@@ -11,10 +11,10 @@ Stripes that are put together come in rounds of bounded size, for ``move.stripes
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcpring import _C
 from dcpring.format.properties import decode_properties
 from dcpring.plan.items import Items
-from dcpring.plan.pieces import range_of_box
 from dcpring.plan.rows import row_of
-from dcpring.plan.table import BYTES_ROW
+from dcpring.plan.table import BYTES_ROW, table_of_items
 
 STRIPE_BYTES = _C.CRC_BLOCK_BYTES
 
@@ -210,122 +209,42 @@ class Assignment:
         return any(self.common.rounds)
 
 
-class _Segment(NamedTuple):
-    """Bytes of a file that these ranks hold together."""
+class Saved(NamedTuple):
+    """A tensor of a state dict, whoever holds what of it."""
 
-    lo: int
-    hi: int
-    ranks: Ints
-
-
-def _segments(laid: Laid, boxes: Sequence[tuple[int, Box]]) -> list[_Segment]:
-    """Of one tensor: a segment for each box that is a range of bytes, or one for all boxes."""
-    size = laid.dtype.itemsize
-    found = []
-    for rank, box in boxes:
-        bounds = range_of_box(box.shape, box.offsets, box.lengths)
-        if bounds is None:
-            return [_Segment(laid.begin, laid.end, tuple(dict.fromkeys(rank for rank, _ in boxes)))]
-        found.append(_Segment(laid.begin + bounds[0] * size, laid.begin + bounds[1] * size, (rank,)))
-    return sorted(found)
+    dtype: torch.dtype
+    shape: Ints
 
 
-def _stripes(layout: Layout, segments: Iterable[_Segment]) -> Iterator[tuple[int, int, dict[int, float]]]:
-    """The stripes of a file, and how many bytes of each a rank holds, by rank."""
-    held: dict[int, float] = {}
-    current = layout.head_bytes // STRIPE_BYTES
-    for segment in segments:
-        for number in range(segment.lo // STRIPE_BYTES, (segment.hi - 1) // STRIPE_BYTES + 1):
-            if number != current:
-                yield *_bounds(layout, current), held
-                held, current = {}, number
-            lo, hi = _bounds(layout, number)
-            size = (min(hi, segment.hi) - max(lo, segment.lo)) / len(segment.ranks)
-            if held:
-                held.update((rank, held.get(rank, 0.0) + size) for rank in segment.ranks)
-            else:
-                held = dict.fromkeys(segment.ranks, size)
-    if held:
-        yield *_bounds(layout, current), held
-
-
-def _bounds(layout: Layout, number: int) -> tuple[int, int]:
-    lo, hi = number * STRIPE_BYTES, (number + 1) * STRIPE_BYTES
-    return max(lo, layout.head_bytes), min(hi, layout.size_bytes)
-
-
-class _Assignment:
-    """Gives stripes to ranks, evenly.
+class Holdings:
+    """What all ranks are to write, and who writes which stripes of it.
 
     Args:
-        world: how many ranks there are.
-        block_bytes: stripes of a block go to one rank, where several hold as much.
+        plans: the items of each rank's.
     """
 
-    def __init__(self, world: int, block_bytes: int) -> None:
-        self._load = [0] * world
-        self._block_bytes = block_bytes
-        self._last = (-1, -1)
-        self._holders: dict[Ints, Ints] = {}
+    def __init__(self, plans: Sequence[Sequence[WriteItem]]) -> None:
+        self._core = _C.Holdings(len(plans))
+        for rank, items in enumerate(plans):
+            of_table = items if isinstance(items, Items) and items.untouched else Items(table_of_items(items, None))
+            self._core.add(rank, of_table.table, of_table.kept)
 
-    def parts(
-        self, layout: Layout, boxes: Mapping[str, Sequence[tuple[int, Box]]]
-    ) -> tuple[list[FileStripes], SharedRounds]:
-        """All ranks' parts of a file, and its rounds; ``boxes`` by the names of its tensors."""
-        parts = [FileStripes() for _ in self._load]
-        rounds: SharedRounds = []
-        segments = (one for laid in layout.tensors if laid.size_bytes for one in _segments(laid, boxes[laid.name]))
-        used = ROUND_BYTES
-        for lo, hi, held in _stripes(layout, segments):
-            writer = next(iter(held)) if len(held) == 1 else self._chosen(lo, held)
-            self._load[writer] += hi - lo
-            parts[writer].writes_bytes += hi - lo
-            if len(held) == 1:
-                _extend(parts[writer].own, lo, hi)
-                continue
-            if used + STRIPE_BYTES > ROUND_BYTES:
-                used = 0
-                rounds.append([])
-            holders = tuple(sorted(held))
-            holders = self._holders.setdefault(holders, holders)  # one object of each kind, which is pickled once
-            # A stripe that begins behind the header lies behind it in memory, too: those of a block lie side by side.
-            rounds[-1].append(Shared(lo, hi, used + lo % STRIPE_BYTES, writer, holders))
-            used += STRIPE_BYTES
-        return parts, rounds
+    def tensors(self) -> dict[str, Saved | None]:
+        """By name; None for an object."""
+        dtype_of = functools.cache(lambda encoded: decode_properties(encoded).dtype)
+        found = self._core.tensors().items()
+        return {name: None if about is None else Saved(dtype_of(about[1]), about[0]) for name, about in found}
 
-    def _chosen(self, lo: int, held: Mapping[int, float]) -> int:
-        """Who holds most; of those who hold as much the one who writes this block already, or least so far."""
-        most = max(held.values())
-        equal = [rank for rank, size in held.items() if size > most - 1]
-        block, writer = self._last
-        if block != lo // self._block_bytes or writer not in equal:
-            writer = min(equal, key=lambda rank: self._load[rank])
-        self._last = lo // self._block_bytes, writer
-        return writer
+    def holders(self, name: str) -> list[int]:
+        """The ranks that have some of a tensor."""
+        return self._core.holders(name)
 
+    def share(self, layout: Layout, block_bytes: int) -> tuple[list[FileStripes], SharedRounds]:
+        """All ranks' parts of a file, and its rounds. Files are shared out evenly, together with those before.
 
-def _extend(ranges: list[tuple[int, int]], lo: int, hi: int) -> None:
-    if ranges and ranges[-1][1] == lo:
-        ranges[-1] = ranges[-1][0], hi
-    else:
-        ranges.append((lo, hi))
-
-
-def assign(
-    layouts: Sequence[Layout], boxes: Sequence[Sequence[Box]], block_bytes: int
-) -> tuple[list[list[FileStripes]], list[SharedRounds]]:
-    """By rank, its part of each file; and of each file the rounds.
-
-    Args:
-        boxes: by rank; together they are all that is laid out, none of it twice.
-        block_bytes: of one I/O.
-    """
-    by_name: dict[str, list[tuple[int, Box]]] = {}
-    for rank, of_rank in enumerate(boxes):
-        for box in of_rank:
-            if math.prod(box.lengths):
-                by_name.setdefault(box.name, []).append((rank, box))
-    assignment = _Assignment(len(boxes), block_bytes)
-    by_file = [assignment.parts(layout, by_name) for layout in layouts]
-    by_rank = [[parts[rank] for parts, _ in by_file] for rank in range(len(boxes))]
-    return by_rank, [rounds for _, rounds in by_file]
+        Raises:
+            ValueError: what ranks hold of a tensor does not make it up.
+        """
+        laid = [(one.name, one.dtype.itemsize, one.begin, one.size_bytes) for one in layout.tensors]
+        parts, rounds = self._core.share(laid, layout.head_bytes, block_bytes, ROUND_BYTES)
+        return list(itertools.starmap(FileStripes, parts)), [list(map(Shared._make, stripes)) for stripes in rounds]

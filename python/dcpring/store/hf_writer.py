@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -41,7 +41,7 @@ from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
-from dcpring.plan.stripes import Assignment, Box, Common, Laid, Layout, assign, boxes_of
+from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
@@ -185,36 +185,34 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         with self._phases.span(_trace.CLEAN_UP):
             remove_unfinished(self._directory)
         told = [_local_of(plan) for plan in plans]
-        boxes = [_only_boxes(boxes_of(plan.items)) for plan in plans]
-        ties = _agreed_ties(told, boxes)
-        self._model = model = self._lay_out(boxes, ties)
-        kept = [[box for box in of_rank if box.name not in ties] for of_rank in boxes]
+        held = Holdings([plan.items for plan in plans])
+        ties = _agreed_ties(told, held)
+        self._model = model = self._lay_out(_only_tensors(held.tensors()), ties)
         block_bytes = self.options.block_size_bytes
-        by_rank, rounds = assign(model.layouts, kept, block_bytes)
+        by_file, rounds = zip(*(held.share(layout, block_bytes) for layout in model.layouts), strict=True)
         self._create(model.layouts)
         hosts = [one.host for one in told]
-        packed = Common(model.layouts, rounds, hosts, new_tag(), frozenset(ties), block_bytes).packed()
+        packed = Common(model.layouts, list(rounds), hosts, new_tag(), frozenset(ties), block_bytes).packed()
         self._run.plans = [
             dataclasses.replace(plan, storage_data=Assignment(packed, parts))
-            for plan, parts in zip(plans, by_rank, strict=True)
+            for plan, *parts in zip(plans, *by_file, strict=True)
         ]
         return _trace.send(self._phases, self._run.plans)
 
-    def _lay_out(self, boxes: Sequence[Sequence[Box]], ties: Mapping[str, str]) -> _Model:
-        tensors = {box.name: box for of_rank in boxes for box in of_rank}
+    def _lay_out(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> _Model:
         stored = {name: name for name in tensors}
         if self.key_map is not None and self._run.key_table is None:  # else the planner has done it
             stored = self.key_map.rename(tensors)
-        chosen = {name: self._dtype_of(stored[name], box.dtype) for name, box in tensors.items()}
+        chosen = {name: self._dtype_of(stored[name], tensor.dtype) for name, tensor in tensors.items()}
         safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
-        kept = {name: box for name, box in tensors.items() if name not in ties}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
         groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
         names = free_names(self._directory, len(groups))
         model = _Model(names, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
         for name, group in zip(names, groups, strict=True):
             # Larger elements first: every tensor is then aligned to its own.
             ordered = sorted(group, key=lambda each: -chosen[each].itemsize)
-            laid = [_laid(kept[each], stored[each], chosen[each]) for each in ordered]
+            laid = [_laid(each, kept[each].shape, stored[each], chosen[each]) for each in ordered]
             self._place(f".{unfinished_name(name)}", laid, model)
             model.files.update((each.stored, name) for each in laid)
         return model
@@ -226,20 +224,20 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             return self.dtype
         return next((dtype for pattern, dtype in self.dtype.items() if fnmatch.fnmatchcase(name, pattern)), stored)
 
-    def _by_size(self, boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
+    def _by_size(self, tensors: Mapping[str, Saved], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
         def size_of(name: str) -> int:
-            return math.prod(boxes[name].shape) * dtypes[name].itemsize
+            return math.prod(tensors[name].shape) * dtypes[name].itemsize
 
-        return list(windows(boxes, size_of, self.max_shard_bytes)) or [[]]
+        return list(windows(tensors, size_of, self.max_shard_bytes)) or [[]]
 
-    def _by_mapping(self, boxes: Mapping[str, Box]) -> list[list[str]]:
+    def _by_mapping(self, tensors: Mapping[str, Saved]) -> list[list[str]]:
         assert self.fqn_to_index_mapping is not None
-        missing = [name for name in boxes if name not in self.fqn_to_index_mapping]
+        missing = [name for name in tensors if name not in self.fqn_to_index_mapping]
         if missing:
             raise CheckpointError(
                 f"fqn_to_index_mapping names no file for {some_keys(missing)}; give one for each tensor"
             )
-        indices = {name: self.fqn_to_index_mapping[name] for name in boxes}
+        indices = {name: self.fqn_to_index_mapping[name] for name in tensors}
         wrong = [name for name, index in indices.items() if not isinstance(index, int) or index < 1]
         if wrong:
             raise CheckpointError(f"fqn_to_index_mapping has no number from 1 on for {some_keys(wrong)}")
@@ -402,9 +400,9 @@ _CURES = safetensors.Cures(
 )
 
 
-def _laid(box: Box, stored: str, dtype: torch.dtype) -> Laid:
+def _laid(name: str, shape: tuple[int, ...], stored: str, dtype: torch.dtype) -> Laid:
     """A tensor in a file, whose place is not known yet."""
-    return Laid(box.name, stored, dtype, box.shape, math.prod(box.shape) * dtype.itemsize, 0)
+    return Laid(name, stored, dtype, shape, math.prod(shape) * dtype.itemsize, 0)
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype | dict[str, torch.dtype] | None:
@@ -420,10 +418,9 @@ def _refuse_objects(names: Sequence[str]) -> None:
         safetensors.check_entries(dict.fromkeys(names), _CURES)
 
 
-def _only_boxes(found: Iterable[Box | str]) -> list[Box]:
-    listed = list(found)
-    _refuse_objects([one for one in listed if isinstance(one, str)])
-    return [one for one in listed if isinstance(one, Box)]
+def _only_tensors(found: Mapping[str, Saved | None]) -> dict[str, Saved]:
+    _refuse_objects([name for name, tensor in found.items() if tensor is None])
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _local_of(plan: SavePlan) -> _Local:
@@ -448,11 +445,11 @@ def _ties(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _agreed_ties(told: Sequence[_Local], boxes: Sequence[Sequence[Box]]) -> dict[str, str]:
+def _agreed_ties(told: Sequence[_Local], held: Holdings) -> dict[str, str]:
     """Ties that hold on every rank that writes anything of the second name."""
     found = {second: first for one in told for second, first in one.ties.items()}
-    for one, of_rank in zip(told, boxes, strict=True):
-        for box in of_rank:
-            if math.prod(box.lengths) and one.ties.get(box.name, "") != found.get(box.name, ""):
-                found.pop(box.name, None)
-    return found
+    return {
+        second: first
+        for second, first in found.items()
+        if all(told[rank].ties.get(second) == first for rank in held.holders(second))
+    }

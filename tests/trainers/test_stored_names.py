@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    CamembertConfig,
     CLIPConfig,
     CLIPVisionConfig,
     GPT2Config,
@@ -49,6 +50,8 @@ def kinds(kind: str) -> tuple[Any, Any]:
         return AutoModelForCausalLM, GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     if kind == "mixtral":
         return AutoModelForCausalLM, MixtralConfig(**TEXT, num_local_experts=4, num_key_value_heads=2)
+    if kind == "camembert":  # whose head comes before its embedding, to which it is tied
+        return AutoModelForCausalLM, CamembertConfig(**TEXT)
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return AutoModelForCausalLM, Qwen3MoeConfig(**TEXT, **few, num_key_value_heads=2, head_dim=8)
 
@@ -68,7 +71,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral"))
+@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert"))
 def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     model, loaded = made(kind), made(kind, "meta")
     model.save_pretrained(tmp_path / "theirs")

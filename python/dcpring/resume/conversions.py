@@ -44,10 +44,16 @@ class SaveConversion(NamedTuple):
     Attributes:
         rules: from the model's tensors to stored ones.
         key_map: from the names that these make to stored ones; None where they are the same.
+        is_copy: whether a name of the model's is that of a tensor which is stored under another of its names.
     """
 
     rules: Sequence[Rearrange] = ()
     key_map: Rename | None = None
+    is_copy: Callable[[str], bool] = lambda name: False
+
+    def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's tensors, copies last: the first of tied ones is stored."""
+        return {name: state[name] for name in sorted(state, key=self.is_copy)}
 
 
 def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Iterable[str]) -> LoadConversion:
@@ -109,9 +115,11 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     reverse = [(each, each.reverse_transform()) for each in reversed(known)]
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     renaming = [back for each, back in reverse if not hasattr(each, "operations")]
+    copies = tuple(f".{name}" for name in getattr(own, "all_tied_weights_keys", None) or ())
     return SaveConversion(
         [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors)],
         _renamed_by(renaming) if renaming else None,
+        lambda name: f".{name}".endswith(copies),
     )
 
 

@@ -72,7 +72,7 @@ def exports_of(
         known = conversion_of_save(component.whole, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
         writer = RingHFWriter(path, **{"key_map": known.key_map, **options})
-        found.append(Export(component.whole, rearranged_by(tensors, known.rules)[0], writer))
+        found.append(Export(component.whole, rearranged_by(known.in_order(tensors), known.rules)[0], writer))
     return found
 
 

@@ -161,7 +161,7 @@ def save_pretrained_weights(
             state = get_model_state_dict(model)
             known = conversion_of_save(model, state)
             writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
-            stored = _rearranged(joint, state, known.rules if rearrange is None else rearrange)
+            stored = _rearranged(joint, known.in_order(state), known.rules if rearrange is None else rearrange)
     finally:
         ranks.close()
     dcp.save(stored, writer, RingSavePlanner(), group)

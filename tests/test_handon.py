@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dcpring import RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
+from dcpring import RingHFWriter, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base import groups as base_groups
 from dcpring.move.load import handon
 from dcpring.plan import sharing
@@ -144,6 +144,29 @@ def test_slices_that_interleave_are_read_once(tmp_path: Path, name: str, share: 
     assert sent == received
     if share in ("auto", "host") and hosts == "aaaa":  # a piece may end within a row
         assert received > (size // 2 if name in ("rows and columns", "columns, twice") else 3 * size // 4) - 8192
+
+
+def tied(path: str, kind: str, share: Any) -> tuple[bool, int]:
+    """Two tensors are saved as one, and loaded into two: rows of one, all of the other."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(2_000_000.0).view(2000, 1000)
+    writer = RingHFWriter(path) if kind == "safetensors" else RingWriter(path)
+    dcp.save({"a": full, "b": full, "c": full[0]}, storage_writer=writer, planner=RingSavePlanner())
+    placed = distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)], src_data_rank=None)
+    loaded = {"a": torch.zeros_like(full), "b": placed, "c": torch.zeros(1000)}
+    reader = RingReader(path)
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    dcp.load(loaded, storage_reader=reader, planner=planner)
+    assert reader.stats is not None and planner.report().share == share
+    good = torch.equal(placed.full_tensor(), full) and torch.equal(loaded["c"], full[0])
+    return good and torch.equal(loaded["a"], full), reader.stats.bytes
+
+
+@pytest.mark.parametrize("kind", ("dcp", "safetensors"))
+def test_tied_tensors_are_read_once(tmp_path: Path, kind: str) -> None:
+    results = _distributed.run(2, tied, str(tmp_path), kind, "host")
+    assert all(good for good, _ in results)
+    assert sum(read for _, read in results) < 2.1 * 8_000_000  # once whole, and rows by who wants these alone
 
 
 def through_the_cache(path: str) -> list[bool]:

@@ -316,13 +316,16 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """What is read for these overlaps, each once: pieces that other ranks may read as well."""
         found: dict[Piece, list[int]] = {}
         wider: set[Piece] = set()
+        first: dict[tuple[str, int], int] = {}  # of tied tensors, which have one record, the first row
         sizes = [decode_properties(encoded).dtype.itemsize for encoded in items.stored.properties()]
         for position in positions:
             _, stored, _, offsets, lengths = items.match.get(position)
             record = row_of(items.stored, stored)
             shape, item_bytes = record.lengths, sizes[record.properties]
             box = covering(shape, offsets, lengths, item_bytes)
-            whole = Piece(stored, shape, item_bytes, 0, 0, box)
+            place = storage.get(stored)
+            assert place is not None
+            whole = Piece(first.setdefault((place[0], place[2]), stored), shape, item_bytes, 0, 0, box)
             found.setdefault(whole, []).append(position)
             if box != (offsets, lengths):
                 wider.add(whole)

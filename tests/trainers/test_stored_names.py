@@ -22,9 +22,11 @@ from transformers import (
     CLIPVisionConfig,
     GPT2Config,
     GptOssConfig,
+    Inkling2TextConfig,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
+    OlmoHybridConfig,
     Qwen3MoeConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -52,6 +54,14 @@ def kinds(kind: str) -> tuple[Any, Any]:
         return AutoModelForCausalLM, MixtralConfig(**TEXT, num_local_experts=4, num_key_value_heads=2)
     if kind == "camembert":  # whose head comes before its embedding, to which it is tied
         return AutoModelForCausalLM, CamembertConfig(**TEXT)
+    if kind == "olmo hybrid":  # one convolution of three parts, of which the last may be larger
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "pad_token_id": 0}
+        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_key_value_heads": 2}
+        return AutoModelForCausalLM, OlmoHybridConfig(**TEXT, **heads)
+    if kind == "inkling":  # rows of gate and up take turns
+        few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8}
+        few |= {"num_key_value_heads": 2, "swa_num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+        return AutoModelForCausalLM, Inkling2TextConfig(**TEXT, **few)
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return AutoModelForCausalLM, Qwen3MoeConfig(**TEXT, **few, num_key_value_heads=2, head_dim=8)
 
@@ -71,7 +81,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert"))
+@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert", "olmo hybrid", "inkling"))
 def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     model, loaded = made(kind), made(kind, "meta")
     model.save_pretrained(tmp_path / "theirs")
@@ -80,6 +90,24 @@ def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     for number, each in enumerate((model, loaded)):
         dcpring.save_pretrained_weights(each, tmp_path / str(number))
         assert_same(files_of(tmp_path / str(number)), files_of(tmp_path / "theirs"))
+
+
+def test_parts_of_different_sizes(tmp_path: Path) -> None:
+    """As hubs have them; ``save_pretrained`` cuts into equal ones."""
+    model, loaded = made("olmo hybrid"), made("olmo hybrid", "meta")
+    model.save_pretrained(tmp_path)
+    stored, number = files_of(tmp_path), 0
+    for name, tensor in model.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            parts = tensor.split([16, 16, 32])
+            names = [name.replace("conv1d", f"{part}_conv1d") for part in "qkv"]
+            assert stored.keys() >= set(names)
+            stored |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+            number += 1
+    assert number
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert not dcpring.load_pretrained(loaded, tmp_path)
+    assert_same(loaded.state_dict(), model.state_dict())
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,12 +57,13 @@ class SaveConversion(NamedTuple):
         return {name: state[name] for name in sorted(state, key=self.is_copy)}
 
 
-def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Iterable[str]) -> LoadConversion:
+def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mapping[str, Any]) -> LoadConversion:
     """How transformers finds a model's tensors among those that are stored; if it is none of its own, as they are.
 
     Args:
         state: its tensors by their names.
-        stored: the names there are. Tensors that are stored as the model has them are left alone.
+        stored: what there is, by name, as DCP's metadata has it. Tensors that are stored as the model has them are left
+            alone.
     """
     own, table = _known(model)
     if own is None:
@@ -89,13 +91,14 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Itera
                 each.rename_source_key(name)
         own._weight_conversions = [each for each in known if getattr(each, "was_used", lambda: True)()]
 
-    there = set(map(key_map(state), stored))
+    name_of = key_map(state)
+    there = {name_of(name): tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     fused = {name: one for name, one in state.items() if isinstance(one, Tensor) and name not in there}
     packed = [name for name, one in fused.items() if f"{name}{MXFP4_CODES}" in there and one.dim() == 3]
     rules = [Rearrange(name, f"{name}{MXFP4_CODES}", "e i o -> e o i") for name in packed]
     for name in packed:
         del fused[name]
-    rules += _rules(((each, each.reverse_transform()) for each in converters), fused)
+    rules += _rules(((each, each.reverse_transform()) for each in converters), fused, there)
     return LoadConversion(rules, key_map, note)
 
 
@@ -117,7 +120,7 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     renaming = [back for each, back in reverse if not hasattr(each, "operations")]
     copies = tuple(f".{name}" for name in getattr(own, "all_tied_weights_keys", None) or ())
     return SaveConversion(
-        [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors)],
+        [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})],
         _renamed_by(renaming) if renaming else None,
         lambda name: f".{name}".endswith(copies),
     )
@@ -156,8 +159,10 @@ def _renamed_by(transforms: Sequence[Any]) -> Rename:
     return renamed
 
 
-def _rules(converters: Iterable[tuple[Any, Any]], tensors: Mapping[str, Tensor]) -> Iterable[Rearrange]:
-    """The rules of all converters, which go by the names of the model."""
+def _rules(
+    converters: Iterable[tuple[Any, Any]], tensors: Mapping[str, Tensor], there: Mapping[str, Sequence[int]]
+) -> Iterable[Rearrange]:
+    """The rules of all converters, which go by the names of the model; ``there``: sizes of what is stored."""
     done: set[str] = set()
     for converter, reverse in converters:
         found: dict[str, list[str]] = {}
@@ -168,13 +173,18 @@ def _rules(converters: Iterable[tuple[Any, Any]], tensors: Mapping[str, Tensor])
                 done.add(name)
         operations = [(type(each).__name__, each) for each in converter.operations]
         for stored, names in found.items():
-            rule = _rule(reverse, operations, stored, names, tensors[names[0]].dim())
+            rule = _rule(reverse, operations, stored, names, tensors[names[0]].shape, there)
             if rule is not None:
                 yield rule
 
 
 def _rule(
-    reverse: Any, operations: Sequence[tuple[str, Any]], stored: str, names: Sequence[str], ndim: int
+    reverse: Any,
+    operations: Sequence[tuple[str, Any]],
+    stored: str,
+    names: Sequence[str],
+    shape: Sequence[int],
+    there_sizes: Mapping[str, Sequence[int]],
 ) -> Rearrange | None:
     """The rule of a converter for some tensors; None if it does more than to rearrange them.
 
@@ -183,16 +193,22 @@ def _rule(
         operations: what it does to stored tensors, by name.
         stored: the name of the stored tensor, or of the first; with * for the number of one in a list.
         names: of the model's tensors.
-        ndim: how many dimensions these have.
+        shape: of the first of these.
+        there_sizes: of stored tensors, by name.
     """
     sources, targets = reverse.target_patterns, reverse.source_patterns
     if len(names) != len(targets) or (len(sources) > 1 and len(targets) > 1):
         return None
-    model: list[list[str]] = [[f"d{number}"] for number in range(ndim)]
+    model: list[list[str]] = [[f"d{number}"] for number in range(len(shape))]
+    axes: dict[str, Any] = {}
     there = [list(dim) for dim in model]
     for kind, each in reversed(operations):  # from the model's dimensions to those that are stored
         if kind == "Transpose" and not each.check_dims:
             there[each.dim0], there[each.dim1] = there[each.dim1], there[each.dim0]
+            continue
+        if kind == "Interleave":
+            if not _interleave(model, there, each, axes):
+                return None
             continue
         if kind not in ("Chunk", "Concatenate", "MergeModulelist") or getattr(each, "num_shards_attribute", None):
             return None
@@ -206,16 +222,51 @@ def _rule(
         else:
             model[model.index(dim)] = ["e"]
             there.pop(each.dim)
-    whole, axes = names[0], {}
+    whole = names[0]
     if len(targets) > 1:
-        whole, axes = "{p}", {"p": [name for target in targets for name in names if re.search(target, name)]}
+        whole, axes["p"] = "{p}", [name for target in targets for name in names if re.search(target, name)]
     elif len(sources) > 1:
-        stored, labels = _apart([stored.replace(sources[0], source, 1) for source in sources])
-        axes = {"p": labels}
+        parts = [stored.replace(sources[0], source, 1) for source in sources]
+        stored, labels = _apart(parts)
+        shares = _shares(operations, parts, shape, there_sizes)
+        axes["p"] = labels if len(set(shares)) == 1 else dict(zip(labels, shares, strict=True))
     try:
         return Rearrange(whole, stored.replace("*", "{e}"), f"{_text(model)} -> {_text(there)}", axes)
     except ValueError:
         return None
+
+
+def _interleave(model: list[list[str]], there: list[list[str]], operation: Any, axes: dict[str, Any]) -> bool:
+    """Halves of a dimension of the model's, of which elements take turns where it is stored, or the reverse."""
+    dim = there[operation.dim]
+    if dim[0] == "p" and not operation.inverse:
+        there[operation.dim] = [*dim[1:], "p"]
+        return True
+    if dim not in model:
+        return False
+    apart, in_turns = ["h", *dim], [*dim, "h"]
+    at = model.index(dim)
+    model[at], there[operation.dim] = (in_turns, apart) if operation.inverse else (apart, in_turns)
+    axes["h"] = 2
+    return True
+
+
+def _shares(
+    operations: Sequence[tuple[str, Any]],
+    parts: Sequence[str],
+    shape: Sequence[int],
+    there: Mapping[str, Sequence[int]],
+) -> list[int]:
+    """The proportions of what is joined: as it is stored, or else as ``torch.chunk`` cuts it."""
+    if len(operations) > 1:
+        return [1] * len(parts)
+    ((_, joined),) = operations
+    if all(part in there for part in parts):
+        sizes = [there[part][joined.dim] for part in parts]
+    else:
+        size, each = shape[joined.dim], -(-shape[joined.dim] // len(parts))
+        sizes = [max(min(each, size - number * each), 0) for number in range(len(parts))]
+    return [size // math.gcd(*sizes) for size in sizes]
 
 
 def _apart(names: Sequence[str]) -> tuple[str, list[str]]:

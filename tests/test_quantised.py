@@ -323,7 +323,7 @@ def test_only_what_a_slice_needs_is_read(tmp_path: Path) -> None:
     assert reader.stats is not None and reader.stats.bytes < 1.1 * tensor.numel()
 
 
-def load_cold(path: str, dimension: int) -> bool:
+def load_cold(path: str, placement: Any, share: Any) -> bool:
     if dist.get_rank() == 0:
         for file in Path(path).glob("*.safetensors"):
             with file.open("rb") as opened:
@@ -331,19 +331,30 @@ def load_cold(path: str, dimension: int) -> bool:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"x.weight": distribute_tensor(torch.zeros(1024, 512), mesh, [Shard(dimension)])}
+    state = {"x.weight": distribute_tensor(torch.zeros(1024, 512), mesh, [placement])}
     reader = RingQuantizedHFReader(path)
-    dcp.load(state, storage_reader=reader, planner=RingLoadPlanner())
+    dcp.load(state, storage_reader=reader, planner=RingLoadPlanner(process_group=dist.group.WORLD, share=share))
     assert reader.stats is not None
     return reader.stats.direct
 
 
-def test_columns_come_through_the_page_cache(tmp_path: Path) -> None:
-    """Between the columns of one rank are those of others, which read the same bytes."""
+@pytest.mark.parametrize(
+    "placement, share, is_direct",
+    (
+        (Shard(0), "off", True),
+        (Shard(0), "host", True),
+        (Shard(1), "off", False),
+        (Replicate(), "off", True),
+        (Replicate(), "host", False),
+    ),
+)
+def test_what_others_want_comes_through_the_page_cache(
+    tmp_path: Path, placement: Any, share: str, is_direct: bool
+) -> None:
+    """What lies between columns, and where ranks share what each wants whole."""
     codes, scales = float8(1024, 512, FLOAT8[0])
-    path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales})
-    assert any(_distributed.run(2, load_cold, str(path), 0))
-    assert not any(_distributed.run(2, load_cold, str(path), 1))
+    path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales}, 1)
+    assert any(_distributed.run(2, load_cold, str(path), placement, share)) == is_direct
 
 
 # ---- a scale for all, other block sizes, several names ----

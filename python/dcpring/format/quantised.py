@@ -49,6 +49,7 @@ class Quantised(NamedTuple):
         scale_name: of the scales.
         begins: of what is made of the codes, in the tensor.
         shape, dtype: of what is made of them.
+        whole: the shape of the tensor.
         block: elements of the last dimension, and of the one before, that share a scale.
         per_byte: codes in a byte.
     """
@@ -58,6 +59,7 @@ class Quantised(NamedTuple):
     scale_name: str
     begins: Ints
     shape: Ints
+    whole: Ints
     dtype: torch.dtype
     block: tuple[int, int]
     per_byte: int
@@ -86,11 +88,6 @@ class Quantised(NamedTuple):
 
     def _in_all(self, offsets: Ints) -> Ints:
         return tuple(map(operator.add, self.begins, offsets))
-
-
-def whole_shape(parts: list[Quantised]) -> Ints:
-    """Of what all parts of a tensor make up."""
-    return tuple(map(max, *(map(operator.add, part.begins, part.shape) for part in parts), (0,) * len(parts[0].shape)))
 
 
 def _divided(offsets: Ints, lengths: Ints, rows: int, columns: int) -> Box:
@@ -153,7 +150,7 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
         begins, shape = form.made_of(part.offsets, part.info.shape, codes)
         needed = _divided(begins, shape, *form.block)
         used = tuple((box, factor) for box, factor in factors if common_box(box, needed))
-        found.append(Quantised(part, used, scales, begins, shape, dtype, form.block, form.per_byte))
+        found.append(Quantised(part, used, scales, begins, shape, form.shape, dtype, form.block, form.per_byte))
     return found
 
 

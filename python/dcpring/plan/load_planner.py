@@ -344,6 +344,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         text = f"{place[0]}:{place[2]}:{piece}"
         return f"{host_id()}:{text}" if share == "host" else text
 
+    @property
+    def shares(self) -> bool:
+        """Whether what several ranks need is to be read once."""
+        return self.process_group is not None and self._share() != "off"
+
     def _share(self) -> Share:
         if self.share != "auto":
             return self.share

@@ -29,7 +29,7 @@ from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
-from dcpring.format.quantised import Quantised, whole_shape
+from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import (
     INDEX_NAME,
     MODEL_NAME,
@@ -76,7 +76,7 @@ def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
             kind, dtype, shape = TENSOR, whole.dtype, whole.shape
             boxes = [(offsets, stored.shape) for _, offsets, stored in whole.parts]
         else:
-            kind, dtype, shape = OPAQUE, made[0].dtype, whole_shape(made)
+            kind, dtype, shape = OPAQUE, made[0].dtype, made[0].whole
             boxes = [(part.begins, part.shape) for part in made]
         rows = [(shape, *box, properties(dtype)) for box in boxes]
         for file, _, stored in whole.parts:

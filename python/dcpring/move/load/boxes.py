@@ -46,6 +46,7 @@ class Coded(NamedTuple):
         codes: it is made of.
         scales: of them, each with the box of all scales that it is.
         sizes, dtype: its own.
+        is_shared: ranks of this host may read the same.
     """
 
     form: Quantised
@@ -53,6 +54,7 @@ class Coded(NamedTuple):
     scales: tuple[tuple[windows.Box, Payload], ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    is_shared: bool
 
     @property
     def stored(self) -> tuple[Payload, ...]:

@@ -34,7 +34,7 @@ from dcpring.move.load.targets import Targets, check_chunks
 from dcpring.move.load.task import Task
 from dcpring.move.load.tensors import PlainTensors
 from dcpring.move.load.wanted import Wanted
-from dcpring.plan.load_planner import makes_tensors
+from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece
 
 
@@ -49,6 +49,7 @@ class Loader:
         self._task, self._matched = task, matched
         self._planner, self._origin, self._stats = task.planner, task.origin, task.stats
         self._wanted, self._payloads = task.wanted, task.payloads
+        self._shares = isinstance(task.planner, RingLoadPlanner) and task.planner.shares
         self._explain = Explainer(task, None if matched is None else matched.items)
         self._reads = Reads(task, self._explain)
         self._targets = Targets(task.rules.casts, self._explain)
@@ -118,7 +119,7 @@ class Loader:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
             elif made is not None:
-                self._payloads[position] = self._coded(made)
+                self._payloads[position] = self._coded(made, self._shares and item.lengths == made.whole)
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
             elif place.kind == TENSOR and stored is not None:
@@ -128,9 +129,9 @@ class Loader:
                 unknown.append(position)
         return objects, wholes + self._locate(unknown)
 
-    def _coded(self, made: Quantised) -> Coded:
+    def _coded(self, made: Quantised, is_shared: bool) -> Coded:
         scales = tuple((box, self._payload(shard, box[1])) for box, shard in made.scales)
-        return Coded(made, self._payload(made.codes, made.stored_sizes), scales, made.shape, made.dtype)
+        return Coded(made, self._payload(made.codes, made.stored_sizes), scales, made.shape, made.dtype, is_shared)
 
     def _payload(self, shard: Shard, sizes: tuple[int, ...]) -> Payload:
         info = shard.info

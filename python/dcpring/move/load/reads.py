@@ -62,7 +62,8 @@ class Reads:
         explain: has the words.
         stats: what is counted.
         options: of the core.
-        ways: to read tensors, each with whether it is for rows with gaps between them; None: for all.
+        ways: to read tensors, each with whether it is for bytes that others may want, as those between rows; None: for
+            all.
     """
 
     inputs: Inputs
@@ -73,7 +74,7 @@ class Reads:
         options = task.rules.options
         self.options = options.for_core(False, self._watch)
         self.ways: tuple[tuple[bool | None, Any], ...] = ((None, self.options),)
-        # What lies between the rows of one rank is another's, often on this host: it may find it in the page cache.
+        # What others want, as what lies between the rows of one rank, those on this host may find in the page cache.
         if options.direct == "auto" and world_size() > 1:
             self.ways = (False, self.options), (True, replace(options, direct=False).for_core(False, self._watch))
 

@@ -127,7 +127,7 @@ class PlainTensors:
         """
         calls: list[Call] = []
         for gaps, options in self._reads.ways:
-            chosen = [pair for pair in wanted if gaps is None or (range_of_box(*pair[1][5:8]) is None) == gaps]
+            chosen = [pair for pair in wanted if gaps is None or _has_others(*pair) == gaps]
             if chosen:
                 boxes, told = zip(*chosen, strict=True)
                 memory = [box.memory for box in boxes]
@@ -194,6 +194,11 @@ class PlainTensors:
             return Window(number, positions, [], pairs, functools.partial(self._read_boxes, boxes, sums, False))
         check = functools.partial(self._check_sums, boxes, sums)
         return Window(number, positions, self._calls(boxes), pairs, check)
+
+
+def _has_others(box: Box, told: tuple[Any, ...]) -> bool:
+    """Whether other ranks may want the same bytes, or some between them: of what is handed on they are not."""
+    return (isinstance(box.payload, Coded) and box.payload.is_shared) or range_of_box(*told[5:8]) is None
 
 
 def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingStager, RingWriter
 from dcpring.move import staging
+from dcpring.move.device import Room
 from dcpring.move.frozen import LEAST_BYTES
 from dcpring.move.staging import StagingBuffer
 
@@ -374,13 +375,18 @@ def test_frozen_tensors_of_devices(twin: Twin, monkeypatch: pytest.MonkeyPatch) 
     state = {str(n): nn.Parameter(twin.tensor(torch.full((SIZE,), float(n))), n == 3) for n in range(4)}
     state["host"] = _frozen()
     copies: list[Tensor] = []
-    original = staging.copy_one
+    alone, together = staging.copy_one, Room.to_host
 
     def copy_one(tensor: Tensor, host: Tensor) -> None:
         copies.append(tensor)
-        original(tensor, host)
+        alone(tensor, host)
+
+    def to_host(room: Room, tensors: list[Tensor], hosts: list[Tensor]) -> None:
+        copies.extend(tensors)
+        together(room, tensors, hosts)
 
     monkeypatch.setattr(staging, "copy_one", copy_one)
+    monkeypatch.setattr(Room, "to_host", to_host)
     buffer = StagingBuffer()
     for expected, changed in ((4, None), (1, None), (2, "1"), (1, None), (2, "2"), (2, "2")):
         if changed is not None:

@@ -27,8 +27,8 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "torchside" not in pa
 
 OWN = {"self", "cls"}
 NAMEDTUPLES = {"_replace", "_asdict", "_fields", "_make"}
-FOREIGN = {"_actions", "_config", "_init_weights", "_initializing"}
-"""Names that look private, of argparse, of multiprocessing, of transformers' models and of importlib."""
+FOREIGN = {"_actions", "_config", "_init_weights", "_initializing", "_run_module_as_main"}
+"""Names that look private, of argparse, multiprocessing, transformers' models, importlib and runpy."""
 
 OLDER, NEWER = (0, 0), (99, 0)
 

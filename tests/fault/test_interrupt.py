@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -170,16 +170,28 @@ def looping(path: Path, what: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+def _interrupt(process: subprocess.Popen[bytes], most: int = 3) -> int:
+    """Presses Ctrl-C until the program ends, and says how often: Python itself drops what is raised in a destructor."""
+    for presses in range(1, most + 1):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+            return presses
+    raise AssertionError(f"{most} interrupts did not end the program")
+
+
 @pytest.mark.parametrize("what", ("save", "load"))
 def test_interrupt_ends_the_program(tmp_path: Path, what: str) -> None:
     """As a user's Ctrl-C does, from outside; the checkpoint is whole."""
     path = tmp_path / "checkpoint"
     with looping(path, what) as process:
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) != 0
+        presses = _interrupt(process)
+        assert process.returncode != 0
         assert process.stderr is not None
-        assert b"KeyboardInterrupt" in process.stderr.read()
+        told = process.stderr.read()
+    assert b"KeyboardInterrupt" in told
+    assert told.count(b"Exception ignored in") >= presses - 1, told.decode()
     state = tensor_state(1, mib=8, count=4)
     assert equal(load(state, path), state)
     save(state, path)

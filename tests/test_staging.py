@@ -653,6 +653,23 @@ def test_shared_memory_is_pinned_for_what_lies_on_a_device_and_as_long_as_it_is_
     assert twin.pinned_bytes == 0
 
 
+def test_memory_that_could_not_be_pinned_again_is_pinned_later(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise RuntimeError("too much is locked")
+
+    buffer = StagingBuffer(is_shared=True)
+    host, small, large = torch.ones(1000), twin.tensor(torch.ones(16)), twin.tensor(torch.ones(320))
+    buffer.stage({"host": host, "device": small})
+    with monkeypatch.context() as patched:
+        patched.setattr(twin, "pin", refuse)
+        assert torch.equal(buffer.stage({"device": large})["device"], torch.ones(320))
+        assert twin.pinned_bytes == 0
+    buffer.stage({"host": host, "device": small})
+    assert twin.pinned_bytes == 64 and buffer.allocations == 1
+    buffer.release()
+    assert twin.pinned_bytes == 0
+
+
 def test_memory_that_has_moved_is_noticed() -> None:
     """Ordinary memory is moved by torch where it is to be shared."""
     state, buffer = {"w": torch.ones(1000)}, StagingBuffer()

@@ -9,6 +9,7 @@ arena lets go of lives for as long as a tensor in it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -88,7 +89,6 @@ class Arena:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
         if self._process == os.getpid() and not self.is_used:
             self._kept = None
-            self._host.unpin()
             self._host.give_back()
         self._kept = None
         self._host.release()
@@ -218,13 +218,13 @@ class _Host(_Memory):
         super().__init__()
         self._take = shared_bytes if is_shared else ordinary_memory
         self._pinned_bytes = 0
-        self.unpin: Callable[[], object] = _nothing
+        self._finalizer: Callable[[], object] = _nothing
 
     def pin(self, size: int) -> None:
-        """Pins so many bytes at the front, until ``unpin`` or ``release`` is called, or this is gone."""
+        """Pins so many bytes at the front, until ``release`` is called or this is gone."""
         if size <= self._pinned_bytes:
             return
-        self.unpin()
+        self._unpin()
         address = self.blocks[0].storage.data_ptr()
         try:
             accelerators.active.pin(address, size)
@@ -234,11 +234,14 @@ class _Host(_Memory):
         self._pinned_bytes = size
         unpin = weakref.finalize(self, _unpin, address, os.getpid())  # before the blocks go
         unpin.atexit = False
-        self.unpin = unpin
+        self._finalizer = unpin
+
+    def _unpin(self) -> None:
+        self._finalizer()
+        self._pinned_bytes, self._finalizer = 0, _nothing
 
     def release(self) -> None:
-        self.unpin()
-        self._pinned_bytes, self.unpin = 0, _nothing
+        self._unpin()
         super().release()
 
     def _find(self, sizes: list[int]) -> bool:
@@ -255,6 +258,7 @@ class _Host(_Memory):
 
     def give_back(self) -> None:
         """Lets the pages go that nobody needs: a forked process that has inherited the mapping would keep them."""
+        self._unpin()
         for storage in self.storages:
             if storage.is_shared() and storage.nbytes():
                 _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
@@ -267,7 +271,8 @@ def _nothing() -> None:
 def _unpin(address: int, process: int) -> None:
     """A forked child has no accelerator, and its parent's memory stays pinned."""
     if process == os.getpid():
-        accelerators.active.unpin(address)
+        with contextlib.suppress(RuntimeError):  # an accelerator that has failed says so wherever it is asked
+            accelerators.active.unpin(address)
 
 
 def shared_bytes(size: int) -> Tensor:

@@ -44,8 +44,9 @@ int dr_output_open(struct dr_output *out, const char *dir, const char *name, boo
 }
 
 static bool is_fuse(const char *dir) {
-    struct statfs about = {0};
-    return DR_RETRY(dr_sys.statfs(dir, &about)) == 0 && (about.f_type & UINT32_MAX) == FUSE_MAGIC;
+    DR_NEW_ERROR(ignored);
+    uint64_t magic;
+    return dr_file_system(dir, &magic, &ignored) == 0 && magic == FUSE_MAGIC;
 }
 
 int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {

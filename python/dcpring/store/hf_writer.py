@@ -42,7 +42,8 @@ from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
-from dcpring.store.safetensors import commit_model, free_names, new_index, remove_files, remove_unfinished
+from dcpring.store.layout import remove_files
+from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor

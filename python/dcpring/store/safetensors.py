@@ -41,7 +41,7 @@ from dcpring.format.safetensors import (
 )
 from dcpring.plan.flatten import path_code
 from dcpring.plan.table import table_of_chunks
-from dcpring.store.layout import remove_files as remove_files
+from dcpring.store.layout import remove_files
 
 _UNFINISHED = re.compile(r"\.model[^/]*\.safetensors(?:\.index\.json)?\.[0-9a-f]{16}\.tmp")
 _SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")

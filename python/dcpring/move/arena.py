@@ -22,7 +22,7 @@ from torch import Tensor
 from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.base.memory import is_dense
-from dcpring.move.device import on_accelerator, ordinary_memory, padded, pinned_memory, say_cannot_pin
+from dcpring.move.device import Elements, on_accelerator, ordinary_memory, padded, pinned_memory, say_cannot_pin
 from dcpring.move.frozen import Held
 from dcpring.torchside import accelerators
 from dcpring.torchside.storage import map_shared, uses
@@ -101,14 +101,14 @@ class Arena:
         for n, source in enumerate(sources):
             (elsewhere if on_accelerator(source) else hosts).append(n)
         groups: list[tuple[_Memory, list[int]]] = [(self._host, hosts), (self._pinned, elsewhere)]
-        if self._is_shared and accelerators.active.can_pin():
-            # Small tensors of a device lie side by side, as they do in blocks.
+        is_one_mapping = self._is_shared and accelerators.active.can_pin()
+        if is_one_mapping:  # in which small tensors of a device lie side by side, as they do in blocks
             groups = [(self._host, sorted(elsewhere, key=lambda n: -sources[n].nbytes) + hosts)]
         for memory, chosen in groups:
             self.allocations += memory.make_room([sources[n].nbytes for n in chosen])
             for n, (block, start) in zip(chosen, memory.places, strict=True):
                 made[n] = _like(sources[n], memory.blocks[block], start)
-        if len(groups) == 1:
+        if is_one_mapping:
             self._host.pin(sum(padded(sources[n].nbytes) for n in elsewhere))
         return _Kept(made, kinds, self._storages())
 
@@ -156,24 +156,19 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-class _Block:
-    """A stretch of memory, seen as elements of any dtype."""
+class _Block(Elements):
+    """A block of memory, and whether anything lies in it."""
 
     def __init__(self, memory: Tensor) -> None:
+        super().__init__(memory)
         self.size_bytes = memory.numel()
         self.storage = memory.untyped_storage()
-        self._views: dict[torch.dtype, Tensor] = {torch.uint8: memory}
         self._uses = uses(self.storage)
 
     def is_free(self) -> bool:
         """Whether no tensor lies in it."""
-        self._views = {torch.uint8: self._views[torch.uint8]}
+        self.forget()
         return uses(self.storage) == self._uses
-
-    def of(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._views:
-            self._views[dtype] = self._views[torch.uint8].view(dtype)
-        return self._views[dtype]
 
 
 class _Memory:

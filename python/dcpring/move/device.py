@@ -66,28 +66,41 @@ def ordinary_memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+class Elements:
+    """A stretch of memory, seen as elements of any dtype."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._views = {memory.dtype: memory}
+        self._memory = memory
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._views:
+            self._views[dtype] = self._memory.view(dtype)
+        return self._views[dtype]
+
+    def forget(self) -> None:
+        """The tensors that it has been seen as, but for the bytes."""
+        self._views = {self._memory.dtype: self._memory}
+
+
 @dataclass
 class _Side:
     """One of two buffers, and the copies that are under way into it or from it.
 
     Attributes:
         memory: its bytes.
-        as_dtype: the same as elements.
         used: how many of the bytes.
         events: behind the copies.
     """
 
-    memory: Tensor
-    as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    memory: Elements
     used: int = 0
     events: list[torch.Event] = field(default_factory=list)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count, start = math.prod(shape), self.used
         self.used += padded(count * dtype.itemsize)
-        if dtype not in self.as_dtype:
-            self.as_dtype[dtype] = self.memory.view(dtype)
-        flat = self.as_dtype[dtype].narrow(0, start // dtype.itemsize, count)
+        flat = self.memory.of(dtype).narrow(0, start // dtype.itemsize, count)
         return flat if len(shape) == 1 else flat.view(shape)
 
     def wait(self) -> None:
@@ -105,8 +118,7 @@ class Room:
     """
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
-        self._memory = torch.empty(padded(size_bytes), dtype=torch.uint8, device=device)
-        self._as_dtype: dict[torch.dtype, Tensor] = {}
+        self._memory = Elements(torch.empty(padded(size_bytes), dtype=torch.uint8, device=device))
 
     @classmethod
     def on(cls, device: torch.device, size_bytes: int) -> Room | None:
@@ -135,15 +147,10 @@ class Room:
         size = max(start + host.nbytes for start, host in zip(starts, hosts, strict=True)) - begin
         buffer = torch.empty(0, dtype=torch.uint8).set_(hosts[0].untyped_storage(), begin, (size,), (1,))
         counterparts = [
-            self._view(host.dtype).as_strided(host.shape, host.stride(), (start - begin) // host.itemsize)
+            self._memory.of(host.dtype).as_strided(host.shape, host.stride(), (start - begin) // host.itemsize)
             for start, host in zip(starts, hosts, strict=True)
         ]
-        return buffer, self._memory[:size], counterparts
-
-    def _view(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._as_dtype:
-            self._as_dtype[dtype] = self._memory.view(dtype)
-        return self._as_dtype[dtype]
+        return buffer, self._memory.of(torch.uint8)[:size], counterparts
 
 
 def _cross_together(tensors: list[Tensor]) -> bool:
@@ -216,7 +223,7 @@ class Downloader:
         if not tensors:
             return
         if not self._sides:
-            self._sides = [_Side(pinned_memory(self._piece_bytes)) for _ in range(2)]
+            self._sides = [_Side(Elements(pinned_memory(self._piece_bytes))) for _ in range(2)]
         device = tensors[0].device
         room = Room.on(device, self._piece_bytes) if sum(map(is_small, tensors)) > 1 else None
         stream = accelerators.active.stream(device)
@@ -362,7 +369,7 @@ class Uploader:
         """Waits until nothing is copied any more from the memory of the window of this number, counted from 0."""
         if number >= len(self._sides) < self._most_sides:
             memory = pinned_memory if self._devices else ordinary_memory
-            self._sides.append(_Side(memory(self.window_bytes)))
+            self._sides.append(_Side(Elements(memory(self.window_bytes))))
         self._side(number).wait()
 
     def take(self, number: int, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:

@@ -472,6 +472,47 @@ static void waiting_fails(void) {
     }
 }
 
+static int no_submit(struct io_uring *ring) {
+    (void)ring;
+    return -EBADR;
+}
+
+/* They need no ring, and what is short or interrupted is repeated as it is there. */
+static void small_writes_go_at_once(void) {
+    if (!has_uring()) {
+        check_skip("no io_uring here");
+        return;
+    }
+    enum { SMALL = 3000 };
+    method = "uring";
+    close(open_content(0));
+    for (uint64_t n = 0; n < 3; n++) {
+        DR_NEW_ERROR(error);
+        struct dr_engine *engine = open_engine(DEPTH);
+        int fd = open(check_path("small"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+        if (n)
+            dr_fault_arm(&(struct dr_fault){.call = "pwrite", .nth = 1, .err = n == 1 ? EINTR : 0});
+        else
+            dr_sys.uring_submit = no_submit;
+        struct dr_request *request = take(engine, DR_WRITE, fd, 0), *done;
+        request->size = request->needed = SMALL;
+        memcpy(request->data, content, SMALL);
+        CHECK_OK(dr_engine_submit(engine, request, &error), &error);
+        CHECK_EQ(engine->in_flight, 1);
+        CHECK_OK(wait_one(engine, &done, &error), &error);
+        CHECK(done == request && done->done == SMALL);
+        dr_fault_disarm();
+        dr_sys = dr_sys_real;
+        dr_engine_close(engine);
+        close(fd);
+        size_t size;
+        uint8_t *written = check_read_file("small", &size);
+        CHECK_EQ(size, SMALL);
+        CHECK_BYTES(written, content, SMALL);
+        free(written);
+    }
+}
+
 #define BOTH(name) \
     static void name##_both(void) { for_each_method(name); }
 BOTH(reads_and_writes)
@@ -497,4 +538,5 @@ CHECK_MAIN({"reads_and_writes", reads_and_writes_both}, {"all_buffers_can_be_tak
            {"direct_refused", direct_refused_both}, {"error_with_others_in_flight", error_with_others_in_flight_both},
            {"out_of_memory", out_of_memory_both}, {"refused_at_set_up", refused_at_set_up},
            {"auto_prefers_uring", auto_prefers_uring}, {"registration_degrades", registration_degrades},
-           {"submission_fails", submission_fails}, {"waiting_fails", waiting_fails})
+           {"submission_fails", submission_fails}, {"waiting_fails", waiting_fails},
+           {"small_writes_go_at_once", small_writes_go_at_once})

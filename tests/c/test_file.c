@@ -488,6 +488,34 @@ static void syncs_go_together(void) {
     CHECK_EQ(check_open_descriptors(), before);
 }
 
+static pthread_t syncer;
+
+static int fdatasync_by(int fd) {
+    (void)fd;
+    syncer = pthread_self();
+    return 0;
+}
+
+static int statfs_of_memory(const char *path, struct statfs *out) {
+    int rc = dr_sys_real.statfs(path, out);
+    out->f_type = 0x01021994;
+    return rc;
+}
+
+static void memory_is_synced_by_the_caller(void) {
+    DR_NEW_ERROR(error);
+    const char *path = check_path("synced");
+    int fd = open(path, O_RDWR | O_CREAT, 0666);
+    dr_sys.fdatasync = fdatasync_by;
+    for (int in_memory = 0; in_memory < 2; in_memory++) {
+        dr_sys.statfs = in_memory ? statfs_of_memory : dr_sys_real.statfs;
+        CHECK_OK(dr_file_sync(fd, path, DR_SYNC_DATA, &never, &error), &error);
+        CHECK_EQ(!!pthread_equal(syncer, pthread_self()), in_memory);
+    }
+    dr_sys = dr_sys_real;
+    close(fd);
+}
+
 static int failing_fsync(int fd) {
     (void)fd;
     return -EIO;
@@ -558,5 +586,5 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"links_files", links_files}, {"refuses_to_link", refuses_to_link},
            {"link_fails_at_each_call", link_fails_at_each_call}, {"removes_files", removes_files},
            {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left}, {"sync_fails", sync_fails},
-           {"syncs_go_together", syncs_go_together}, {"the_first_of_some_failures", the_first_of_some_failures},
-           {"opens_only_below", opens_only_below})
+           {"syncs_go_together", syncs_go_together}, {"memory_is_synced_by_the_caller", memory_is_synced_by_the_caller},
+           {"the_first_of_some_failures", the_first_of_some_failures}, {"opens_only_below", opens_only_below})

@@ -811,13 +811,14 @@ static void goes_from_the_beginning_to_the_end(void) {
         struct dr_error error;
         if (!vary(n, &rng, &options) || options.direct == DR_DIRECT_ON)
             continue;
-        if (n % 2)
-            options.engine = "threads"; /* whose writes are seen */
         size_t count = make_samples(samples, COUNT, &rng);
         dr_sys.fallocate = no_fallocate;
         dr_sys.ftruncate = no_ftruncate;
         dr_sys.statfs = statfs_of_fuse;
-        dr_sys.pwrite = pwrite_in_order;
+        if (n % 2) { /* all of whose writes are seen */
+            options.engine = "threads";
+            dr_sys.pwrite = pwrite_in_order;
+        }
         taken = 0;
         CHECK_OK(sample_save("f", samples, count, 7, 10 * MIB, &options, NULL, NULL, &error), &error);
         dr_sys = dr_sys_real;

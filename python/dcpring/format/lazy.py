@@ -46,7 +46,7 @@ class Chunks:
 
     def pickled(self, storage_meta: StorageMeta | None, version: str | None) -> bytes:
         """``pickle.dumps`` of the Metadata, made in C."""
-        properties = [pickled_fragment(decode_properties(encoded)) for encoded in self.table.properties()]
+        properties = list(map(_pickled_properties, self.table.properties()))
         return self.table.pickle(
             self.storage, properties, pickled_fragment(storage_meta), pickled_fragment(version), self.mappings
         )
@@ -65,6 +65,11 @@ class Chunks:
             metadata: Metadata = pickle.loads(self.pickled(None, None))  # our own bytes, made just now
             restore_strides(metadata)
         return metadata
+
+
+@functools.lru_cache(64)
+def _pickled_properties(encoded: bytes) -> bytes:
+    return pickled_fragment(decode_properties(encoded))
 
 
 def _decoded(tables: bytes | memoryview) -> tuple[_C.Table, _C.StorageIndex]:

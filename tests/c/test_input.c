@@ -114,6 +114,34 @@ static void only_what_is_needed(void) {
     }
 }
 
+static atomic_int by_caller, by_others;
+static pthread_t caller;
+
+static ssize_t noted_pread(int fd, void *data, size_t size, off_t offset) {
+    atomic_fetch_add(pthread_equal(pthread_self(), caller) ? &by_caller : &by_others, 1);
+    return dr_sys_real.pread(fd, data, size, offset);
+}
+
+static void a_little_that_is_cached_needs_no_thread(void) {
+    make_files();
+    caller = pthread_self();
+    for (unsigned n = 0; n < 4; n++)
+        for (int count = 3; count < 100; count += 90) {
+            const struct dr_options options = way(n);
+            struct dr_input input;
+            struct dr_error error;
+            begin(&input);
+            CHECK_OK(load(&input, 0, (size_t)count, &options, &error), &error); /* now they are in the page cache */
+            dr_sys.pread = noted_pread;
+            by_caller = by_others = 0;
+            CHECK_OK(load(&input, 0, (size_t)count, &options, &error), &error);
+            dr_sys = dr_sys_real;
+            CHECK_EQ(by_caller, count == 3 ? count : 0);
+            CHECK_EQ(by_others, count == 3 ? 0 : count);
+            dr_input_destroy(&input);
+        }
+}
+
 static void one_that_is_gone(void) {
     make_files();
     const struct dr_options options = way(0);
@@ -275,6 +303,8 @@ static void many_in_one_block(void) {
     dr_input_destroy(&input);
 }
 
-CHECK_MAIN({"only_what_is_needed", only_what_is_needed}, {"one_that_is_gone", one_that_is_gone},
-           {"many_files", many_files}, {"others_in_its_place", others_in_its_place},
-           {"removed_meanwhile", removed_meanwhile}, {"many_in_one_block", many_in_one_block})
+CHECK_MAIN({"only_what_is_needed", only_what_is_needed},
+           {"a_little_that_is_cached_needs_no_thread", a_little_that_is_cached_needs_no_thread},
+           {"one_that_is_gone", one_that_is_gone}, {"many_files", many_files},
+           {"others_in_its_place", others_in_its_place}, {"removed_meanwhile", removed_meanwhile},
+           {"many_in_one_block", many_in_one_block})

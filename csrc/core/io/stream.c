@@ -9,7 +9,7 @@
 #include <assert.h>
 #include <errno.h>
 
-enum { WAIT_MS = 100 };
+enum { WAIT_MS = 100, HERE_BYTES = 1 << 20, HERE_BLOCKS = 8 };
 
 struct stream_run {
     const struct dr_stream *stream;
@@ -233,6 +233,30 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     return rc;
 }
 
+static bool is_cached_block(struct dr_input *input, const struct dr_block *block) {
+    DR_NEW_ERROR(ignored);
+    int fd;
+    if (dr_input_hold(input, block->file, &fd, &ignored) < 0)
+        return false;
+    bool cached = is_cached(fd, block);
+    dr_input_release(input, block->file);
+    return cached;
+}
+
+/* Whether there is little to read, from the page cache: a thread would be waited for longer than that takes. */
+static bool is_at_hand(const struct stream_run *run) {
+    const struct dr_stream *stream = run->stream;
+    if (stream->count > HERE_BLOCKS || run->options->direct == DR_DIRECT_ON)
+        return false;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < stream->count; i++)
+        bytes += stream->blocks[i].hi - stream->blocks[i].lo;
+    for (size_t i = 0; bytes <= HERE_BYTES && i < stream->count; i++)
+        if (!is_cached_block(stream->input, &stream->blocks[i]))
+            return false;
+    return bytes <= HERE_BYTES;
+}
+
 static int run_workers(struct stream_run *run, const struct dr_control *control, struct dr_error *error) {
     const struct dr_options *options = run->options;
     size_t blocks = run->stream->count;
@@ -242,7 +266,8 @@ static int run_workers(struct stream_run *run, const struct dr_control *control,
     if (run->most == 0)
         run->most = 1;
     run->depth = share < run->most ? (unsigned)share : run->most;
-    return dr_workers_run(&run->workers, workers, work, run, control, error);
+    return is_at_hand(run) ? dr_workers_run_here(&run->workers, work, run, error)
+                           : dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 
 int dr_stream_run(const struct dr_stream *stream, const struct dr_control *control, struct dr_stream_stats *stats,

@@ -164,7 +164,7 @@ class RingWriter(FileSystemWriter):
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ValueError(
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
-                "for safetensors use torch.distributed.checkpoint.HuggingFaceStorageWriter"
+                "for safetensors use dcpring.RingHFWriter"
             )
         FileSystemWriter.__init__(  # a subclass of other writers of torch's, too, is made by this
             self,

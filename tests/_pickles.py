@@ -1,7 +1,7 @@
 """Plain data of every kind that a load takes, and pickles of it as other versions of Python and NumPy wrote them.
 
 ``python tests/_pickles.py`` prints those of the Python that runs it, ``--numpy`` those of its NumPy: that is how
-tests/pickles.json was made, with Python 3.8.18 to 3.13.0, NumPy 1.19.5 and 1.26.4. No torch is needed.
+tests/pickles.json was made, with Python 3.8.18 to 3.14.4, NumPy 1.19.5, 1.26.4 and 2.5.5. No torch is needed.
 """
 
 import argparse

@@ -150,6 +150,44 @@ def test_sharded(path: Path, mesh: str, device: str) -> None:
     _distributed.run(4, load_sharded, str(path), mesh, device)
 
 
+class Thrice(nn.Module):
+    """A model that says, as those of transformers do, which names it ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_tied_weights_keys = {"head.weight": "embedding.weight", "tail.weight": "embedding.weight"}
+        self.embedding = nn.Embedding(35, 24)
+        self.head, self.tail = nn.Linear(24, 35, bias=False), nn.Linear(24, 35, bias=False)
+        self.head.weight = self.tail.weight = self.embedding.weight
+
+
+def load_untied(path: str, stored: str) -> None:
+    with torch.device("meta"):
+        model: Any = nn.ModuleDict({"part": Thrice()})
+    plan: dict[str, Any] = {"part.embedding": RowwiseParallel(), "part.head": ColwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    part = model["part"]
+    assert len({id(each.weight) for each in (part.embedding, part.head, part.tail)}) == 3
+    if stored == "nothing":
+        with pytest.raises(KeyMismatchError, match=r"(?s)missing.*\(3\).*embedding.weight.*head.weight.*tail.weight"):
+            load_pretrained(model, path)
+        return
+    assert not load_pretrained(model, path)
+    for name, tensor in whole(model).items():
+        assert torch.equal(tensor, weights()["embedding.weight"]), name
+    save_pretrained_weights(model, f"{path}/again")
+
+
+@pytest.mark.parametrize("stored", ("embedding", "head", "nothing"))
+def test_tied_weights_that_have_become_several(tmp_path: Path, stored: str) -> None:
+    """Tensor parallelism makes parameters anew; each is read from the one that is stored, and saved."""
+    save_file({f"part.{stored}.weight": weights()["embedding.weight"]}, tmp_path / "model.safetensors")
+    _distributed.run(2, load_untied, str(tmp_path), stored)
+    if stored != "nothing":
+        found = load_file(tmp_path / "again" / "model.safetensors")
+        assert found.keys() == {f"part.{name}.weight" for name in ("embedding", "head", "tail")}
+
+
 def train_offloaded(path: str) -> None:
     model = sharded("meta", CPUOffloadPolicy(pin_memory=False))
     load_pretrained(model, path, device="cpu", share="host")

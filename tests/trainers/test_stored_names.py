@@ -11,8 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -121,6 +123,26 @@ def test_a_model_whose_class_fsdp_has_changed(tmp_path: Path) -> None:
     dcpring.save_pretrained_weights(loaded, tmp_path / "ours")
     assert_same(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
     assert isinstance(loaded, FSDPModule) and isinstance(loaded.model.vision_tower, FSDPModule)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_tied_weights_that_are_parallelised(tmp_path: Path) -> None:
+    """They become two parameters; ``from_pretrained`` ties what is stored twice and equal."""
+    auto, config = AutoModelForCausalLM, LlamaConfig(**TEXT, tie_word_embeddings=True)
+    model = auto.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    with torch.device("meta"):
+        loaded = auto.from_config(config)
+    plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel()}
+    parallelize_module(loaded, init_device_mesh("cpu", (1,)), plan)
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    assert not dcpring.load_pretrained(loaded, tmp_path / "theirs")
+    assert torch.equal(loaded.lm_head.weight.full_tensor(), model.lm_head.weight)
+    dcpring.save_pretrained_weights(loaded, tmp_path / "ours")
+    config.save_pretrained(tmp_path / "ours")
+    again = auto.from_pretrained(tmp_path / "ours")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert_same(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("storage", ("safetensors", "DCP"))

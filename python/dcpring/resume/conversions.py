@@ -126,6 +126,26 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     )
 
 
+def tied_names(model: nn.Module) -> Callable[[str], Sequence[str]]:
+    """The names that a model ties to one of its own, by ``all_tied_weights_keys``, which transformers' models have."""
+    said = (getattr(module, "all_tied_weights_keys", None) for module in model.modules())
+    groups: dict[str, list[str]] = {}
+    for second, first in next((each for each in said if isinstance(each, Mapping)), {}).items():
+        groups.setdefault(first, [first]).append(second)
+    by_name = {name: names for names in groups.values() for name in names}
+
+    def others(name: str) -> Sequence[str]:
+        """The model may be a part of another one."""
+        parts = name.split(".")
+        for at in range(len(parts) if by_name else 0):
+            within = ".".join(parts[at:])
+            if within in by_name:
+                return [name.removesuffix(within) + other for other in by_name[within] if other != within]
+        return ()
+
+    return others
+
+
 def _known(model: nn.Module) -> tuple[Any, Any]:
     """The model of transformers in it, and transformers' table of conversions; None where there is none."""
     library = sys.modules.get("transformers")

@@ -37,7 +37,7 @@ from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.plan.sharing import Share
-from dcpring.resume.conversions import conversion_of_load, conversion_of_save
+from dcpring.resume.conversions import conversion_of_load, conversion_of_save, tied_names
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.store.hf_reader import check_exists
@@ -71,8 +71,9 @@ def load_pretrained(
     """Loads a model's weights from a directory of safetensors, or a checkpoint of DCP: each rank reads its slices.
 
     The model may be on ``meta``, in whole or in part, sharded (FSDP2, tensor parallelism, HSDP), compiled, and wrapped
-    in whatever ways; parameters that are one tensor under several names stay one. All ranks of the process group call
-    it; without a process group it is for this process alone.
+    in whatever ways; parameters that are one tensor under several names stay one. Where ``parallelize_module`` has made
+    several of one, each is read from what is stored of any that the model's ``all_tied_weights_keys`` ties it to. All
+    ranks of the process group call it; without a process group it is for this process alone.
 
     Args:
         model: whose parameters and buffers are loaded in place.
@@ -201,6 +202,13 @@ class _Target(NamedTuple):
         """The tensors; of what else modules keep in their state dicts only what is stored."""
         return {name: value for name, value in self.state.items() if isinstance(value, Tensor) or name in stored}
 
+    def copies(self, stored: Collection[str]) -> dict[str, str]:
+        """By the names of tensors that are not stored, what is stored of others that the model ties them to."""
+        there = {name for names in _slots(self.model) if not set(names).isdisjoint(stored) for name in names}
+        others = tied_names(self.model)
+        found = {name: next((other for other in others(name) if other in stored), None) for name in self.wanted(stored)}
+        return {name: first for name, first in found.items() if first and name not in stored and name not in there}
+
     def given(self, stored: Collection[str]) -> set[str]:
         """Names of the model's tensors of which everything is stored."""
         missing = [name for name in self.state if name not in stored]
@@ -233,10 +241,13 @@ def _load(
         metadata = rename_metadata(metadata, names, storage=False)
         key_map = key_map if any(old != new for old, new in names.items()) else None
     stored = {name: entry for name, entry in describe_metadata(metadata).items() if name not in reader.made_of}
+    copies = target.copies(stored)
+    stored |= {name: stored[first] for name, first in copies.items()}
     given = target.given(stored)
     diff = _compare(target, stored, given, policy, str(reader.path), joint.rank)
     bare = list(_bare_modules(model, given, initialize))
-    joint.settle("checked")
+    renamed = _one_of_each(copies)
+    loads = max(joint.gather("checked", len(renamed)))
     modules.give_memory(model, torch.device(device) if device is not None else _device_of(model))
     with torch.no_grad():
         for module, make in bare:
@@ -245,16 +256,30 @@ def _load(
     own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
     state, _ = rearranged_by(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
-    joint.run_dcp(
-        "reading",
-        f"cannot load {reader.path}",
-        lambda group: dcp.load(state, reader, RingLoadPlanner(process_group=group, **options), group),
-    )
+
+    def load(group: dist.ProcessGroup | None) -> None:
+        dcp.load(state, reader, RingLoadPlanner(process_group=group, **options), group)
+        for names in [*renamed, *[{}] * (loads - len(renamed))]:
+            again = {first: state[name] for first, name in names.items()}
+            dcp.load(again, reader, RingLoadPlanner(process_group=group, **options), group)
+
+    joint.run_dcp("reading", f"cannot load {reader.path}", load)
     own.update((name, value) for name, value in state.items() if name in own and not isinstance(value, Composed))
     if not _is_in_place(model, own):
         set_model_state_dict(model, own, options=StateDictOptions(strict=False))
     reader.tell(joint.rank)
     return diff
+
+
+def _one_of_each(copies: Mapping[str, str]) -> list[dict[str, str]]:
+    """Copies by the names of what is stored, as many of these as some of it has: one load fills one of each."""
+    found: list[dict[str, str]] = []
+    for name, first in copies.items():
+        into = next((each for each in found if first not in each), None)
+        if into is None:
+            found.append(into := {})
+        into[first] = name
+    return found
 
 
 def _made_of_codes(model: nn.Module) -> torch.dtype | None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from dcpring.base.windows import Box, common_box
-from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import Model, Shard, Whole
+from dcpring.errors import CorruptCheckpointError
+from dcpring.format.safetensors import Model, Place, Shard, Whole
 
 FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
@@ -36,15 +37,13 @@ _PACKED = "float4_e2m1fn_x2"
 
 Ints = tuple[int, ...]
 
-Place = tuple[str, int, int]
-"""Of codes: their file, and where in it they begin and how long they are."""
-
 
 class Quantised(NamedTuple):
-    """One such tensor, or what one shard of its codes makes of it.
+    """One such tensor, or what one shard of its codes makes of it, or what one group in each row of that does.
 
     Attributes:
         codes: where they are stored.
+        row: of each row of these the first byte that this is made of, and how many bytes the row has.
         scales: where those that it needs are, and the box of all scales that each of them is.
         scale_name: of the scales.
         begins: of what is made of the codes, in the tensor.
@@ -55,6 +54,7 @@ class Quantised(NamedTuple):
     """
 
     codes: Shard
+    row: tuple[int, int]
     scales: tuple[tuple[Box, Shard], ...]
     scale_name: str
     begins: Ints
@@ -66,17 +66,20 @@ class Quantised(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """By which a load knows it, whatever its name."""
-        return self.codes.file, self.codes.info.begin, self.codes.info.end - self.codes.info.begin
+        """By which a load knows it, whatever its name: from its first byte to its last."""
+        info, (first, row_bytes) = self.codes.info, self.row
+        own_bytes = -(-self.shape[-1] // self.per_byte)
+        return self.codes.file, info.begin + first, info.end - info.begin - (row_bytes - own_bytes)
 
     @property
     def stored_sizes(self) -> Ints:
         """Of the codes, as bytes that are elements of the last dimension."""
-        return self.boxes((0,) * len(self.shape), self.shape)[0][1]
+        return *self.shape[:-1], self.row[1]
 
     def boxes(self, offsets: Ints, lengths: Ints) -> tuple[Box, Box]:
         """What a box is made of: one of these codes, and one of all scales."""
-        return _divided(offsets, lengths, 1, self.per_byte), _divided(self._in_all(offsets), lengths, *self.block)
+        (*outer, byte), sizes = _divided(offsets, lengths, 1, self.per_byte)
+        return ((*outer, self.row[0] + byte), sizes), _divided(self._in_all(offsets), lengths, *self.block)
 
     def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
         """How the core makes a box that begins there: see ``_C.load``."""
@@ -103,7 +106,6 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
 
     Raises:
         CorruptCheckpointError: codes without scales, or scales that do not fit them.
-        CheckpointError: what is made of a shard is no box.
     """
     found: dict[str, list[Quantised]] = {}
     for name in model.tensors:
@@ -147,10 +149,11 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
         factors = [(((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0])]
     found = []
     for part in first.parts:
-        begins, shape = form.made_of(part.offsets, part.info.shape, codes)
-        needed = _divided(begins, shape, *form.block)
-        used = tuple((box, factor) for box, factor in factors if common_box(box, needed))
-        found.append(Quantised(part, used, scales, begins, shape, form.shape, dtype, form.block, form.per_byte))
+        for row, (begins, shape) in form.made_of(part.offsets, part.info.shape):
+            needed = _divided(begins, shape, *form.block)
+            used = tuple((box, factor) for box, factor in factors if common_box(box, needed))
+            made = begins, shape, form.shape, dtype, form.block, form.per_byte
+            found.append(Quantised(part, row, used, scales, *made))
     return found
 
 
@@ -162,18 +165,19 @@ class _Form(NamedTuple):
     per_byte: int
     group: int | None = None
 
-    def made_of(self, offsets: Ints, lengths: Ints, name: str) -> Box:
-        """The box that is made of one of the codes."""
+    def made_of(self, offsets: Ints, lengths: Ints) -> Iterator[tuple[tuple[int, int], Box]]:
+        """The boxes that are made of one of the codes, and ``Quantised.row`` of each."""
         if self.group is None:
-            return offsets, lengths
+            yield (0, lengths[-1]), (offsets, lengths)
+            return
         *outer, group, byte = offsets
         *others, groups, count = lengths
-        if groups > 1 and count < self.group:
-            raise CheckpointError(
-                f"{name!r} is in shards of which none has all bytes of a group, and what they make is no box; load it "
-                "as it is stored, with RingHFReader, or convert the shards to a model first"
-            )
-        return (*outer, 2 * (group * self.group + byte)), (*others, 2 * groups * count)
+        # What lies side by side in the shard does not in the tensor, where each group has lost some bytes.
+        is_cut = count < self.group and math.prod(lengths) > 0
+        together = 1 if is_cut else groups
+        for at in range(groups if is_cut else 1):
+            begins, shape = (*outer, 2 * ((group + at) * self.group + byte)), (*others, 2 * together * count)
+            yield (at * count, groups * count), (begins, shape)
 
 
 def _mxfp4(codes: Whole, scales: Whole) -> _Form:

@@ -349,6 +349,10 @@ def files_of(path: Path) -> list[Path]:
 # ---- a model, in any number of files ----
 
 
+Place = tuple[str, int, int]
+"""Of elements: their file, and where in it they begin and how long they are."""
+
+
 class Shard(NamedTuple):
     """What one file holds of a tensor: all of it, mostly.
 
@@ -361,6 +365,11 @@ class Shard(NamedTuple):
     file: str
     offsets: tuple[int, ...]
     info: TensorInfo
+
+    @property
+    def place(self) -> Place:
+        """By which a load knows it."""
+        return self.file, self.info.begin, self.info.end - self.info.begin
 
 
 class Whole(NamedTuple):

@@ -74,15 +74,12 @@ def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
         made = quantised.get(name)
         if made is None:
             kind, dtype, shape = TENSOR, whole.dtype, whole.shape
-            boxes = [(offsets, stored.shape) for _, offsets, stored in whole.parts]
+            parts = [(part.offsets, part.info.shape, part.place, part.info.crcs) for part in whole.parts]
         else:
             kind, dtype, shape = OPAQUE, made[0].dtype, made[0].whole
-            boxes = [(part.begins, part.shape) for part in made]
-        rows = [(shape, *box, properties(dtype)) for box in boxes]
-        for file, _, stored in whole.parts:
-            size = stored.end - stored.begin
-            places.append((file, kind, stored.begin, size, stored.begin, size, stored.crcs))
-        chunks.append(rows)
+            parts = [(part.begins, part.shape, part.place, None) for part in made]
+        places += [(file, kind, at, size, at, size, crcs) for _, _, (file, at, size), crcs in parts]
+        chunks.append([(shape, offsets, sizes, properties(dtype)) for offsets, sizes, _, _ in parts])
     try:
         codes = [path_code({name: (name,)}, name) for name in model.tensors]
         table = table_of_chunks(list(model.tensors), codes, chunks)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from dcpring.format.quantised import Place, Quantised
+from dcpring.format.quantised import Quantised
+from dcpring.format.safetensors import Place
 from dcpring.format.unpickler import Trust
 from dcpring.move.crc import RunningCrcs
 from dcpring.move.load.boxes import Coded, Payload

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import _hf
 import pytest
 import torch
 import torch.distributed as dist
@@ -365,6 +366,41 @@ def test_one_after_the_other(tmp_path: Path) -> None:
         same(read(tmp_path), values)
         files = 1 if limit > 1000 else 1 + 320 // (limit // 80 * 80)
         assert len(set(os.listdir(tmp_path)) - mine) == files
+
+
+@pytest.mark.parametrize("limit", (5 << 30, 100))
+def test_what_the_old_index_names_goes(tmp_path: Path, limit: int) -> None:
+    """In folders too; and nothing else: no other index's files, and none that no index could have."""
+    path = _hf.write(tmp_path / "model", "folders")
+    there = ("first/b.safetensors", "first/second/notes.txt", "config.json", "fp16.safetensors", "own.safetensors")
+    for name in there:
+        (path / name).write_text("mine")
+    (tmp_path / "outside.safetensors").write_text("mine")
+    index = json.loads((path / _hf.INDEX).read_text())
+    listed = ("config.json", "fp16.safetensors", "gone.safetensors", "own.safetensors")
+    index["weight_map"] |= dict(zip("cdef", listed, strict=True))
+    (path / _hf.INDEX).write_text(json.dumps(index))
+    (path / "model.fp16.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "fp16.safetensors"}}))
+    values = {name: torch.ones(20) for name in "abcd"}
+    save(path, values, max_shard_bytes=limit)
+    same(read(path), values)
+    kept = {name for name in there if name != "own.safetensors"} | {"model.fp16.safetensors.index.json"}
+    new = {name for name in os.listdir(path) if name.startswith("model") and "fp16" not in name}
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == kept | new
+    assert len(new) == (1 if limit > 1000 else 5)
+
+
+@pytest.mark.parametrize("listed", ("../outside.safetensors", "folder/a.safetensors"))
+def test_an_old_index_that_leads_elsewhere(tmp_path: Path, listed: str) -> None:
+    path, outside = tmp_path / "model", tmp_path / "outside.safetensors"
+    path.mkdir()
+    (path / "folder").symlink_to(tmp_path)
+    for file in (outside, tmp_path / "a.safetensors"):
+        file.write_text("mine")
+    (path / _hf.INDEX).write_text(json.dumps({"weight_map": {"a": listed}}))
+    save(path, {"a": torch.ones(3)})
+    assert outside.exists() and (tmp_path / "a.safetensors").exists()
+    assert set(os.listdir(path)) == {"model.safetensors", "folder"}
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

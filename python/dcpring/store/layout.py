@@ -186,13 +186,16 @@ def remove_superseded(directory: Path, superseded: set[str], needed: Iterable[st
 
 
 def remove_files(directory: Path, names: list[str]) -> None:
-    """What cannot be removed stays, and harms nobody; the next save tries again."""
-    if not names:
-        return
-    try:
-        _C.remove_files(str(directory), names)
-    except OSError as error:
-        logger.warning("files of earlier saves stay in %s: %s", directory, error)
+    """Removes files in order, those in folders first. What cannot be removed stays, and harms nobody."""
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        folders.setdefault(folder, []).append(file)
+    for folder, files in sorted(folders.items(), reverse=True):
+        try:
+            _C.remove_files(str(directory / folder), files)
+        except OSError as error:
+            logger.warning("files of earlier saves stay in %s: %s", directory, error)
 
 
 def newest_beside(directory: Path, metadata_name: str) -> Path | None:

@@ -32,12 +32,15 @@ from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
 from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import (
     INDEX_NAME,
+    INDEX_SUFFIX,
     MODEL_NAME,
+    SUFFIX,
     Model,
     file_name,
     is_safetensors,
     make_index,
     read_model,
+    weight_map,
 )
 from dcpring.plan.flatten import path_code
 from dcpring.plan.table import table_of_chunks
@@ -154,11 +157,12 @@ def commit_model(directory: Path, files: Mapping[str, str], index: str | None, d
         Files in the directory that nothing refers to any more.
     """
     path, before = str(directory), set(os.listdir(directory))
-    stale = {name for name in before if _SHARD.fullmatch(name)} - set(files.values())
+    stale = {name for name in before if _SHARD.fullmatch(name)} | _listed(directory)
+    stale -= {MODEL_NAME, *files.values()}
     if index is None:
         ((unfinished, name),) = files.items()
         _C.replace(path, unfinished, name, durable)
-        return sorted(stale | ({INDEX_NAME} & before))
+        return [*sorted(stale), *({INDEX_NAME} & before)]  # which says what is stale, and so goes last
     for unfinished, name in files.items():
         _C.replace(path, unfinished, name, False)
     if durable:
@@ -170,3 +174,13 @@ def commit_model(directory: Path, files: Mapping[str, str], index: str | None, d
         if durable:
             _C.sync_directory(path)
     return sorted(stale)
+
+
+def _listed(directory: Path) -> set[str]:
+    """Files that the index of a directory lists, in folders too, and no other one there; none if one is damaged."""
+    try:
+        listed = {index.name: set(weight_map(index).values()) for index in directory.glob(f"*{INDEX_SUFFIX}")}
+    except (CorruptCheckpointError, OSError):
+        return set()
+    own = listed.pop(INDEX_NAME, set()).difference(*listed.values())
+    return {name for name in own if name.endswith(SUFFIX) and os.path.isfile(directory / name)}

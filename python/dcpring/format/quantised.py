@@ -144,14 +144,16 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
     except ValueError as error:
         path = str(model.files.directory / second.parts[0].file)
         raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
-    factors = [((part.offsets, part.info.shape), part) for part in second.parts]
+    factors = tuple(((part.offsets, part.info.shape), part) for part in second.parts)
     if math.prod(second.shape) == 1:
-        factors = [(((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0])]
+        factors = ((((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0]),)
     found = []
     for part in first.parts:
         for row, (begins, shape) in form.made_of(part.offsets, part.info.shape):
-            needed = _divided(begins, shape, *form.block)
-            used = tuple((box, factor) for box, factor in factors if common_box(box, needed))
+            used = factors
+            if len(factors) > 1:
+                needed = _divided(begins, shape, *form.block)
+                used = tuple(pair for pair in factors if common_box(pair[0], needed))
             made = begins, shape, form.shape, dtype, form.block, form.per_byte
             found.append(Quantised(part, row, used, scales, *made))
     return found

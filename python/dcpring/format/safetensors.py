@@ -327,7 +327,8 @@ def may_be_several(path: Path) -> bool:
 
 
 def _is_shard(path: Path) -> bool:
-    return path.suffix == SUFFIX and SHARDING in read_header(path.resolve()).notes
+    """Whether a file says so; that its header is right is for who reads it."""
+    return path.suffix == SUFFIX and SHARDING.encode() in _read_bytes(path.resolve())[0]
 
 
 def files_of(path: Path) -> list[Path]:

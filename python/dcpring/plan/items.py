@@ -149,6 +149,7 @@ class ReadItems(_Made[ReadItem]):
         self.wanted = wanted
         self.stored = stored
         self._names = names
+        self._wanted_row = functools.cache(functools.partial(row_of, wanted))
 
     @functools.cached_property
     def _first_rows(self) -> dict[str, int]:
@@ -160,7 +161,7 @@ class ReadItems(_Made[ReadItem]):
 
     def make(self, position: int) -> ReadItem:
         wanted, stored, dest_offsets, storage_offsets, lengths = self.match.get(position)
-        target, record = row_of(self.wanted, wanted), row_of(self.stored, stored)
+        target, record = self._wanted_row(wanted), row_of(self.stored, stored)
         name, own = target.key, self._names.get(target.key, target.key)
         if record.kind == BYTES_ROW:
             zero = torch.Size((0,))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dcpring.base import groups
+from dcpring.base.collector import collection_paused
 from dcpring.base.files import new_tag
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.format.lazy import Chunks
@@ -55,7 +56,8 @@ def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) ->
         block_size: as for ``find_quantised``.
     """
     model = read_model(path)
-    quantised = {} if dequantize is None else find_quantised(model, dequantize, block_size)
+    with collection_paused():
+        quantised = {} if dequantize is None else find_quantised(model, dequantize, block_size)
     return Headers(model.files, chunks_of(model, quantised), list(itertools.chain(*quantised.values())))
 
 

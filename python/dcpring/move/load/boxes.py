@@ -105,20 +105,9 @@ def payload_of(box: Box) -> Payload:
     return box.payload
 
 
-def coded_of(box: Box) -> Coded:
-    assert isinstance(box.payload, Coded)
-    return box.payload
-
-
 def host_bytes(box: Box) -> int:
     """What a host copy of it takes in an Uploader's window."""
     return device.padded(math.prod(box.lengths) * box.payload.dtype.itemsize)
-
-
-def scale_bytes(box: Box) -> int:
-    payload = coded_of(box)
-    (_, lengths) = payload.form.boxes(box.offsets, box.lengths)[1]
-    return math.prod(lengths) * payload.scale_dtype.itemsize
 
 
 def parts_of(box: Box, most_elements: int) -> Iterator[Box]:
@@ -127,11 +116,34 @@ def parts_of(box: Box, most_elements: int) -> Iterator[Box]:
         yield box._replace(offsets=start, lengths=lengths, memory=narrowed(box.memory, offsets, lengths))
 
 
-def with_bounded_scales(box: Box) -> Iterator[Box]:
-    """Parts of a coded box of which the scales fit a window."""
-    elements, size = math.prod(box.lengths), scale_bytes(box)
-    if elements:
-        yield from parts_of(box, elements * device.HOST_BYTES // max(size, device.HOST_BYTES))
+class CodedBox(NamedTuple):
+    """A box of what is made of codes.
+
+    Attributes:
+        coded: what it is of.
+        codes, scales: what it is made of, in these codes, and in all scales.
+    """
+
+    box: Box
+    coded: Coded
+    codes: windows.Box
+    scales: windows.Box
+
+    @property
+    def scale_bytes(self) -> int:
+        return math.prod(self.scales[1]) * self.coded.scale_dtype.itemsize
+
+
+def coded_boxes(box: Box) -> Iterator[CodedBox]:
+    """A coded box, in parts of which the scales fit a window."""
+    assert isinstance(box.payload, Coded)
+    whole = CodedBox(box, box.payload, *box.payload.form.boxes(box.offsets, box.lengths))
+    elements, size = math.prod(box.lengths), whole.scale_bytes
+    if size > device.HOST_BYTES:
+        for part in parts_of(box, elements * device.HOST_BYTES // size):
+            yield CodedBox(part, box.payload, *box.payload.form.boxes(part.offsets, part.lengths))
+    elif elements:
+        yield whole
 
 
 def sum_up(sums: RunningCrcs, file: str, box: Box) -> bool:

@@ -62,6 +62,7 @@ class Matched:
     def rest(self, path: str) -> dict[int, Wanted]:
         """What takes another way, by the positions of the items. ``path`` is for errors."""
         rows = array.array("I", self.items.match.stored_rows())
+        dtype_of = functools.cache(lambda number: decode_properties(properties[number]).dtype)
         properties = self._table.properties()
         wanted: dict[int, Wanted] = {}
         reached = self.mask if self.landing is None else either(self.mask, self.landing.mask)
@@ -71,7 +72,7 @@ class Matched:
             if place is None:
                 raise not_stored(row.key, row.offsets, path)
             is_object = row.kind == BYTES_ROW
-            stored = None if is_object else (row.lengths, decode_properties(properties[row.properties]).dtype)
+            stored = None if is_object else (row.lengths, dtype_of(row.properties))
             wanted[position] = Wanted(self.items.make(position), Placed(*place), stored)
         return wanted
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
+from dcpring.base import windows
 from dcpring.base.memory import NOTHING
-from dcpring.base.windows import common_box, windows
 from dcpring.errors import CorruptCheckpointError
 from dcpring.move import device
 from dcpring.move.crc import RunningCrcs
@@ -25,15 +25,14 @@ from dcpring.move.device import Uploader
 from dcpring.move.load.boxes import (
     Box,
     Coded,
+    CodedBox,
     Payload,
-    coded_of,
+    coded_boxes,
     ends_of,
     host_bytes,
     parts_of,
     payload_of,
-    scale_bytes,
     sum_up,
-    with_bounded_scales,
 )
 from dcpring.move.load.reads import Call, Reads, Window
 from dcpring.move.load.targets import Targets, bump_versions, is_plain_memory
@@ -75,7 +74,7 @@ class PlainTensors:
         self._reads.check_ends([end for position in positions for end in ends_of(position, self._payloads[position])])
 
     def load(self, positions: Iterable[int]) -> None:
-        for window in windows(positions, self._target_bytes, self._most_bytes):
+        for window in windows.windows(positions, self._target_bytes, self._most_bytes):
             self._load_window(window)
 
     def _target_bytes(self, position: int) -> int:
@@ -107,8 +106,8 @@ class PlainTensors:
     def _read_boxes(self, boxes: list[Box], sums: RunningCrcs | None, fills: bool) -> None:
         """Reads into the boxes' memory; ``fills``: it is that of items."""
         self._read_plain([box for box in boxes if isinstance(box.payload, Payload)], sums, fills)
-        coded = (part for box in boxes if isinstance(box.payload, Coded) for part in with_bounded_scales(box))
-        for window in windows(coded, scale_bytes, device.HOST_BYTES):
+        coded = (part for box in boxes if isinstance(box.payload, Coded) for part in coded_boxes(box))
+        for window in windows.windows(coded, lambda part: part.scale_bytes, device.HOST_BYTES):
             self._read_coded(window, fills)
 
     def _read_plain(self, boxes: list[Box], sums: RunningCrcs | None, fills: bool) -> None:
@@ -135,20 +134,22 @@ class PlainTensors:
                 calls.append(Call([box.position for box in boxes], read))
         return calls
 
-    def _read_coded(self, boxes: list[Box], fills: bool) -> None:
-        """Reads the scales of boxes, and then their codes, of which the core makes what was wanted."""
+    def _read_coded(self, parts: list[CodedBox], fills: bool) -> None:
+        """Reads the scales of boxes, each once, and then their codes, of which the core makes what was wanted."""
         reads: list[tuple[Box, tuple[Any, ...]]] = []
         factors: list[Box] = []
         values: list[Tensor] = []
-        for number, box in enumerate(boxes):
-            coded = coded_of(box)
-            of_codes, of_scales = coded.form.boxes(box.offsets, box.lengths)
-            reads.append((box, (*coded.codes.for_core(), *of_codes, (*coded.form.how(box.offsets), number))))
-            values.append(torch.empty(of_scales[1], dtype=coded.scale_dtype))
+        numbers: dict[tuple[str, windows.Box], int] = {}
+        for box, coded, codes, scales in parts:
+            number = numbers.setdefault((coded.form.scale_name, scales), len(values))
+            reads.append((box, (*coded.codes.for_core(), *codes, (*coded.form.how(box.offsets), number))))
+            if number < len(values):
+                continue
+            values.append(torch.empty(scales[1], dtype=coded.scale_dtype))
             for whole, payload in coded.scales:
-                common = common_box(whole, of_scales)
+                common = windows.common_box(whole, scales)
                 if common is not None:
-                    memory = narrowed(values[-1], _less(common[0], of_scales[0]), common[1])
+                    memory = narrowed(values[-1], _less(common[0], scales[0]), common[1])
                     factors.append(Box(box.position, payload, _less(common[0], whole[0]), common[1], memory))
         self._read_plain(factors, None, fills=False)
         values = [value if value.dtype == torch.uint8 else value.to(torch.float32) for value in values]
@@ -179,7 +180,7 @@ class PlainTensors:
                 cut = uploader.window_bytes
                 parts = (part for box in chosen for part in parts_of(box, cut // box.payload.dtype.itemsize))
                 made = functools.partial(self._host_window, uploader, is_coded, sums)
-                numbered = enumerate(windows(parts, host_bytes, cut))
+                numbered = enumerate(windows.windows(parts, host_bytes, cut))
                 self._reads.stream(uploader, itertools.starmap(made, numbered))
 
     def _host_window(

@@ -330,8 +330,9 @@ def load_cold(path: str, placement: Any, share: Any) -> bool:
                 os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"x.weight": distribute_tensor(torch.zeros(1024, 512), mesh, [placement])}
+    placements = placement if isinstance(placement, list) else [placement]
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2)[-len(placements) :])
+    state = {"x.weight": distribute_tensor(torch.zeros(1024, 512), mesh, placements)}
     reader = RingQuantizedHFReader(path)
     dcp.load(state, storage_reader=reader, planner=RingLoadPlanner(process_group=dist.group.WORLD, share=share))
     assert reader.stats is not None
@@ -346,15 +347,18 @@ def load_cold(path: str, placement: Any, share: Any) -> bool:
         (Shard(1), "off", False),
         (Replicate(), "off", True),
         (Replicate(), "host", False),
+        ([Replicate(), Shard(0)], "off", True),
+        ([Replicate(), Shard(0)], "host", False),
     ),
 )
 def test_what_others_want_comes_through_the_page_cache(
     tmp_path: Path, placement: Any, share: str, is_direct: bool
 ) -> None:
-    """What lies between columns, and where ranks share what each wants whole."""
+    """What lies between columns, and where ranks share what each wants whole, or what is replicated."""
     codes, scales = float8(1024, 512, FLOAT8[0])
     path = write(tmp_path / "model", {"x.weight": codes, "x.weight_scale_inv": scales}, 1)
-    assert any(_distributed.run(2, load_cold, str(path), placement, share)) == is_direct
+    ranks = 4 if isinstance(placement, list) else 2
+    assert any(_distributed.run(ranks, load_cold, str(path), placement, share)) == is_direct
 
 
 # ---- a scale for all, other block sizes, several names ----

@@ -48,6 +48,12 @@ class _Run(NamedTuple):
     length: int
 
 
+def is_replicated(value: DTensor) -> bool:
+    """Whether several ranks hold the same elements."""
+    dims = zip(value.placements, value.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in dims)
+
+
 def parts_of(name: str, value: DTensor) -> tuple[Part, ...]:
     """The boxes that make up this rank's local tensor; none where the rank is not in the mesh.
 

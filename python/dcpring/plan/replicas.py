@@ -27,6 +27,7 @@ from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format.ledger import key_of
 from dcpring.plan.messages import LocalMessage
+from dcpring.plan.placements import is_replicated
 from dcpring.torchside.accelerators import is_accelerator
 from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.groups import members_of_caller
@@ -56,12 +57,8 @@ _MEMBERS_OF_GROUP = re.compile(r"(.*\.)?param_groups\.\d+\.params|(.*\.)?param_g
 def is_hashed(value: Any) -> bool:
     """Whether a value of a state dict is an object, or a tensor that other ranks hold too, or may have another of."""
     if isinstance(value, DTensor):
-        replicated = any(
-            placement.is_replicate() and size > 1
-            for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
-        )
         local = local_tensor(value)
-        return (replicated or not _spans(value.device_mesh)) and is_whole(local) and _is_compared(local)
+        return (is_replicated(value) or not _spans(value.device_mesh)) and is_whole(local) and _is_compared(local)
     if is_whole(value):
         return not value.is_meta and value.layout == torch.strided and _is_compared(value)
     return not isinstance(value, Tensor) and not plans_for_itself(value)

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.masks import both, mask_of
@@ -36,6 +37,7 @@ from dcpring.move.load.tensors import PlainTensors
 from dcpring.move.load.wanted import Wanted
 from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece
+from dcpring.plan.placements import is_replicated
 
 
 class Loader:
@@ -119,7 +121,7 @@ class Loader:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(position)
             elif made is not None:
-                self._payloads[position] = self._coded(made, self._shares and item.lengths == made.whole)
+                self._payloads[position] = self._coded(made, self._is_shared(item, made))
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
             elif place.kind == TENSOR and stored is not None:
@@ -128,6 +130,13 @@ class Loader:
             else:
                 unknown.append(position)
         return objects, wholes + self._locate(unknown)
+
+    def _is_shared(self, item: ReadItem, made: Quantised) -> bool:
+        """Whether ranks of this host may want the same of it, and are to read that once."""
+        if not self._shares:
+            return False
+        value = self._planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
+        return item.lengths == made.whole or (isinstance(value, DTensor) and is_replicated(value))
 
     def _coded(self, made: Quantised, is_shared: bool) -> Coded:
         scales = tuple((box, self._payload(shard, box[1])) for box, shard in made.scales)

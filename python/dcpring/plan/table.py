@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from dcpring import _C
 from dcpring.base.memory import same_memory
@@ -82,9 +83,27 @@ def _row_of_tensor(name: str, tensor: Tensor) -> Row:
         return _row(TENSOR_ROW, size, (0,) * len(size), size, properties_of(tensor), 0)
 
 
+RAGGED_CURE = "a nested tensor has no shape to be stored: save its parts (unbind()), or its values() and offsets()"
+
+
 def _planning(name: str, value: Any) -> AbstractContextManager[None]:
     """Where torch is asked for a value's size and dtype, which not all kinds of tensors have."""
-    return naming(lambda: f"cannot plan {name!r}, a {type(value).__qualname__}", kind=PlanError)
+    # Subclasses may refuse to be asked.
+    is_nested = type(value).__name__ == "NestedTensor" or (type(value) in (Tensor, Parameter) and value.is_nested)
+    cure = RAGGED_CURE if is_nested else ""
+    return naming(lambda: f"cannot plan {name!r}, a {type(value).__qualname__}", cure, PlanError)
+
+
+def check_sizes(items: Iterable[WriteItem]) -> None:
+    """Whether what another planner has planned has numbers for sizes; stock takes ragged ones, and then raises.
+
+    Raises:
+        PlanError: with the name.
+    """
+    for item in items:
+        data = item.tensor_data
+        if data is not None and not all(isinstance(size, int) for size in data.size):
+            raise PlanError(f"cannot save {item.index.fqn!r}, whose shape is {list(data.size)}; {RAGGED_CURE}")
 
 
 def describes_itself(value: Any) -> bool:

@@ -42,6 +42,7 @@ from dcpring.options import IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
+from dcpring.plan.table import check_sizes
 from dcpring.store.layout import remove_files
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
 from dcpring.store.writer import RingWriter
@@ -176,7 +177,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         _C.make_directory(str(self.path), self.sync_files, False)  # its own name is synced with the data
         ties: dict[str, str] = {}
-        if isinstance(plan, RingPlan) and plan.values is not None:
+        if not isinstance(plan, RingPlan):
+            check_sizes(plan.items)
+        elif plan.values is not None:
             _refuse_objects([name for name, value in plan.values.items() if not isinstance(value, Tensor)])
             ties = _ties(plan.values)
         return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))

@@ -57,7 +57,7 @@ from dcpring.names.key_map import (
 from dcpring.options import MAX_WORKERS, IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.run import SaveRun, with_run
-from dcpring.plan.table import describes_itself
+from dcpring.plan.table import check_sizes, describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
@@ -276,7 +276,9 @@ class RingWriter(FileSystemWriter):
             raise RuntimeError(
                 f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
             )
-        if self.objects == "error" and isinstance(plan, RingPlan) and plan.values is not None:
+        if not isinstance(plan, RingPlan):
+            check_sizes(plan.items)
+        elif self.objects == "error" and plan.values is not None:
             self._refuse_objects(plan.values)
         return plan
 

@@ -407,3 +407,46 @@ def test_rules_that_cannot_be(rule: tuple[Any, ...], text: str) -> None:
 def test_tensors_that_do_not_fit(state: dict[str, Any], rule: tuple[Any, ...], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         rearranged(state, [Rearrange(*rule)])
+
+
+# ---- one stored tensor by several rules ----
+
+PARTS = [
+    Rearrange("{p}_proj", "wqkv", "(n h d) i -> (p n d h) i", {"p": ["q", "k", ""], "n": 2, "h": 2}),
+    Rearrange("{p}_proj", "wqkv", "d i -> (p d) i", {"p": ["", "", "v"], "d": 8}),
+]
+"""Of what is stored in one, q and k have their halves apart in the model, and v has not."""
+
+
+def parts_and_whole() -> tuple[dict[str, Tensor], Tensor]:
+    parts = {f"{name}_proj": torch.randn(8, 6, generator=torch.Generator().manual_seed(ord(name))) for name in "qkv"}
+    turned = [parts[f"{name}_proj"].view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6) for name in "qk"]
+    return parts, torch.cat([*turned, parts["v_proj"]])
+
+
+def save_and_load_parts(path: str) -> None:
+    parts, _ = parts_and_whole()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    places = {"q_proj": Shard(0), "k_proj": Shard(1), "v_proj": Replicate()}
+    for saves in (True, False):
+        state = {name: distribute_tensor(one * saves, mesh, [places[name]]) for name, one in parts.items()}
+        stored: dict[str, Any] = rearranged(state, PARTS)
+        if saves:
+            dcp.save(stored, storage_writer=RingHFWriter(path), planner=RingSavePlanner())
+            continue
+        dcp.load(stored, storage_reader=RingHFReader(path), planner=RingLoadPlanner())
+        assert all(torch.equal(state[name].full_tensor(), one) for name, one in parts.items())
+
+
+def test_parts_by_several_rules(tmp_path: Path) -> None:
+    _distributed.run(2, save_and_load_parts, str(tmp_path))
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["wqkv"], parts_and_whole()[1])
+
+
+@pytest.mark.parametrize("axes", ({"p": ["v", "", ""], "d": 8}, {"p": ["", "", "v"], "d": 4}))
+def test_parts_that_do_not_fit_each_other(axes: dict[str, Any]) -> None:
+    """Two of which are the same elements, or whose wholes have other shapes."""
+    parts, _ = parts_and_whole()
+    parts["v_proj"] = parts["v_proj"][: axes["d"]]
+    with pytest.raises(CheckpointError, match="two tensors of the state dict would be stored as 'wqkv'"):
+        rearranged(parts, [PARTS[0], Rearrange("{p}_proj", "wqkv", "d i -> (p d) i", axes)])

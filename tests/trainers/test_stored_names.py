@@ -25,6 +25,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     Inkling2TextConfig,
+    Kimi_K25Config,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
@@ -47,6 +48,14 @@ def kinds(kind: str) -> tuple[Any, Any]:
     if kind == "llava":
         parts = {"vision_config": CLIPVisionConfig(**SEEN), "text_config": LlamaConfig(**TEXT)}
         return AutoModelForImageTextToText, LlavaConfig(**parts, image_token_index=100)
+    if kind == "kimi":  # one matrix of which two parts are permuted for rotary embeddings
+        few = {
+            name: 8 for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
+        }
+        few |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        few |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        text = {"model_type": "deepseek_v3", **TEXT, **few}
+        return AutoModelForImageTextToText, Kimi_K25Config(text_config=text, vision_config=SEEN)
     if kind == "gpt-oss":
         few = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
         return AutoModelForCausalLM, GptOssConfig(**(TEXT | {"intermediate_size": 64} | few))
@@ -83,7 +92,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert", "olmo hybrid", "inkling"))
+@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert", "olmo hybrid", "inkling", "kimi"))
 def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     model, loaded = made(kind), made(kind, "meta")
     model.save_pretrained(tmp_path / "theirs")

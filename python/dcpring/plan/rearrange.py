@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring.base.memory import is_lazy_view
 from dcpring.base.text import some_keys
+from dcpring.base.windows import common_box
 from dcpring.errors import CheckpointError
 from dcpring.plan.placements import Part, parts_of
 from dcpring.torchside.composed import Composed, Held
@@ -272,9 +273,20 @@ def rearranged_by(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> 
 
 
 def _add(made: dict[str, Any], name: str, value: Any) -> None:
+    """Adds a tensor. Several rules may each make a part of one."""
+    known = made.get(name)
     if name in made:
-        raise CheckpointError(f"two tensors of the state dict would be stored as {name!r}")
+        if not isinstance(value, Composed) or not isinstance(known, Composed) or not _are_parts_of_one(known, value):
+            raise CheckpointError(f"two tensors of the state dict would be stored as {name!r}")
+        value = known.joined(value)
     made[name] = value
+
+
+def _are_parts_of_one(a: Composed, b: Composed) -> bool:
+    """Whether both are of the same tensor, and of different parts of it."""
+    boxes = [[(part.offsets, tuple(part.tensor.shape)) for part in each.held] for each in (a, b)]
+    are_alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return are_alike and not any(itertools.starmap(common_box, itertools.product(*boxes)))
 
 
 class _Run(NamedTuple):

@@ -98,7 +98,7 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mappi
     rules = [Rearrange(name, f"{name}{MXFP4_CODES}", "e i o -> e o i") for name in packed]
     for name in packed:
         del fused[name]
-    rules += _rules(((each, each.reverse_transform()) for each in converters), fused, there)
+    rules += _rules(own.config, ((each, each.reverse_transform()) for each in converters), fused, there)
     return LoadConversion(rules, key_map, note)
 
 
@@ -120,7 +120,7 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     renaming = [back for each, back in reverse if not hasattr(each, "operations")]
     copies = tuple(f".{name}" for name in getattr(own, "all_tied_weights_keys", None) or ())
     return SaveConversion(
-        [*_rules(((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})],
+        [*_rules(own.config, ((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})],
         _renamed_by(renaming) if renaming else None,
         lambda name: f".{name}".endswith(copies),
     )
@@ -180,7 +180,10 @@ def _renamed_by(transforms: Sequence[Any]) -> Rename:
 
 
 def _rules(
-    converters: Iterable[tuple[Any, Any]], tensors: Mapping[str, Tensor], there: Mapping[str, Sequence[int]]
+    config: Any,
+    converters: Iterable[tuple[Any, Any]],
+    tensors: Mapping[str, Tensor],
+    there: Mapping[str, Sequence[int]],
 ) -> Iterable[Rearrange]:
     """The rules of all converters, which go by the names of the model; ``there``: sizes of what is stored."""
     done: set[str] = set()
@@ -193,12 +196,34 @@ def _rules(
                 done.add(name)
         operations = [(type(each).__name__, each) for each in converter.operations]
         for stored, names in found.items():
-            rule = _rule(reverse, operations, stored, names, tensors[names[0]].shape, there)
-            if rule is not None:
-                yield rule
+            for some, done_to_them in _alike(operations, reverse.source_patterns, names):
+                rule = _rule(config, reverse, done_to_them, stored, some, tensors[names[0]].shape, there)
+                if rule is not None:
+                    yield rule
+
+
+def _alike(
+    operations: Sequence[tuple[str, Any]], targets: Sequence[str], names: Sequence[str]
+) -> Iterable[tuple[list[str], list[tuple[str, Any]]]]:
+    """The model's tensors that a stored one is cut into, those together that the same is done to: q and k, but not v.
+
+    Where there are several, the place of each that is in another list is "", which is no name.
+    """
+    chosen = [each.permute_layer_names for kind, each in operations if kind == "PermuteForRope"]
+    ordered = [(name, target) for target in targets for name in names if re.search(target, name)]
+    if len(targets) == 1 or len(ordered) != len(names) or not any(chosen):
+        yield [name for name, _ in ordered] if len(targets) > 1 else list(names), list(operations)
+        return
+    permuted = [any(part in target for part in itertools.chain(*chosen)) for _, target in ordered]
+    others = [(kind, each) for kind, each in operations if kind != "PermuteForRope"]
+    for wanted, done in ((True, list(operations)), (False, others)):
+        if wanted in permuted:
+            pairs = zip(ordered, permuted, strict=True)
+            yield [name if is_permuted == wanted else "" for (name, _), is_permuted in pairs], done
 
 
 def _rule(
+    config: Any,
     reverse: Any,
     operations: Sequence[tuple[str, Any]],
     stored: str,
@@ -209,11 +234,12 @@ def _rule(
     """The rule of a converter for some tensors; None if it does more than to rearrange them.
 
     Args:
+        config: the model's.
         reverse: the converter, the other way round.
         operations: what it does to stored tensors, by name.
         stored: the name of the stored tensor, or of the first; with * for the number of one in a list.
-        names: of the model's tensors.
-        shape: of the first of these.
+        names: of the model's tensors, in the order in which they are stored; "" for one that has a rule of its own.
+        shape: of one of these.
         there_sizes: of stored tensors, by name.
     """
     sources, targets = reverse.target_patterns, reverse.source_patterns
@@ -226,6 +252,10 @@ def _rule(
         if kind == "Transpose" and not each.check_dims:
             there[each.dim0], there[each.dim1] = there[each.dim1], there[each.dim0]
             continue
+        if kind == "PermuteForRope":
+            if not _permute_for_rope(model, there, each, config, axes):
+                return None
+            continue
         if kind == "Interleave":
             if not _interleave(model, there, each, axes):
                 return None
@@ -234,6 +264,8 @@ def _rule(
             return None
         dim = there[each.dim]
         if kind == "Chunk":
+            if "" in names and dim in model:  # sizes of those that another rule has: all are alike
+                axes[dim[0]] = shape[model.index(dim)]
             dim.insert(0, "p")
         elif dim not in model:
             return None
@@ -244,7 +276,7 @@ def _rule(
             there.pop(each.dim)
     whole = names[0]
     if len(targets) > 1:
-        whole, axes["p"] = "{p}", [name for target in targets for name in names if re.search(target, name)]
+        whole, axes["p"] = "{p}", names
     elif len(sources) > 1:
         parts = [stored.replace(sources[0], source, 1) for source in sources]
         stored, labels = _apart(parts)
@@ -254,6 +286,20 @@ def _rule(
         return Rearrange(whole, stored.replace("*", "{e}"), f"{_text(model)} -> {_text(there)}", axes)
     except ValueError:
         return None
+
+
+def _permute_for_rope(
+    model: list[list[str]], there: list[list[str]], operation: Any, config: Any, axes: dict[str, Any]
+) -> bool:
+    """Halves of each head in the model, whose elements take turns where they are stored, or the reverse."""
+    if there[0] not in model:
+        return False
+    apart, in_turns = ["n", "h", there[0][0]], ["n", there[0][0], "h"]
+    at = model.index(there[0])
+    model[at], there[0] = (in_turns, apart) if operation.inverse else (apart, in_turns)
+    axes["h"] = 2
+    axes["n"] = getattr(getattr(config, operation.subconfig_key or "", config), "num_attention_heads", 1)
+    return True
 
 
 def _interleave(model: list[list[str]], there: list[list[str]], operation: Any, axes: dict[str, Any]) -> bool:

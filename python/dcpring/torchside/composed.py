@@ -96,6 +96,11 @@ class Composed(Tensor):
         held = [part._replace(tensor=tensor) for part, tensor in zip(self.held, tensors, strict=True)]
         return Composed(self.shape, held, self.dtype, self.device, self.made_of)
 
+    def joined(self, other: Composed) -> Composed:
+        """One with the parts of both."""
+        made_of = (*self.made_of, *other.made_of)
+        return Composed(self.shape, [*self.held, *other.held], self.dtype, self.device, made_of)
+
     # ---- what DCP asks for ----
 
     def at(self, offsets: Sequence[int] | None) -> Tensor:

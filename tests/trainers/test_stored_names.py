@@ -19,6 +19,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     CamembertConfig,
     CLIPConfig,
     CLIPVisionConfig,
@@ -28,7 +29,9 @@ from transformers import (
     Kimi_K25Config,
     LlamaConfig,
     LlavaConfig,
+    MarianConfig,
     MixtralConfig,
+    Molmo2TextConfig,
     OlmoHybridConfig,
     Qwen3MoeConfig,
 )
@@ -56,6 +59,8 @@ def kinds(kind: str) -> tuple[Any, Any]:
         few |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         text = {"model_type": "deepseek_v3", **TEXT, **few}
         return AutoModelForImageTextToText, Kimi_K25Config(text_config=text, vision_config=SEEN)
+    if kind == "molmo":  # one matrix of parts of different sizes
+        return AutoModel, Molmo2TextConfig(**TEXT, num_key_value_heads=2, head_dim=8)
     if kind == "gpt-oss":
         few = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 8}
         return AutoModelForCausalLM, GptOssConfig(**(TEXT | {"intermediate_size": 64} | few))
@@ -92,7 +97,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert", "olmo hybrid", "inkling", "kimi"))
+@pytest.mark.parametrize("kind", ("clip", "llava", "mixtral", "camembert", "olmo hybrid", "inkling", "kimi", "molmo"))
 def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     model, loaded = made(kind), made(kind, "meta")
     model.save_pretrained(tmp_path / "theirs")
@@ -101,6 +106,22 @@ def test_as_save_pretrained(tmp_path: Path, kind: str) -> None:
     for number, each in enumerate((model, loaded)):
         dcpring.save_pretrained_weights(each, tmp_path / str(number))
         assert_same(files_of(tmp_path / str(number)), files_of(tmp_path / "theirs"))
+
+
+def test_what_is_made_of_a_formula(tmp_path: Path) -> None:
+    """``save_pretrained`` leaves it out, and ``from_pretrained`` makes it anew; what is on meta has to be."""
+    few = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    few |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+    config = MarianConfig(vocab_size=128, pad_token_id=0, **few)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with torch.device("meta"):
+        loaded = AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs")
+    missing = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    assert {item.key for item in dcpring.load_pretrained(loaded, tmp_path / "theirs").missing} == missing
+    assert_same(loaded.state_dict(), model.state_dict())
+    dcpring.save_pretrained_weights(loaded, tmp_path / "ours")
+    assert_same(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
 
 
 def test_parts_of_different_sizes(tmp_path: Path) -> None:

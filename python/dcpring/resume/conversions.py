@@ -24,6 +24,9 @@ from dcpring.plan.rearrange import Rearrange
 
 Rename = Callable[[str], str]
 
+_OF_A_DIMENSION = ("Chunk", "Split", "Concatenate", "MergeModulelist")
+"""Operations that cut one, or make one of several."""
+
 
 class LoadConversion(NamedTuple):
     """How a model is found in what is stored.
@@ -31,11 +34,13 @@ class LoadConversion(NamedTuple):
     Attributes:
         rules: from the model's tensors to stored ones.
         key_map: from stored names to those that are wanted; None where they are the same.
+        may_miss: names of the model's that files may lack.
         note: tells transformers, after a load, how the model was stored, so that it is saved alike.
     """
 
     rules: Sequence[Rearrange] = ()
     key_map: Callable[[Collection[str]], Rename | None] = lambda wanted: None
+    may_miss: Sequence[str] = ()
     note: Callable[[], None] = lambda: None
 
 
@@ -46,15 +51,17 @@ class SaveConversion(NamedTuple):
         rules: from the model's tensors to stored ones.
         key_map: from the names that these make to stored ones; None where they are the same.
         is_copy: whether a name of the model's is that of a tensor which is stored under another of its names.
+        is_left_out: whether it is that of one which is not stored.
     """
 
     rules: Sequence[Rearrange] = ()
     key_map: Rename | None = None
     is_copy: Callable[[str], bool] = lambda name: False
+    is_left_out: Callable[[str], bool] = lambda name: False
 
     def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's tensors, copies last: the first of tied ones is stored."""
-        return {name: state[name] for name in sorted(state, key=self.is_copy)}
+        """The model's tensors that are stored, copies last: the first of tied ones is stored."""
+        return {name: state[name] for name in sorted(state, key=self.is_copy) if not self.is_left_out(name)}
 
 
 def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mapping[str, Any]) -> LoadConversion:
@@ -99,7 +106,10 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mappi
     for name in packed:
         del fused[name]
     rules += _rules(own.config, ((each, each.reverse_transform()) for each in converters), fused, there)
-    return LoadConversion(rules, key_map, note)
+    patterns = getattr(own, "_keys_to_ignore_on_load_missing", None) or ()
+    is_left_out = _is_left_out(own)
+    may_miss = [name for name in state if is_left_out(name) or any(re.search(each, name) for each in patterns)]
+    return LoadConversion(rules, key_map, may_miss, note)
 
 
 def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConversion:
@@ -123,7 +133,14 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
         [*_rules(own.config, ((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})],
         _renamed_by(renaming) if renaming else None,
         lambda name: f".{name}".endswith(copies),
+        _is_left_out(own),
     )
+
+
+def _is_left_out(own: Any) -> Callable[[str], bool]:
+    """Whether a name is that of a tensor which ``save_pretrained`` leaves out, as it is made anew from a formula."""
+    names = tuple(f".{name}" for name in getattr(own, "_keys_to_ignore_on_save", None) or ())
+    return lambda name: f".{name}".endswith(names)
 
 
 def tied_names(model: nn.Module) -> Callable[[str], Sequence[str]]:
@@ -197,7 +214,8 @@ def _rules(
         operations = [(type(each).__name__, each) for each in converter.operations]
         for stored, names in found.items():
             for some, done_to_them in _alike(operations, reverse.source_patterns, names):
-                rule = _rule(config, reverse, done_to_them, stored, some, tensors[names[0]].shape, there)
+                shapes = {name: tensors[name].shape for name in names}
+                rule = _rule(config, reverse, done_to_them, stored, some, shapes, there)
                 if rule is not None:
                     yield rule
 
@@ -228,7 +246,7 @@ def _rule(
     operations: Sequence[tuple[str, Any]],
     stored: str,
     names: Sequence[str],
-    shape: Sequence[int],
+    shapes: Mapping[str, Sequence[int]],
     there_sizes: Mapping[str, Sequence[int]],
 ) -> Rearrange | None:
     """The rule of a converter for some tensors; None if it does more than to rearrange them.
@@ -239,14 +257,15 @@ def _rule(
         operations: what it does to stored tensors, by name.
         stored: the name of the stored tensor, or of the first; with * for the number of one in a list.
         names: of the model's tensors, in the order in which they are stored; "" for one that has a rule of its own.
-        shape: of one of these.
+        shapes: of these.
         there_sizes: of stored tensors, by name.
     """
     sources, targets = reverse.target_patterns, reverse.source_patterns
     if len(names) != len(targets) or (len(sources) > 1 and len(targets) > 1):
         return None
+    shape = next(iter(shapes.values()))
     model: list[list[str]] = [[f"d{number}"] for number in range(len(shape))]
-    axes: dict[str, Any] = {}
+    axes: dict[str, Any] = {"p": names} if len(targets) > 1 else {}
     there = [list(dim) for dim in model]
     for kind, each in reversed(operations):  # from the model's dimensions to those that are stored
         if kind == "Transpose" and not each.check_dims:
@@ -260,10 +279,13 @@ def _rule(
             if not _interleave(model, there, each, axes):
                 return None
             continue
-        if kind not in ("Chunk", "Concatenate", "MergeModulelist") or getattr(each, "num_shards_attribute", None):
+        if kind not in _OF_A_DIMENSION or getattr(each, "num_shards_attribute", None):
             return None
         dim = there[each.dim]
-        if kind == "Chunk":
+        if kind == "Split":
+            axes["p"] = {name: shapes[name][each.dim] for name in names}
+            dim.insert(0, "p")
+        elif kind == "Chunk":
             if "" in names and dim in model:  # sizes of those that another rule has: all are alike
                 axes[dim[0]] = shape[model.index(dim)]
             dim.insert(0, "p")
@@ -276,7 +298,7 @@ def _rule(
             there.pop(each.dim)
     whole = names[0]
     if len(targets) > 1:
-        whole, axes["p"] = "{p}", names
+        whole = "{p}"
     elif len(sources) > 1:
         parts = [stored.replace(sources[0], source, 1) for source in sources]
         stored, labels = _apart(parts)

@@ -11,6 +11,7 @@ The ranks' words go through a process group of their own: what fails on one is r
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +87,8 @@ def load_pretrained(
             model of transformers, both are what ``from_pretrained`` does, where they are None.
         missing: tensors of the model that the files do not have: "error", "warn" or "allow". Of tied ones one is
             enough.
-        allow_missing: shell patterns (``fnmatch``) of those that may be missing in any case, such as a new head.
+        allow_missing: shell patterns (``fnmatch``) of those that may be missing in any case, such as a new head. What
+            a model of transformers declares to be missing (``_keys_to_ignore_on_load_missing``), or does not save, may.
         unexpected: what the files have and the model does not: "log" (at INFO), "warn", "error" or "ignore".
         initialize: gives a module its first values; called, before the load, for each module with tensors on ``meta``
             that are in no file, because they may be missing, or are buffers that no ``state_dict()`` has. None: the
@@ -117,6 +119,7 @@ def load_pretrained(
             reader.joint = joint
             state = get_model_state_dict(model)
             known = conversion_of_load(model, state, reader.read_metadata().state_dict_metadata)
+            policy = replace(policy, allow_missing=[*policy.allow_missing, *map(glob.escape, known.may_miss)])
             rules = known.rules if rearrange is None else rearrange
             target = _Target(model, rules, _rearranged(joint, state, rules))
             names = known.key_map(target.state) if key_map is None else key_map

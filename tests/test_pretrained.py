@@ -337,6 +337,18 @@ def test_quantised_weights(tmp_path: Path) -> None:
         assert not diff.missing and not diff.unexpected
 
 
+def test_float8_without_its_scales(tmp_path: Path) -> None:
+    """What a cast would give may have been scaled, in a way that is not known here."""
+    codes, _ = quantised(tmp_path)
+    save_file({"up": codes, "up_scale": torch.ones(200)}, tmp_path / "model.safetensors")
+    model = nn.ParameterDict({"up": torch.zeros(200, 300)})
+    with pytest.raises(CheckpointError, match=r"'up' in float8, and no '_scale_inv' of theirs.*'dequantize': None"):
+        load_pretrained(model, tmp_path)
+    assert not model["up"].any()
+    load_pretrained(model, tmp_path, reader_options={"dequantize": None})
+    assert torch.equal(model["up"], codes.float())
+
+
 def test_a_model_that_is_quantised_itself(tmp_path: Path) -> None:
     codes, scales = quantised(tmp_path)
     model = Up()

@@ -361,7 +361,44 @@ def test_what_others_want_comes_through_the_page_cache(
     assert any(_distributed.run(ranks, load_cold, str(path), placement, share)) == is_direct
 
 
-# ---- a scale for all, other block sizes, several names ----
+# ---- a scale for all, other block sizes, several names, stacks ----
+
+
+def load_stacked(path: str) -> Tensor:
+    """Cut along each dimension."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for dim in range(3):
+        state = {"up": distribute_tensor(torch.zeros(3, 200, 300, dtype=torch.bfloat16), mesh, [Shard(dim)])}
+        dcp.load(state, storage_reader=RingQuantizedHFReader(path), planner=RingLoadPlanner())
+        found.append(state["up"].full_tensor())
+    for one in found[1:]:
+        assert_same_bits(one, found[0])
+    return found[0]
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_stacked_matrices(tmp_path: Path, stored: str) -> None:
+    """As transformers has fused experts: of any name, with a block of factors for each."""
+    matrices = [float8(200, 300, FLOAT8[0]) for _ in range(3)]
+    codes = torch.stack([one.view(torch.uint8).roll(number) for number, (one, _) in enumerate(matrices)])
+    state = {"up": codes.view(FLOAT8[0]), "up_scale_inv": torch.stack([scale.flip(0) for _, scale in matrices])}
+    if stored == "model":
+        path = write(tmp_path / "model", state)
+    else:
+        parts = {
+            "up": grid(codes.shape, [[0, 2], [0, 71], [0, 130, 131]]),
+            "up_scale_inv": grid((3, 2, 3), [[0], [0, 1], [0]]),
+        }
+        path = write_shards(tmp_path / "model", state, parts, lambda: 0)
+    factors = state["up_scale_inv"].repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
+    whole = (state["up"].float() * factors).bfloat16()
+    for found in _distributed.run(2, load_stacked, str(path)):
+        assert_same_bits(found, whole)
+    for planner in PLANNERS.values():
+        got = {"up": torch.zeros(3, 200, 300, dtype=torch.bfloat16)}
+        load(got, RingQuantizedHFReader(str(path)), planner())
+        assert_same_bits(got["up"], whole)
 
 
 def test_other_blocks(tmp_path: Path) -> None:
@@ -426,7 +463,12 @@ def test_what_cannot_be_made(model: Path) -> None:
         ),
         (
             {"x.weight": torch.zeros(130, 5, 5).to(FLOAT8[0]), "x.weight_scale_inv": torch.zeros(2, 1)},
-            "a matrix is needed",
+            r"need \[130, 1, 1\]",
+        ),
+        ({"x.weight": torch.zeros(5).to(FLOAT8[0]), "x.weight_scale_inv": torch.zeros(1)}, "a matrix, or a stack"),
+        (
+            {"x": torch.zeros(2, 5, 5).to(FLOAT8[0]), "x_scale_inv": torch.ones(1)},
+            r"one for all of \[2, 5, 5\], and a stack needs",
         ),
         ({"x.weight": torch.zeros(130, 5), "x.weight_scale_inv": torch.zeros(2, 1)}, "torch.float32 and torch.float32"),
         (

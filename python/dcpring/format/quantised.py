@@ -3,13 +3,15 @@
 Two forms are known, those that PyTorch's QuantizedHuggingFaceStorageReader reads:
 
 - FP8: ``x.weight`` of a float8 dtype in two dimensions, and ``x.weight_scale_inv`` with a factor for each block of
-  128 x 128 elements, or one for all.
+  128 x 128 elements, or one for all. Others of a float8 dtype beside which there is a ``_scale_inv``, and stacks of
+  such matrices with stacks of factors, are the same.
 - MXFP4: ``x_blocks`` [..., groups, bytes], two codes of 4 bits to a byte, the first in the lower half, and ``x_scales``
   [..., groups] with an exponent for each group. What is made of it has the shape [..., groups x bytes x 2].
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from dcpring.base.windows import Box, common_box
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.safetensors import Model, Place, Shard, Whole
 
-FLOAT8_SCALE, FLOAT8_CODES = ".weight_scale_inv", ".weight"
+FLOAT8_SCALE, FLOAT8_CODES = "_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
 
 BLOCK_SIZE = 128
@@ -39,11 +41,12 @@ Ints = tuple[int, ...]
 
 
 class Quantised(NamedTuple):
-    """One such tensor, or what one shard of its codes makes of it, or what one group in each row of that does.
+    """One such tensor, or what one shard of its codes makes of it, or a part of that: one group in each row, a matrix.
 
     Attributes:
         codes: where they are stored.
-        row: of each row of these the first byte that this is made of, and how many bytes the row has.
+        origin: where among these begin those that this is made of.
+        stored_sizes: of these codes, as bytes that are elements of the last dimension.
         scales: where those that it needs are, and the box of all scales that each of them is.
         scale_name: of the scales.
         begins: of what is made of the codes, in the tensor.
@@ -54,7 +57,8 @@ class Quantised(NamedTuple):
     """
 
     codes: Shard
-    row: tuple[int, int]
+    origin: Ints
+    stored_sizes: Ints
     scales: tuple[tuple[Box, Shard], ...]
     scale_name: str
     begins: Ints
@@ -67,19 +71,17 @@ class Quantised(NamedTuple):
     @property
     def place(self) -> Place:
         """By which a load knows it, whatever its name: from its first byte to its last."""
-        info, (first, row_bytes) = self.codes.info, self.row
-        own_bytes = -(-self.shape[-1] // self.per_byte)
-        return self.codes.file, info.begin + first, info.end - info.begin - (row_bytes - own_bytes)
-
-    @property
-    def stored_sizes(self) -> Ints:
-        """Of the codes, as bytes that are elements of the last dimension."""
-        return *self.shape[:-1], self.row[1]
+        own = self.boxes((0,) * len(self.shape), self.shape)[0][1]
+        first, last, stride = 0, 0, 1
+        for begin, length, size in zip(reversed(self.origin), reversed(own), reversed(self.stored_sizes), strict=True):
+            first, last, stride = first + begin * stride, last + (length - 1) * stride, stride * size
+        return self.codes.file, self.codes.info.begin + first, last + 1 if 0 not in own else 0
 
     def boxes(self, offsets: Ints, lengths: Ints) -> tuple[Box, Box]:
         """What a box is made of: one of these codes, and one of all scales."""
-        (*outer, byte), sizes = _divided(offsets, lengths, 1, self.per_byte)
-        return ((*outer, self.row[0] + byte), sizes), _divided(self._in_all(offsets), lengths, *self.block)
+        codes, sizes = _divided(offsets, lengths, 1, self.per_byte)
+        at = tuple(map(operator.add, self.origin, codes))
+        return (at, sizes), _divided(self._in_all(offsets), lengths, *self.block)
 
     def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
         """How the core makes a box that begins there: see ``_C.load``."""
@@ -110,14 +112,15 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
     found: dict[str, list[Quantised]] = {}
     for name in model.tensors:
         codes = _codes_of(name)
-        if codes in model.tensors:
+        whole = model.tensors.get(codes)
+        if whole is not None and (whole.dtype in FLOAT8 or codes.endswith((FLOAT8_CODES, MXFP4_CODES))):
             found[codes] = _quantised(model, codes, name, dtype, block_size)
     places = {each.codes: each for parts in found.values() for each in parts}
     for name, whole in model.tensors.items():
         if name not in found and name.endswith(FLOAT8_CODES) and whole.dtype in FLOAT8:
             if whole.parts[0] not in places:
                 raise CorruptCheckpointError(
-                    f"{name!r} is {whole.dtype}, and there is no {_renamed(name, FLOAT8_CODES, FLOAT8_SCALE)!r} by "
+                    f"{name!r} is {whole.dtype}, and there is no {name + FLOAT8_SCALE!r} by "
                     "which it is to be scaled; RingHFReader loads it as it is stored",
                     str(model.files.directory / whole.parts[0].file),
                 )
@@ -126,14 +129,10 @@ def find_quantised(model: Model, dtype: torch.dtype, block_size: int) -> dict[st
 
 
 def _codes_of(scales: str) -> str:
-    for ending, codes in ((FLOAT8_SCALE, FLOAT8_CODES), (MXFP4_SCALE, MXFP4_CODES)):
+    for ending, codes in ((FLOAT8_SCALE, ""), (MXFP4_SCALE, MXFP4_CODES)):
         if scales.endswith(ending):
-            return _renamed(scales, ending, codes)
+            return scales.removesuffix(ending) + codes
     return ""
-
-
-def _renamed(name: str, ending: str, other: str) -> str:
-    return name.removesuffix(ending) + other
 
 
 def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_size: int) -> list[Quantised]:
@@ -149,13 +148,13 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
         factors = ((((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0]),)
     found = []
     for part in first.parts:
-        for row, (begins, shape) in form.made_of(part.offsets, part.info.shape):
+        for origin, sizes, (begins, shape) in form.made_of(part.offsets, part.info.shape):
             used = factors
             if len(factors) > 1:
                 needed = _divided(begins, shape, *form.block)
                 used = tuple(pair for pair in factors if common_box(pair[0], needed))
             made = begins, shape, form.shape, dtype, form.block, form.per_byte
-            found.append(Quantised(part, row, used, scales, *made))
+            found.append(Quantised(part, origin, sizes, used, scales, *made))
     return found
 
 
@@ -167,19 +166,24 @@ class _Form(NamedTuple):
     per_byte: int
     group: int | None = None
 
-    def made_of(self, offsets: Ints, lengths: Ints) -> Iterator[tuple[tuple[int, int], Box]]:
-        """The boxes that are made of one of the codes, and ``Quantised.row`` of each."""
+    def made_of(self, offsets: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints, Box]]:
+        """The boxes that are made of one of the codes; ``Quantised.origin`` and ``stored_sizes`` of each."""
         if self.group is None:
-            yield (0, lengths[-1]), (offsets, lengths)
+            outer = lengths[:-2] if math.prod(lengths) else ()
+            for at in itertools.product(*map(range, outer)):  # blocks of one matrix end where the next one begins
+                origin = (*at, *(0,) * (len(lengths) - len(at)))
+                begins = tuple(map(operator.add, offsets, origin))
+                yield origin, lengths, (begins, (*(1 for _ in at), *lengths[len(at) :]))
             return
-        *outer, group, byte = offsets
+        *before, group, byte = offsets
         *others, groups, count = lengths
         # What lies side by side in the shard does not in the tensor, where each group has lost some bytes.
         is_cut = count < self.group and math.prod(lengths) > 0
         together = 1 if is_cut else groups
-        for at in range(groups if is_cut else 1):
-            begins, shape = (*outer, 2 * ((group + at) * self.group + byte)), (*others, 2 * together * count)
-            yield (at * count, groups * count), (begins, shape)
+        for number in range(groups if is_cut else 1):
+            origin = (*(0 for _ in others), number * count)
+            begins = (*before, 2 * ((group + number) * self.group + byte))
+            yield origin, (*others, groups * count), (begins, (*others, 2 * together * count))
 
 
 def _mxfp4(codes: Whole, scales: Whole) -> _Form:
@@ -195,11 +199,13 @@ def _mxfp4(codes: Whole, scales: Whole) -> _Form:
 def _float8(codes: Whole, scales: Whole, block_size: int) -> _Form:
     if codes.dtype not in FLOAT8 or not scales.dtype.is_floating_point:
         raise ValueError(f"they are {codes.dtype} and {scales.dtype}, and not float8 and floats")
-    if len(codes.shape) != 2:
-        raise ValueError(f"the codes have shape {list(codes.shape)}, and a matrix is needed")
-    rows, columns = codes.shape
-    needed = (-(-rows // block_size), -(-columns // block_size))
+    if len(codes.shape) < 2:
+        raise ValueError(f"the codes have shape {list(codes.shape)}, and a matrix, or a stack of some, is needed")
+    *outer, rows, columns = codes.shape
+    needed = (*outer, -(-rows // block_size), -(-columns // block_size))
     if scales.shape != needed and all(size == 1 for size in scales.shape):
+        if outer:
+            raise ValueError(f"there is one for all of {list(codes.shape)}, and a stack needs some for each matrix")
         return _Form(codes.shape, (max(rows, 1), max(columns, 1)), 1)  # one for all
     if scales.shape != needed:
         blocks = f"blocks of {block_size} x {block_size} elements of {list(codes.shape)}"

@@ -28,7 +28,7 @@ from dcpring.base.groups import has_group
 from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError
-from dcpring.format.quantised import FLOAT8
+from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
 from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
@@ -105,8 +105,8 @@ def load_pretrained(
     Raises:
         KeyMismatchError: what does not fit; the message lists it. Nothing has been changed. Where ranks differ in it,
             each raises a CheckpointError with what all of them say.
-        CheckpointError: values of tensors on ``meta`` are neither in the files, nor can they be made; or a rule does
-            not fit, or matches nothing.
+        CheckpointError: values of tensors on ``meta`` are neither in the files, nor can they be made; float8 without
+            scales is wanted in another dtype; a rule does not fit, or matches nothing.
         CorruptCheckpointError, OSError: as for ``RingHFReader``.
     """
     _check_module(model, "load_pretrained", "dcp.load and RingHFReader load a state dict")
@@ -248,6 +248,12 @@ def _load(
     stored |= {name: stored[first] for name, first in copies.items()}
     given = target.given(stored)
     diff = _compare(target, stored, given, policy, str(reader.path), joint.rank)
+    unscaled = [item.key for item in diff.dtypes if item.stored.dtype in FLOAT8]
+    if unscaled and reader.dequantize is not None:
+        raise CheckpointError(
+            f"{reader.path} has {some_keys(unscaled)} in float8, and no {FLOAT8_SCALE!r} of theirs, without which a "
+            "cast gives other values; where they were not scaled pass reader_options={'dequantize': None}"
+        )
     bare = list(_bare_modules(model, given, initialize))
     renamed = _one_of_each(copies)
     loads = max(joint.gather("checked", len(renamed)))

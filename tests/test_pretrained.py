@@ -404,6 +404,17 @@ def test_parts_give_their_own_values(tmp_path: Path) -> None:
     assert model.inner.table.tolist() == [1, 1, 1] and model.part.inner.table.tolist() == [2, 2, 2]
 
 
+def test_first_values_that_fail(tmp_path: Path) -> None:
+    """As a formula of the model's own that takes no DTensor."""
+    save_file({"inner.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Part(torch.zeros(2))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"cannot give a Strange its first values: \w+: .*; pass initialize="):
+        load_pretrained(model, tmp_path)
+    load_pretrained(model, tmp_path, initialize=lambda module: None)
+    assert model.inner.weight.tolist() == [1, 1, 1]
+
+
 def test_a_new_head(path: Path) -> None:
     with torch.device("meta"):
         model = Net()

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from dcpring.base.groups import has_group
 from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
-from dcpring.errors import CheckpointError, KeyMismatchError
+from dcpring.errors import CheckpointError, KeyMismatchError, naming
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
 from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
@@ -52,6 +52,8 @@ __all__ = ["load_pretrained", "save_pretrained_weights"]
 logger = logging.getLogger("dcpring")
 
 Initialize = Callable[[nn.Module], Any]
+
+_INITIALIZE = "pass initialize=, a function that gives a module its first values, sharded as it is"
 
 
 def load_pretrained(
@@ -260,7 +262,8 @@ def _load(
     modules.give_memory(model, torch.device(device) if device is not None else _device_of(model))
     with torch.no_grad():
         for module, make in bare:
-            make(module)
+            with naming(lambda: f"cannot give a {type(module).__name__} its first values", _INITIALIZE):  # noqa: B023
+                make(module)
     own = get_model_state_dict(model)
     own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
     state, _ = rearranged_by(own, target.rules)

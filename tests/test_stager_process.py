@@ -6,7 +6,9 @@ import os
 import pickle
 import resource
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,30 @@ def _death_alone(path: str) -> None:
             _assert_holds(path, n)
             os.kill(process().pid, signal.SIGKILL)
             process().join()
+
+
+def test_who_hears_of_a_failure_finds_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that begins the next save at once would send it to that process."""
+    is_submitted, is_ended = threading.Event(), threading.Event()
+
+    def send() -> None:
+        is_submitted.wait()
+        stager_module.watch_background_process()
+        raise ConnectionResetError
+
+    def end() -> None:
+        time.sleep(0.2)
+        is_ended.set()
+
+    monkeypatch.setattr(stager_module, "background_process_failure", lambda: "")
+    monkeypatch.setattr(stager_module, "end_background_process", end)
+    with ThreadPoolExecutor(1) as executor:
+        sent = executor.submit(send)
+        monkeypatch.setattr(stager_module, "future_of_process_save", lambda: sent)
+        is_submitted.set()
+        error, was_ended = sent.exception(), is_ended.is_set()
+    assert isinstance(error, ConnectionResetError)
+    assert was_ended
 
 
 def test_a_process_that_has_died_before_a_save_costs_no_save(tmp_path: Path) -> None:

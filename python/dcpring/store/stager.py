@@ -454,13 +454,19 @@ def watch_background_process() -> None:
     """
     future = future_of_process_save()
     if future is not None:
-        future.add_done_callback(_end_background_process)
+        future.__class__ = _FutureOfSentSave
 
 
-def _end_background_process(save: Future[Any]) -> None:
-    error = save.exception()
-    if error is None or isinstance(error, CheckpointException):
-        return
+class _FutureOfSentSave(Future[Any]):
+    """Tells of a failure when the process has ended: who hears of it may begin the next save at once."""
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        if exception is not None and not isinstance(exception, CheckpointException):
+            _end_background_process(exception)
+        super().set_exception(exception)
+
+
+def _end_background_process(error: BaseException) -> None:
     if background_process_failure() == "":
         logger.warning(
             "the process that saves in the background has failed alone, or cannot reach those of other ranks, and is "

@@ -272,6 +272,24 @@ def test_an_error_while_copying_is_raised_by_all_that_ask(tmp_path: Path, monkey
     _assert_holds(tmp_path / "good", 1)
 
 
+def test_no_thread_to_copy_in_is_an_error_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which DCP tells all ranks: they would wait for one that raised before."""
+    with RingStager() as stager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _no_thread)
+            staged = stager.stage(_state(1))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            stager.synchronize()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            staged.result()
+        _save(_state(2), tmp_path / "after", stager).upload_completion.result()
+        _assert_holds(tmp_path / "after", 2)
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.mark.parametrize("options", [{"buffers": 0}, {"buffers": 1.5}, {"workers": 0}, {"workers": 65}])
 def test_arguments_out_of_range(options: Any) -> None:
     with pytest.raises(ValueError, match="must be an int from 1 to 64"):

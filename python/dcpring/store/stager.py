@@ -135,16 +135,22 @@ class RingStager(AsyncStager):
         staged, self._last = StagedFuture(save), save.copied
         try:
             opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
+            self._begin_to_fill(staged, turn.buffer, opened)
         except Exception as error:
             staged.fail(error)
-            return staged
         except BaseException:
             save.failed()
             raise
+        return staged
+
+    def _begin_to_fill(self, staged: StagedFuture, buffer: StagingBuffer, opened: Opened) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
-        self._executor.submit(_fill, staged, turn.buffer, opened)
-        return staged
+        try:
+            self._executor.submit(_fill, staged, buffer, opened)
+        except RuntimeError:  # no thread can be started: there is none, and what was queued waits for one
+            self._executor = None
+            raise
 
     def stage_now(self, state_dict: Any) -> Any:
         """The copy, complete. It is valid until the threads that ``saved_here`` has noted for it have ended."""

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import (
+    _C,
     Checkpointer,
     CheckpointError,
     Replicated,
@@ -36,6 +37,8 @@ from dcpring import (
     verify,
 )
 from dcpring.base.values import digest
+from dcpring.format.unpickler import Safe
+from dcpring.move import objects
 from dcpring.sources.contents import open_contents
 
 WRITERS = {"stock": FileSystemWriter, "ring": RingWriter}
@@ -158,6 +161,31 @@ class Config:
 
 class Other(Config):
     pass
+
+
+def test_a_save_reads_only_what_names_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long bytes, in which anything may stand, take the time that it takes to pickle them."""
+
+    def refusal_of(value: object) -> str:
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        return objects.refusal(archive, Safe())
+
+    looks_alike = b"cposix\nsystem\n" * 3
+    read, load = [], objects.load
+    monkeypatch.setattr(objects, "load", lambda *args: (read.append(args), load(*args)))
+    assert refusal_of({"bytes": looks_alike, "text": looks_alike.decode(), "tensor": torch.ones(2)}) == ""
+    assert not read
+    assert refusal_of([Config()]) == f"{__name__}.Config"
+
+
+def test_names_are_seen_without_running_a_pickle() -> None:
+    assert _C.names_in_pickle(pickle.dumps([1, "c\nd\n"], 2)) == set()
+    assert _C.names_in_pickle(pickle.dumps((set, b"x", 1), 2)) == {(b"__builtin__", b"set"), (b"_codecs", b"encode")}
+    for unseen in (pickle.dumps(int, 4), b"\x80\x02(i__builtin__\nint\n.", b"\x80\x02\x82\x01.", b"\x80\x02", b""):
+        assert _C.names_in_pickle(unseen) is None
+    with pytest.raises(TypeError):
+        _C.names_in_pickle("text")
 
 
 def test_a_save_says_what_a_load_will_refuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

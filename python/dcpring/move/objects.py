@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcpring import _C
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, naming
 from dcpring.format.unpickler import RefusedError, Safe, Unpickler
@@ -47,14 +48,12 @@ PICKLE_CURE = "keep numbers, strings, tensors and containers of them there"
 
 NOT_SAVED = "it is no archive of torch.save"
 
-_NAMED = re.compile(rb"c([^\n]{1,1000})\n([^\n]{1,1000})\n")
-"""Opcodes that name something, in a pickle of protocol 2, and whatever looks alike."""
-
 _HARMLESS = re.compile(
     rb"torch(._utils)? (_rebuild_tensor_v[23]|_rebuild_parameter|[A-Za-z0-9]+Storage|float\d+|bfloat16|u?int\d+|Size)"
-    rb"|collections OrderedDict|__builtin__ set|torch.storage UntypedStorage"
+    rb"|collections OrderedDict|__builtin__ set|torch.storage UntypedStorage|_codecs encode"
 )
-"""What can be read whatever its arguments are."""
+"""What can be read whatever its arguments are; the last stands for bytes, which are long, and is so unless somebody's
+own class calls it otherwise: that the load tells."""
 
 
 class _NeedsTensorsError(RefusedError):
@@ -280,7 +279,8 @@ def refusal(archive: io.BytesIO, safe: Safe) -> str:
     Most objects name nothing, or tensors: that is seen without reading them.
     """
     pickled = _pickle_of(_bytes_of(archive))
-    if pickled is not None and pickled[:2] == b"\x80\x02" and all(map(_is_harmless, _NAMED.findall(pickled))):
+    names = None if pickled is None else _C.names_in_pickle(pickled)
+    if names is not None and all(map(_is_harmless, names)):
         return ""
     try:
         load(archive, safe)

@@ -62,7 +62,7 @@ build/.system:
 	@touch $@
 
 build/.venv: build/.system Makefile
-	@echo "== Python environment in $(VENV), into which pip installs now: $(VENV_TORCH) (CPU) $(DEV_PACKAGES)"
+	@echo "== Python environment in $(VENV), into which pip installs now: $(VENV_TORCH) $(DEV_PACKAGES)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dcpring needs Python 3.11 or newer; make PYTHON=... names one")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -q --disable-pip-version-check $(VENV_TORCH) $(DEV_PACKAGES)

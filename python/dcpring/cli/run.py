@@ -69,7 +69,9 @@ def execute(argv: list[str]) -> int:
     os.environ[install.VARIABLE] = "1"  # for programs that it starts
     install.install_if_asked_for()
     main = types.ModuleType("__main__")
-    vars(main).update(__builtins__=builtins, __annotations__={})
+    vars(main)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):  # since then they are made when they are asked for
+        vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     try:
         if is_module:

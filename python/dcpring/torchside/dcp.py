@@ -238,7 +238,8 @@ def future_of_process_save() -> Future[Any] | None:
             is_of_all = local(frame, "use_collectives") is not False and not local(frame, "no_dist")
         if is_of_all and (module, name) == ("concurrent.futures.thread", "run"):
             future = getattr(local(frame, "self"), "future", None)
-            return future if isinstance(future, Future) else None
+            if isinstance(future, Future):  # since Python 3.14 it is the second "run"
+                return future
     return None
 
 

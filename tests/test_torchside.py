@@ -28,6 +28,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "torchside" not in pa
 OWN = {"self", "cls"}
 NAMEDTUPLES = {"_replace", "_asdict", "_fields", "_make"}
 FOREIGN = {"_actions", "_config", "_init_weights", "_initializing", "_run_module_as_main"}
+FOREIGN |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save"}
 """Names that look private, of argparse, multiprocessing, transformers' models, importlib and runpy."""
 
 OLDER, NEWER = (0, 0), (99, 0)

@@ -21,7 +21,7 @@ default_store: Callable[[], dist.Store] = function(_C10D, "_get_default_store")
 _new_process_group: Callable[..., Any] = function(_C10D, "_new_process_group_helper")
 _world: Any = optional(_C10D, "_world")
 _set_timeout: Callable[[timedelta, dist.ProcessGroup], None]
-_set_timeout = getattr(dist, "set_timeout", None) or function(_C10D, "_set_pg_timeout")
+_set_timeout = getattr(dist, "set_timeout", function(_C10D, "_set_pg_timeout"))
 """torch 2.15 has made it public, and warns of the private name."""
 
 _CONNECT_SECONDS = 300.0

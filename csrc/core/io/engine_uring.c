@@ -17,7 +17,7 @@
 #include <liburing.h>
 #include <unistd.h>
 
-enum { MAX_SUBMITS = 1000, PAUSE_US = 1000, SMALL_WRITE = 32 << 10 };
+enum { MAX_SUBMITS = 1000, PAUSE_US = 1000, SMALL_WRITE = 256 << 10 };
 
 struct uring {
     struct io_uring ring;

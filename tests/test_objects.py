@@ -10,6 +10,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_a_save_reads_only_what_names_something(monkeypatch: pytest.MonkeyPatch)
     def refusal_of(value: object) -> str:
         archive = io.BytesIO()
         torch.save(value, archive)
-        return objects.refusal(archive, Safe())
+        return objects.refusal(archive.getvalue(), Safe())
 
     looks_alike = b"cposix\nsystem\n" * 3
     read, load = [], objects.load
@@ -177,6 +178,75 @@ def test_a_save_reads_only_what_names_something(monkeypatch: pytest.MonkeyPatch)
     assert refusal_of({"bytes": looks_alike, "text": looks_alike.decode(), "tensor": torch.ones(2)}) == ""
     assert not read
     assert refusal_of([Config()]) == f"{__name__}.Config"
+
+
+class Number(int):
+    pass
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def _often(levels: int) -> Any:
+    """Few lists, of which each holds the one before twice: as a tree it has 2**levels leaves."""
+    value: Any = [1]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+DATA: dict[str, Any] = {
+    "number": 3,
+    "long": 1 << 100,
+    "float": float("nan"),
+    "text": "text \udc80",
+    "bytes": b"\0\xff",
+    "dtype": [torch.bfloat16, torch.Size([2, 3])],
+    "sets": ({1, 2}, frozenset(["a"])),
+    "dicts": {1: {None: {"a": (1j, True)}}, "b": collections.OrderedDict(z=1, a=[])},
+    "empty": [{}, [], (), set(), ""],
+}
+OTHERS: dict[str, Any] = {
+    "tensor": torch.arange(3),
+    "tensor within": {"a": [torch.ones(2)]},
+    "subclass": [Number(3)],
+    "attributes": collections.Counter("abca"),
+    "path": Path("a/b"),
+    "deep": _nested(100),
+}
+
+
+@pytest.mark.parametrize("name", [*DATA, *OTHERS])
+def test_an_archive_is_read_as_what_torch_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {**DATA, **OTHERS}[name]
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    if name in DATA:
+        monkeypatch.setattr(torch, "save", None)
+    archive = objects.archive_of(value)
+    entries, stocks = objects.entries_of(memoryview(archive)), objects.entries_of(memoryview(saved.getvalue()))
+    assert entries and stocks
+    assert archive[entries["data.pkl"]] == saved.getvalue()[stocks["data.pkl"]]
+    assert digest(torch.load(io.BytesIO(archive), weights_only=False)) == digest(value)
+    assert digest(objects.load(io.BytesIO(archive), Safe([Number])).value) == digest(value)
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        assert file.testzip() is None
+
+
+def test_what_is_shared_within_an_object_stays_so() -> None:
+    both: list[Any] = [1]
+    found = torch.load(io.BytesIO(objects.archive_of([both, both, {"a": both}])), weights_only=True)
+    assert found[0] is found[1] is found[2]["a"]
+    found = objects.load(io.BytesIO(objects.archive_of(_often(45))), Safe()).value
+    assert found[0] is found[1]
+    itself: list[Any] = []
+    itself.append(itself)
+    found = torch.load(io.BytesIO(objects.archive_of(itself)), weights_only=True)
+    assert found[0] is found
 
 
 def test_names_are_seen_without_running_a_pickle() -> None:

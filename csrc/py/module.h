@@ -116,6 +116,7 @@ TYPES(EXTERN_SPEC)
     PART(probe) \
     PART(torch) \
     PART(fault) \
+    PART(archive) \
     PART(record) \
     PART(table) \
     PART(merge) \

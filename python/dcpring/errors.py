@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "PlanError", "UntrustedCheckpointError"]
 
@@ -50,8 +51,8 @@ class PlanError(CheckpointError, ValueError, AssertionError):
     """
 
 
-@contextlib.contextmanager
-def naming(what: Callable[[], str], cure: str = "", kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
+@dataclass(slots=True)
+class naming:
     """What torch, or a class of the user's, raises about one value becomes an error that says about which.
 
     Args:
@@ -59,10 +60,14 @@ def naming(what: Callable[[], str], cure: str = "", kind: type[CheckpointError] 
         cure: ends it.
         kind: of the error.
     """
-    try:
-        yield
-    except (CheckpointError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        message = f"{what()}: {type(error).__name__}: {error}"
-        raise kind(f"{message}; {cure}" if cure else message) from error
+
+    what: Callable[[], str]
+    cure: str = ""
+    kind: type[CheckpointError] = CheckpointError
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (CheckpointError, OSError, MemoryError)):
+            message = f"{self.what()}: {type(error).__name__}: {error}"
+            raise self.kind(f"{message}; {self.cure}" if self.cure else message) from error

@@ -106,6 +106,47 @@ static void round_trip(const struct dr_shape *shape, uint64_t offset) {
         CHECK_EQ(located.sizes[d], shape->sizes[d]);
 }
 
+/* ---- objects ---- */
+
+/* An archive around a pickle: its entries lie where its directory says, and the pickle is the first. */
+static void object_round_trip(uint64_t size) {
+    struct record r = {.payload = size};
+    r.head_size = dr_object_head(size, 0x89abcdef, r.head);
+    r.tail_size = dr_object_tail(size, 0x89abcdef, r.tail);
+    r.length = r.head_size + size + r.tail_size;
+    put_in_file(&r);
+    struct dr_view view;
+    struct dr_error error;
+    dr_error_clear(&error);
+    CHECK_OK(dr_view_init(&view, -1, "memory", &error), &error);
+    const struct dr_archive archive = {&view, 0, r.length, &error};
+    struct dr_directory directory;
+    struct dr_entry entry;
+    uint64_t start;
+    CHECK(dr_archive_open(&archive, &directory));
+    CHECK_EQ(directory.entries, 3);
+    for (int i = 0; i < 3; i++) {
+        CHECK(dr_archive_next(&archive, &directory, &entry) && dr_archive_data(&archive, &entry, &start));
+        CHECK_EQ(entry.size, i == 0 ? size : i == 1 ? 6 : 2);
+        CHECK_EQ(entry.packed_size, entry.size);
+        if (i == 0)
+            CHECK_EQ(start, r.head_size);
+        if (i == 0)
+            CHECK_EQ(entry.crc, 0x89abcdef);
+    }
+    CHECK_EQ(directory.next, directory.offset + directory.size);
+    dr_view_destroy(&view);
+    dr_sys.pread = dr_sys_real.pread;
+}
+
+static void objects(void) {
+    for (uint64_t size = 0; size < 300; size++)
+        object_round_trip(size);
+    for (uint64_t size = DR_ZIP_LIMIT - 200ull; size < DR_ZIP_LIMIT + 3ull; size++)
+        object_round_trip(size);
+    object_round_trip((uint64_t)5 << 40);
+}
+
 /* ---- cases ---- */
 
 static void every_dtype(void) {
@@ -333,9 +374,10 @@ static void view_is_reused(void) {
     dr_sys.pread = dr_sys_real.pread;
 }
 
-CHECK_MAIN({"every_dtype", every_dtype}, {"every_number_of_dimensions", every_number_of_dimensions},
-           {"longest_head", longest_head}, {"alignment_of_payload", alignment_of_payload},
-           {"sizes_around_4_gib", sizes_around_4_gib}, {"empty_and_scalar", empty_and_scalar},
-           {"impossible_shapes", impossible_shapes}, {"crc_is_in_the_tail", crc_is_in_the_tail},
-           {"truncated", truncated}, {"short_and_failing_reads", short_and_failing_reads}, {"mutated", mutated},
+CHECK_MAIN({"objects", objects}, {"every_dtype", every_dtype},
+           {"every_number_of_dimensions", every_number_of_dimensions}, {"longest_head", longest_head},
+           {"alignment_of_payload", alignment_of_payload}, {"sizes_around_4_gib", sizes_around_4_gib},
+           {"empty_and_scalar", empty_and_scalar}, {"impossible_shapes", impossible_shapes},
+           {"crc_is_in_the_tail", crc_is_in_the_tail}, {"truncated", truncated},
+           {"short_and_failing_reads", short_and_failing_reads}, {"mutated", mutated},
            {"view_is_reused", view_is_reused})

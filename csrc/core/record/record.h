@@ -5,7 +5,8 @@
  *
  * followed by the payload's data descriptor and the central directory. The
  * payload is the tensor's elements in row-major order. docs/format.md has it
- * byte by byte.
+ * byte by byte. An object without tensors is the same without a payload, and
+ * with its own pickle.
  *
  * The encoder needs only shape and offsets, so heads and tails are made again
  * wherever a part of one is needed, and never stored.
@@ -45,6 +46,12 @@ size_t dr_record_tail(const struct dr_shape *shape, uint64_t offset, size_t head
 
 /* The length of that tail; it does not depend on the CRC. */
 size_t dr_record_tail_size(const struct dr_shape *shape, size_t head_size);
+
+enum { DR_OBJECT_AROUND_MAX = 512 };
+
+/* What comes before a pickle of `size` bytes, and behind it. Both return their lengths. */
+size_t dr_object_head(uint64_t size, uint32_t crc, uint8_t out[DR_OBJECT_AROUND_MAX]);
+size_t dr_object_tail(uint64_t size, uint32_t crc, uint8_t out[DR_OBJECT_AROUND_MAX]);
 
 struct dr_located {
     bool plain; /* one contiguous little-endian tensor, stored as above; the rest is only set then */

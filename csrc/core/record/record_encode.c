@@ -14,6 +14,7 @@
 struct output {
     uint8_t *data;
     size_t size;
+    uint64_t before; /* bytes of the record that lie before it */
 };
 
 static void put(struct output *out, const void *data, size_t size) {
@@ -151,11 +152,22 @@ struct entry {
     unsigned flags;
 };
 
-static void put_local(struct output *out, struct entry *entry, uint64_t extra_size) {
+static uint64_t limited(uint64_t value) { return value < DR_ZIP_LIMIT ? value : DR_ZIP_LIMIT; }
+
+static void put_extra64(struct output *out, const uint64_t *values, unsigned count) {
+    put_le(out, DR_ZIP_EXTRA64, 2);
+    put_le(out, count * 8, 2);
+    for (unsigned i = 0; i < count; i++)
+        put_le(out, values[i], 8);
+}
+
+/* Its extra field goes on with `padding` bytes, which the caller puts. */
+static void put_local(struct output *out, struct entry *entry, uint64_t padding) {
     bool later = entry->flags & DR_ZIP_SIZES_LATER;
     bool zip64 = entry->size >= DR_ZIP_LIMIT;
-    uint64_t size = zip64 ? DR_ZIP_LIMIT : later ? 0 : entry->size;
-    entry->header = out->size;
+    uint64_t known = later ? 0 : entry->size;
+    uint64_t size = zip64 ? DR_ZIP_LIMIT : known;
+    entry->header = out->before + out->size;
     put_le(out, DR_ZIP_LOCAL, 4);
     put_le(out, zip64 ? DR_ZIP_VERSION64 : DR_ZIP_VERSION, 2);
     put_le(out, entry->flags, 2);
@@ -164,8 +176,10 @@ static void put_local(struct output *out, struct entry *entry, uint64_t extra_si
     put_le(out, size, 4);
     put_le(out, size, 4);
     put_le(out, strlen(entry->name), 2);
-    put_le(out, extra_size, 2);
+    put_le(out, (zip64 ? EXTRA64_SIZE : 0) + padding, 2);
     put_text(out, entry->name);
+    if (zip64)
+        put_extra64(out, (const uint64_t[]){known, known}, 2);
 }
 
 static void put_small(struct output *out, struct entry *entry, const void *data, size_t size) {
@@ -184,13 +198,7 @@ static void put_payload_header(struct output *out, struct entry *entry, uint64_t
     uint64_t pad = dr_align_up(at, alignment) - at;
     if (pad > 0 && pad < DR_ZIP_EXTRA_SIZE)
         pad += alignment;
-    put_local(out, entry, fixed + pad);
-    if (zip64) {
-        put_le(out, DR_ZIP_EXTRA64, 2);
-        put_le(out, EXTRA64_SIZE - DR_ZIP_EXTRA_SIZE, 2);
-        put_le(out, 0, 8);
-        put_le(out, 0, 8);
-    }
+    put_local(out, entry, pad);
     if (pad > 0) {
         put_le(out, DR_ZIP_EXTRA_PADDING, 2);
         put_le(out, pad - DR_ZIP_EXTRA_SIZE, 2);
@@ -201,24 +209,35 @@ static void put_payload_header(struct output *out, struct entry *entry, uint64_t
 
 enum { PICKLE, BYTEORDER, VERSION, PAYLOAD, ENTRIES };
 
-static void put_head(struct output *out, const struct dr_shape *shape, uint64_t offset, struct entry entries[ENTRIES]) {
-    uint8_t pickle[4096];
-    struct output pickled = {pickle, 0};
-    put_pickle(&pickled, shape);
-    entries[PICKLE] = (struct entry){.name = ROOT "data.pkl"};
+/* The entry that is read first, without its bytes. */
+static void put_pickle_header(struct output *out, uint64_t size, uint32_t crc, struct entry entries[ENTRIES]) {
+    entries[PICKLE] = (struct entry){.name = ROOT "data.pkl", .crc = crc, .size = size};
+    put_local(out, &entries[PICKLE], 0);
+}
+
+/* What every archive has beside its pickle. */
+static void put_marks(struct output *out, struct entry entries[ENTRIES]) {
     entries[BYTEORDER] = (struct entry){.name = ROOT "byteorder"};
     entries[VERSION] = (struct entry){.name = ROOT "version"};
-    entries[PAYLOAD] = (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = DR_ZIP_SIZES_LATER};
-    put_small(out, &entries[PICKLE], pickle, pickled.size);
     put_small(out, &entries[BYTEORDER], "little", 6);
     put_small(out, &entries[VERSION], "3\n", 2);
+}
+
+static void put_head(struct output *out, const struct dr_shape *shape, uint64_t offset, struct entry entries[ENTRIES]) {
+    uint8_t pickle[4096];
+    struct output pickled = {.data = pickle};
+    put_pickle(&pickled, shape);
+    put_pickle_header(out, pickled.size, dr_crc32(0, pickle, pickled.size), entries);
+    put(out, pickle, pickled.size);
+    put_marks(out, entries);
+    entries[PAYLOAD] = (struct entry){.name = ROOT "data/0", .size = payload_bytes(shape), .flags = DR_ZIP_SIZES_LATER};
     put_payload_header(out, &entries[PAYLOAD], offset);
     assert(pickled.size <= sizeof pickle && out->size <= DR_RECORD_HEAD_MAX);
 }
 
 size_t dr_record_head(const struct dr_shape *shape, uint64_t offset, uint8_t out[DR_RECORD_HEAD_MAX]) {
     struct entry entries[ENTRIES];
-    struct output head = {out, 0};
+    struct output head = {.data = out};
     put_head(&head, shape, offset, entries);
     return head.size;
 }
@@ -232,41 +251,47 @@ static void put_descriptor(struct output *out, const struct entry *entry) {
 }
 
 static void put_central(struct output *out, const struct entry *entry) {
-    bool zip64 = entry->size >= DR_ZIP_LIMIT;
-    unsigned version = zip64 ? DR_ZIP_VERSION64 : DR_ZIP_VERSION;
+    const uint64_t numbers[] = {entry->size, entry->size, entry->header};
+    uint64_t large[3];
+    unsigned count = 0;
+    for (int i = 0; i < 3; i++)
+        if (numbers[i] >= DR_ZIP_LIMIT)
+            large[count++] = numbers[i];
+    unsigned version = count > 0 ? DR_ZIP_VERSION64 : DR_ZIP_VERSION;
+    uint64_t size = limited(entry->size);
     put_le(out, DR_ZIP_CENTRAL, 4);
     put_le(out, version, 2);
     put_le(out, version, 2);
     put_le(out, entry->flags, 2);
     put_le(out, 0, 2 + 2 + 2);
     put_le(out, entry->crc, 4);
-    put_le(out, zip64 ? DR_ZIP_LIMIT : entry->size, 4);
-    put_le(out, zip64 ? DR_ZIP_LIMIT : entry->size, 4);
+    put_le(out, size, 4);
+    put_le(out, size, 4);
     put_le(out, strlen(entry->name), 2);
-    put_le(out, zip64 ? EXTRA64_SIZE : 0, 2);
+    put_le(out, count > 0 ? DR_ZIP_EXTRA_SIZE + count * 8 : 0, 2);
     put_le(out, 0, 2 + 2 + 2); /* no comment, first disk, binary */
     put_le(out, 0, 4);
-    put_le(out, entry->header, 4);
+    put_le(out, limited(entry->header), 4);
     put_text(out, entry->name);
-    if (zip64) {
-        put_le(out, DR_ZIP_EXTRA64, 2);
-        put_le(out, EXTRA64_SIZE - DR_ZIP_EXTRA_SIZE, 2);
-        put_le(out, entry->size, 8);
-        put_le(out, entry->size, 8);
-    }
+    if (count > 0)
+        put_extra64(out, large, count);
 }
 
-static void put_end(struct output *out, uint64_t directory, uint64_t directory_size) {
-    bool zip64 = directory >= DR_ZIP_LIMIT;
-    if (zip64) {
+static void put_directory(struct output *out, const struct entry *entries, unsigned count) {
+    uint64_t directory = out->before + out->size;
+    size_t start = out->size;
+    for (unsigned i = 0; i < count; i++)
+        put_central(out, &entries[i]);
+    uint64_t directory_size = out->size - start;
+    if (directory >= DR_ZIP_LIMIT) {
         put_le(out, DR_ZIP_END64, 4);
         put_le(out, DR_ZIP_END64_SIZE - 12, 8); /* of it follow */
         put_le(out, DR_ZIP_VERSION64, 2);
         put_le(out, DR_ZIP_VERSION64, 2);
         put_le(out, 0, 4);
         put_le(out, 0, 4);
-        put_le(out, ENTRIES, 8);
-        put_le(out, ENTRIES, 8);
+        put_le(out, count, 8);
+        put_le(out, count, 8);
         put_le(out, directory_size, 8);
         put_le(out, directory, 8);
         put_le(out, DR_ZIP_LOCATOR, 4);
@@ -276,28 +301,24 @@ static void put_end(struct output *out, uint64_t directory, uint64_t directory_s
     }
     put_le(out, DR_ZIP_END, 4);
     put_le(out, 0, 4);
-    put_le(out, ENTRIES, 2);
-    put_le(out, ENTRIES, 2);
+    put_le(out, count, 2);
+    put_le(out, count, 2);
     put_le(out, directory_size, 4);
-    put_le(out, zip64 ? DR_ZIP_LIMIT : directory, 4);
+    put_le(out, limited(directory), 4);
     put_le(out, 0, 2);
 }
 
 size_t dr_record_tail(const struct dr_shape *shape, uint64_t offset, size_t head_size, uint32_t payload_crc,
                       uint8_t out[DR_RECORD_TAIL_MAX]) {
     uint8_t head_again[DR_RECORD_HEAD_MAX];
-    struct output head = {head_again, 0};
+    struct output head = {.data = head_again};
     struct entry entries[ENTRIES];
     put_head(&head, shape, offset, entries);
     entries[PAYLOAD].crc = payload_crc;
 
-    struct output tail = {out, 0};
+    struct output tail = {.data = out, .before = head_size + entries[PAYLOAD].size};
     put_descriptor(&tail, &entries[PAYLOAD]);
-    uint64_t directory = head_size + entries[PAYLOAD].size + tail.size;
-    size_t start = tail.size;
-    for (int i = 0; i < ENTRIES; i++)
-        put_central(&tail, &entries[i]);
-    put_end(&tail, directory, tail.size - start);
+    put_directory(&tail, entries, ENTRIES);
     assert(tail.size <= DR_RECORD_TAIL_MAX && tail.size == dr_record_tail_size(shape, head_size));
     return tail.size;
 }
@@ -311,4 +332,26 @@ size_t dr_record_tail_size(const struct dr_shape *shape, size_t head_size) {
     size_t directory = ENTRIES * DR_ZIP_CENTRAL_SIZE + names + (zip64 ? EXTRA64_SIZE : 0);
     bool end64 = head_size + size + descriptor >= DR_ZIP_LIMIT;
     return descriptor + directory + (end64 ? DR_ZIP_END64_SIZE + DR_ZIP_LOCATOR_SIZE : 0) + DR_ZIP_END_SIZE;
+}
+
+/* ---- objects ---- */
+
+size_t dr_object_head(uint64_t size, uint32_t crc, uint8_t out[DR_OBJECT_AROUND_MAX]) {
+    struct entry entries[ENTRIES];
+    struct output head = {.data = out};
+    put_pickle_header(&head, size, crc, entries);
+    return head.size;
+}
+
+size_t dr_object_tail(uint64_t size, uint32_t crc, uint8_t out[DR_OBJECT_AROUND_MAX]) {
+    uint8_t head_again[DR_OBJECT_AROUND_MAX];
+    struct output head = {.data = head_again};
+    struct entry entries[ENTRIES];
+    put_pickle_header(&head, size, crc, entries);
+
+    struct output tail = {.data = out, .before = head.size + size};
+    put_marks(&tail, entries);
+    put_directory(&tail, entries, PAYLOAD);
+    assert(tail.size <= DR_OBJECT_AROUND_MAX);
+    return tail.size;
 }

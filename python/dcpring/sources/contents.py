@@ -255,7 +255,7 @@ class Contents(Mapping[str, Entry]):
         safe, found = Safe(), {}
         for batch in windows(small, lambda key: self.entries[key].nbytes, _OBJECT_BATCH_BYTES):
             for key, archive in raw._readable(batch):
-                name = refusal(archive, safe)
+                name = refusal(archive.getvalue(), safe)
                 if name:
                     found[key] = name
         return found

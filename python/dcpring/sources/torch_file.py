@@ -28,7 +28,7 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedChe
 from dcpring.format.unpickler import RefusedError, Safe
 from dcpring.format.zip import ZipStream
 from dcpring.move.crc import RunningCrcs, buffer_at
-from dcpring.move.objects import entries_of, load_with_torch
+from dcpring.move.objects import archive_of, entries_of, load_with_torch
 from dcpring.options import IOOptions
 from dcpring.plan.flatten import is_terminal
 from dcpring.plan.pieces import range_of_box
@@ -232,9 +232,7 @@ class TorchSource:
 
     def object_bytes(self, item: SourceItem) -> bytes:
         value = self._values[item.source]
-        out = io.BytesIO()
-        torch.save(value.clone() if isinstance(value, Tensor) else value, out)
-        return out.getvalue()
+        return archive_of(value.clone() if isinstance(value, Tensor) else value)
 
     # ---- tensors ----
 

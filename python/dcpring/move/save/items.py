@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from dcpring.errors import PlanError
 from dcpring.format.ledger import NO_PLAN, identity_of, plan_of
+from dcpring.move.objects import archive_of
 from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
 from dcpring.plan.rows import row_of
@@ -73,8 +76,18 @@ class GivenItems:
         return self._items[position]
 
     def resolve(self, positions: Sequence[int]) -> list[Any]:
-        """The tensors, or the pickled objects, at these positions."""
+        """The tensors at these positions."""
         return [self._planner.resolve_data(self._items[position]) for position in positions]
+
+    def archive(self, position: int) -> bytes:
+        """An object as ``torch.save`` writes it."""
+        data: Any = self._planner.resolve_data(self._items[position])
+        if isinstance(data, io.BytesIO):
+            return data.getvalue()
+        raise PlanError(
+            f"cannot save {self.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the planner "
+            f"gave a {type(data)}"
+        )
 
     def as_planned(self, position: int, tensor: Tensor) -> bool:
         """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
@@ -129,6 +142,9 @@ class TableItems:
             if not plain or (self._cut and positions[index] in self._cut):
                 values[index] = self._resolve_one(positions[index], value)
         return values
+
+    def archive(self, position: int) -> bytes:
+        return archive_of(self._state_dict[self._names[position]])
 
     def _resolve_one(self, position: int, value: Any) -> Any:
         """Of a DTensor its part on this rank; of what is cut the part that this rank writes; else what stock has."""

@@ -121,11 +121,11 @@ class Saving:
         file = _C.FileWriter(self._path, name, self._size_hint(tensors), self._options)
         try:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
-                self._write_pickled(file, objects, self._object_bytes)
+                self._write_pickled(file, objects, self.items.archive)
                 objects = []
             for window in windows(tensors, self.items.planned_bytes, self._window_bytes):
                 self._write_tensors(file, window)
-            self._write_pickled(file, objects, self._object_bytes)
+            self._write_pickled(file, objects, self.items.archive)
             file.finish(syncs)
             self._note_stats(file)
         except (OSError, ValueError) as error:
@@ -266,16 +266,7 @@ class Saving:
 
     # ---- what is pickled ----
 
-    def _object_bytes(self, position: int) -> io.BytesIO:
-        data = self.items.resolve([position])[0]
-        if isinstance(data, io.BytesIO):
-            return data
-        raise PlanError(
-            f"cannot save {self.items.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the "
-            f"planner gave a {type(data)}"
-        )
-
-    def _tensor_bytes(self, position: int) -> io.BytesIO:
+    def _tensor_bytes(self, position: int) -> bytes:
         tensor = self._checked([position], self.items.resolve([position]))[0].detach().cpu()
         if is_freed(tensor):
             raise CheckpointError(f"cannot save {self.items.name(position)!r}: {FREED}")
@@ -283,26 +274,24 @@ class Saving:
             tensor = tensor.clone()
         out = io.BytesIO()
         torch.save(tensor, out)
-        return out
+        return out.getvalue()
 
     def _write_pickled_tensors(self, file: _C.FileWriter, positions: list[int]) -> None:
         self._stats.tensor_bytes += self._write_pickled(file, positions, self._tensor_bytes)
 
-    def _write_pickled(
-        self, file: _C.FileWriter, positions: Iterable[int], pickled: Callable[[int], io.BytesIO]
-    ) -> int:
+    def _write_pickled(self, file: _C.FileWriter, positions: Iterable[int], pickled: Callable[[int], bytes]) -> int:
         """Writes items as whole byte strings, a bounded number of bytes at a time; how many they are."""
         written = 0
         made = ((position, self._pickled(position, pickled)) for position in positions)
-        for window in windows(made, lambda pair: pair[1].getbuffer().nbytes, WINDOW_BYTES):
+        for window in windows(made, lambda pair: len(pair[1]), WINDOW_BYTES):
             self._written = [position for position, _ in window]
-            rows = file.write_bytes([data.getbuffer() for _, data in window])
+            rows = file.write_bytes([data for _, data in window])
             self.storage.put([(self._name, BYTES, *row) for row in rows], self._written)
             written += sum(row[3] for row in rows)
             window.clear()  # before the next is made
         return written
 
-    def _pickled(self, position: int, pickled: Callable[[int], io.BytesIO]) -> io.BytesIO:
+    def _pickled(self, position: int, pickled: Callable[[int], bytes]) -> bytes:
         """What is written: looked at, and transformed."""
         name = self.items.name(position)
         with naming(lambda: f"cannot save {name!r}", PICKLE_CURE):
@@ -313,7 +302,7 @@ class Saving:
             return data
         out = io.BytesIO()
         stream, descriptors = self._transforms.transform_save_stream(self.items.item(position), out)
-        stream.write(data.getbuffer())
+        stream.write(data)
         stream.close()
         self._descriptors[position] = descriptors
-        return out
+        return out.getvalue()

@@ -137,12 +137,34 @@ def _itself() -> Any:
     return tree
 
 
+def _with_attribute(value: Any) -> Any:
+    found = OrderedDict(x=1)
+    found.more = value  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("value", [1, {"version": 2}, torch.arange(3.0), [Pair(1, {2: None})], "__class__"])
+def test_attributes_of_state_dicts_come_back(value: Any, tmp_path: Path) -> None:
+    dcpring.save({"a": [_with_attribute(value)]}, tmp_path, safe_globals=[Pair])
+    loaded = dcpring.load(tmp_path, safe_globals=[Pair])["a"][0]
+    assert same(loaded, OrderedDict(x=1)) and same(vars(loaded), {"more": value})
+
+
+def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
+    """Without them ``load_state_dict`` takes it for one of before modules had versions."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    dcpring.save({"model": model.state_dict()}, tmp_path)
+    assert dcpring.load(tmp_path)["model"]._metadata == model.state_dict()._metadata
+    assert model.state_dict()._metadata["1"]["version"] == 2
+
+
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
         ({"a": {"b": Own()}}, r"cannot save 'a.b' \(.*Own\): .*safe_globals=\[.*Own\] here and to the load"),
         ({"a": [torch.ones(1), lambda: 1]}, "cannot save 'a.1': .*pickle"),
-        ({Own(): 1}, r"a key of a dict in the tree \(.*Own\)"),
+        ({Own(): 1}, r"a key or an attribute of a dict in the tree \(.*Own\)"),
+        ({"a": _with_attribute(Own())}, r"an attribute of a dict in the tree \(.*Own\)"),
         ({"a": torch.ones(2, device="meta")}, "'a'.*meta"),
         (_itself(), "holds itself"),
     ],

@@ -104,8 +104,13 @@ def pickled_fragment(value: Any) -> bytes:
     return pickled(value, 3, fast=True)[2:-1]
 
 
+_BYTES = [bytes([value]) for value in range(128)]
+
+
 def varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first; the last byte is below 128."""
+    if value < 128:
+        return _BYTES[value]
     out = bytearray()
     while value >= 128:
         out.append(value & 127 | 128)

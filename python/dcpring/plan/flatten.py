@@ -44,6 +44,15 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
     return flat
 
 
+def flat_of(values: dict[str, Any], paths: dict[str, Path]) -> Flat:
+    """What is one level already, with the paths that its names stand for: all of strings."""
+    codes: dict[Path, bytes] = {}
+    for path in paths.values():
+        if path[:-1] not in codes:
+            codes[path[:-1]] = _path_code(path)
+    return Flat(values, paths, [codes[paths[name][:-1]] for name in values])
+
+
 def _flattened_by_stock(state_dict: Mapping[str, Any]) -> Flat:
     values, mappings = flatten_state_dict(state_dict)
     return Flat(values, mappings, [path_code(mappings, name) for name in values])
@@ -101,11 +110,13 @@ def is_terminal(values: list[Any]) -> bool:
 
 def _path_code(path: Path) -> bytes:
     """The number of parts; for all but the last twice their length, plus 1 for an int; then 1 for an int last."""
-    code = bytearray(varint(len(path)))
-    for part in path[:-1]:
-        code += varint(len(str(part).encode(errors="surrogatepass")) << 1 | isinstance(part, int))
-    code += varint(int(isinstance(path[-1], int)))
-    return bytes(code)
+    parts = [_size_of(part) << 1 | isinstance(part, int) for part in path[:-1]]
+    return b"".join(map(varint, (len(path), *parts, int(isinstance(path[-1], int)))))
+
+
+def _size_of(part: str | int) -> int:
+    text = str(part)
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def path_code(mappings: Mapping[str, Path], name: str) -> bytes:

@@ -146,12 +146,9 @@ class RingSavePlanner(DefaultSavePlanner):
         if self._run is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
             self._group.require()
         self._phases.begin(_trace.LOCAL_PLAN)
-        if self.flatten_state_dict:
-            self._save.flat = flatten(state_dict)
-            if self._save.flat.renamed and is_coordinator:
-                _warn_of_keys(self._save.flat.renamed)
-        else:
-            self._save.flat = Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
+        self._save.flat = self._flat(state_dict)
+        if self._save.flat.renamed and is_coordinator:
+            _warn_of_keys(self._save.flat.renamed)
         if self.flatten_sharded_tensors:
             self._save.flat = open_sharded_tensors(self._save.flat)
         if self.key_map is not None:
@@ -163,6 +160,11 @@ class RingSavePlanner(DefaultSavePlanner):
         self.state_dict = self._save.flat.values
         self.is_coordinator = self._phases.is_coordinator = is_coordinator
         self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
+
+    def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
+        if self.flatten_state_dict:
+            return flatten(state_dict)
+        return Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
 
     @_trace.step(_trace.LOCAL_PLAN, then=_trace.THE_PLANS)
     def create_local_plan(self) -> SavePlan:

@@ -23,6 +23,7 @@ from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.unpickler import Safe, Trust
 from dcpring.move.objects import ObjectPolicy, refusals
+from dcpring.plan.flatten import Flat, Path, flat_of
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import trees
@@ -30,7 +31,7 @@ from dcpring.resume.manifest import OnceReader, Stored
 from dcpring.store.writer import RingWriter
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import plans_for_itself
-from dcpring.torchside.tensors import ShardedTensor
+from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
 
 __all__ = ["load", "save"]
 
@@ -40,12 +41,13 @@ TREE_KEY = "dcpring.tree"
 ROOT = "tree"
 """Where a tree lies that is no mapping."""
 
-_NAMEDTUPLE, _PARAMETER, _WITH_GRADIENT, _HIDDEN = range(4)
+_NAMEDTUPLE, _PARAMETER, _WITH_GRADIENT, _HIDDEN, _WITH_ATTRIBUTES = range(5)
 """Kinds of nodes of the tree of names that are written as a tuple which begins with an int: all else in it is a
 container, or the name of a leaf. A namedtuple has its class, its fields and its nodes; a parameter its name and
 requires_grad; a tensor that requires a gradient, and an object that DCP would take for a mapping or a tensor, their
-names."""
+names; an OrderedDict that has attributes, as torch's state dicts have their versions, its node and these."""
 
+_SHARDED = (DTensor, ShardedTensor)
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
 
@@ -87,7 +89,7 @@ def save(
     options = {"objects": "allow" if objects == "error" else objects, "safe_globals": safe_globals}
     writer = RingWriter(path, **{**options, **(writer_options or {})})
     try:
-        dcp.save(_nested(values, encoder.paths), writer, RingSavePlanner(check_replicas="off"), None)
+        dcp.save(values, writer, _NamedPlanner(encoder.paths), None)
     except CheckpointException as error:
         raise _first(error) from None
 
@@ -143,7 +145,7 @@ def _refuse(values: Mapping[str, Any], safe: Safe) -> None:
     refused = refusals(((name, value) for name, value in values.items() if not isinstance(value, Tensor)), safe)
     if refused:
         shown = [
-            f"a key of a dict in the tree ({kind})" if name == TREE_KEY else f"{name!r} ({kind})"
+            f"a key or an attribute of a dict in the tree ({kind})" if name == TREE_KEY else f"{name!r} ({kind})"
             for name, kind in refused.items()
         ]
         kinds = ", ".join(sorted(set(refused.values())))
@@ -168,12 +170,15 @@ def _first(error: CheckpointException) -> BaseException:
     return first
 
 
-def _nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The leaves as DCP takes them: below the mappings that their names have."""
-    root: dict[str, Any] = {}
-    for name, value in values.items():
-        dcp.set_element(root, paths[name], value)
-    return root
+class _NamedPlanner(RingSavePlanner):
+    """Plans leaves by their names, as if they lay below the mappings that these have."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        super().__init__(check_replicas="off")
+        self._known_paths = paths
+
+    def _flat(self, state_dict: dict[str, Any]) -> Flat:
+        return flat_of(state_dict, self._known_paths)
 
 
 class _Encoder:
@@ -186,16 +191,20 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.paths: dict[str, tuple[str, ...]] = {TREE_KEY: (TREE_KEY,)}
+        self.paths: dict[str, Path] = {TREE_KEY: (TREE_KEY,)}
         self._used: set[tuple[str, ...]] = {(TREE_KEY,)}
 
     def node(self, value: Any, path: tuple[str, ...]) -> Any:
         """What stands for a value in the tree of names."""
         kind: Any = type(value)
+        if kind in _SCALARS:
+            return self._leaf(value, path)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if kind in (dict, OrderedDict):
-            return kind([(key, self.node(one, self._below(path, key))) for key, one in value.items()])
+            node = kind([(key, self.node(one, self._below(path, key))) for key, one in value.items()])
+            attributes = vars(value) if kind is OrderedDict else {}
+            return (_WITH_ATTRIBUTES, node, dict(attributes)) if attributes else node
         if kind in (list, tuple) and not _is_leaf(value):
             return kind(self._nodes(value, path))
         if isinstance(value, tuple) and _is_namedtuple(kind):
@@ -209,7 +218,8 @@ class _Encoder:
 
     def _below(self, path: tuple[str, ...], key: Any) -> tuple[str, ...]:
         """Where the value of a key lies: below its text, unless another key has the same."""
-        return self._unused((*path, (str(key) if type(key) in _SCALARS else type(key).__name__) or "~"))
+        text = key if type(key) is str else str(key) if type(key) in _SCALARS else type(key).__name__
+        return self._unused((*path, text or "~"))
 
     def _unused(self, path: tuple[str, ...], *, by_name: bool = False) -> tuple[str, ...]:
         """The path, or the next like it, that nothing has yet; ``by_name``, that has no leaf's name either."""
@@ -221,12 +231,12 @@ class _Encoder:
         return found
 
     def _tensor(self, value: Tensor, path: tuple[str, ...]) -> Any:
-        if isinstance(value, DTensor | ShardedTensor):
+        if isinstance(value, _SHARDED):
             raise CheckpointError(
                 f"cannot save {'.'.join(path)!r}: it is a {type(value).__name__}, of which each rank has a part. Save "
                 "it with dcpring.Checkpointer, or with dcp.save on all ranks; or save its full_tensor()"
             )
-        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+        is_plain = type(value) in PLAIN_TYPES and value.layout == torch.strided and not value.is_quantized
         if not is_plain or plans_for_itself(value):
             return _HIDDEN, self._leaf((trees.MARK, value), path)
         if value.is_meta:
@@ -280,6 +290,10 @@ class _Decoder:
         if kind == _NAMEDTUPLE:
             name, fields, nodes = parts
             return tuple.__new__(self._namedtuple(name, fields), [self.tree(one) for one in nodes])
+        if kind == _WITH_ATTRIBUTES:
+            found = self.tree(parts[0])
+            vars(found).update(parts[1])
+            return found
         value = self._values[parts[0]]
         if kind == _HIDDEN:
             return value[1]

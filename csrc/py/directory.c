@@ -2,6 +2,7 @@
 #include "module.h"
 
 #include "io/file.h"
+#include "io/file_system.h"
 
 static PyObject *finish_call(PyObject *module, int rc, const struct dr_error *error) {
     if (rc < 0)

@@ -7,6 +7,7 @@
 
 #include "data/verify.h"
 #include "io/file.h"
+#include "io/file_system.h"
 #include "io/sys_fault.h"
 #include "keys/key.h"
 #include "plan.h"

@@ -212,26 +212,6 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
     return rc < 0 ? rc : 0;
 }
 
-int dr_file_system(const char *path, uint64_t *out, struct dr_error *error) {
-    char *at = dr_strdup(path);
-    if (!at)
-        return dr_error_memory(error);
-    struct statfs about = {0};
-    int rc = DR_RETRY(dr_sys.statfs(at, &about));
-    while (rc == -ENOENT) {
-        char *slash = strrchr(at, '/');
-        if (!slash || slash == at) {
-            rc = DR_RETRY(dr_sys.statfs(slash ? "/" : ".", &about));
-            break;
-        }
-        *slash = 0;
-        rc = DR_RETRY(dr_sys.statfs(at, &about));
-    }
-    free(at);
-    *out = (uint64_t)about.f_type & UINT32_MAX;
-    return rc < 0 ? dr_error_system(error, -rc, DR_CALL_STATFS, path) : 0;
-}
-
 /* ---- links ---- */
 
 /* What dr_directory_link is at, and what it has opened. */

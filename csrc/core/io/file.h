@@ -23,9 +23,6 @@ enum dr_names { DR_NAMES_LATER, DR_NAMES_ABOVE, DR_NAMES_ALL };
 /* mkdir -p */
 int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error);
 
-/* The magic number (see statfs(2)) of the file system that path lies on, or its nearest ancestor that exists. */
-int dr_file_system(const char *path, uint64_t *out, struct dr_error *error);
-
 /* Creates a file, which must not exist. With a set of syncs it is complete and durable once these are over. */
 int dr_directory_write(const char *dir, const char *name, const void *data, size_t size, struct dr_syncs *syncs,
                        const struct dr_control *control, struct dr_error *error);

@@ -4,6 +4,7 @@
 #include "base/align.h"
 #include "base/memory.h"
 #include "io/file.h"
+#include "io/file_system.h"
 #include "io/sys.h"
 
 #include <assert.h>
@@ -13,8 +14,6 @@
 #include <unistd.h>
 
 enum { WAIT_MS = 100 };
-
-#define FUSE_MAGIC 0x65735546u
 
 /* ---- opening ---- */
 
@@ -43,19 +42,13 @@ int dr_output_open(struct dr_output *out, const char *dir, const char *name, boo
     return open_file(out, create, error);
 }
 
-static bool is_fuse(const char *dir) {
-    DR_NEW_ERROR(ignored);
-    uint64_t magic;
-    return dr_file_system(dir, &magic, &ignored) == 0 && magic == FUSE_MAGIC;
-}
-
 int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {
     struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = size, .step = DR_STEP_ALLOCATE};
     int rc = size ? DR_RETRY(dr_sys.fallocate(out->fd, (off_t)dr_align_up(size, DR_ALIGNMENT))) : 0;
     dr_watch_note(out->options.watch, span);
     if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
         return dr_error_io(error, -rc, DR_CALL_FALLOCATE, out->path, 0, (int64_t)size);
-    if (rc < 0 && is_fuse(out->dir)) {
+    if (rc < 0 && dr_file_system_is(out->dir, DR_FUSE)) {
         out->in_order = true;
         out->options.queue_depth = out->options.workers = 1;
     }

@@ -2,6 +2,7 @@
 #include "io/sync.h"
 
 #include "base/memory.h"
+#include "io/file_system.h"
 #include "io/kept.h"
 #include "io/sys.h"
 
@@ -80,14 +81,6 @@ static bool await(struct dr_syncing *sync, const struct dr_control *control) {
 
 void dr_syncs_init(struct dr_syncs *syncs) { *syncs = (struct dr_syncs){.owner = getpid()}; }
 
-enum { TMPFS_MAGIC = 0x01021994 };
-
-/* Whether syncs do nothing there: to hand one to a thread would take longer, much longer on busy processors. */
-static bool is_in_memory(const char *path) {
-    struct statfs about;
-    return DR_RETRY(dr_sys.statfs(path, &about)) == 0 && (uint64_t)about.f_type == TMPFS_MAGIC;
-}
-
 /* Takes the descriptor, and syncs it in a thread, or at once where that takes no time or there is none to be had. */
 static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const char *path, struct dr_error *error) {
     assert(syncs->owner == getpid());
@@ -111,7 +104,8 @@ static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const ch
     syncs->pending_count++;
     if (!syncs->pending)
         syncs->pending = sync;
-    if (is_in_memory(path) || dr_kept_run(run_sync, sync) < 0) {
+    /* Syncs of memory do nothing: to hand one to a thread would take longer, much longer on busy processors. */
+    if (dr_file_system_is(path, DR_TMPFS) || dr_kept_run(run_sync, sync) < 0) {
         do_sync(sync);
         sync->done = true;
     }

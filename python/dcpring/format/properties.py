@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from dcpring import _C
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import HAS_STRIDES, contiguous_strides, make_properties, pickled, strides_of
 
@@ -73,6 +74,11 @@ def _decode_strides(encoded: bytes, lengths: Sequence[int]) -> tuple[int, ...] |
     if encoded[0] != _STRIDED or shift:
         raise ValueError(f"strides {encoded!r}")
     return tuple(strides)
+
+
+def dtypes_of(table: _C.Table) -> list[torch.dtype]:
+    """The dtype in each of a table's properties, by their number."""
+    return [decode_properties(encoded).dtype for encoded in table.properties()]
 
 
 class RowProperties:

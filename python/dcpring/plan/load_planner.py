@@ -25,7 +25,7 @@ from dcpring.base.text import some, spans
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import TENSOR
-from dcpring.format.properties import decode_properties
+from dcpring.format.properties import dtypes_of
 from dcpring.names.key_map import KeyMap, KeyMapLike, one_map, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
 from dcpring.options import overrides
@@ -299,7 +299,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         """Those of the overlaps that are plain tensors and go into plain memory of the same dtype."""
         if not positions:
             return []
-        dtypes = [decode_properties(encoded).dtype for encoded in items.stored.properties()]
+        dtypes = dtypes_of(items.stored)
         targets = self.targets(items.wanted)
         wanted, stored = (array.array("I", rows) for rows in (items.match.wanted_rows(), items.match.stored_rows()))
         return [at for at in positions if self._is_same(targets[wanted[at]], storage, stored[at], dtypes, items)]
@@ -317,7 +317,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         found: dict[Piece, list[int]] = {}
         wider: set[Piece] = set()
         first: dict[tuple[str, int], int] = {}  # of tied tensors, which have one record, the first row
-        sizes = [decode_properties(encoded).dtype.itemsize for encoded in items.stored.properties()]
+        sizes = [dtype.itemsize for dtype in dtypes_of(items.stored)]
         for position in positions:
             _, stored, _, offsets, lengths = items.match.get(position)
             record = row_of(items.stored, stored)

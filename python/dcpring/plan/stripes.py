@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcpring import _C
-from dcpring.format.properties import decode_properties
+from dcpring.format.properties import decode_properties, dtypes_of
 from dcpring.plan.items import Items
 from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW, table_of_items
@@ -69,7 +69,7 @@ def boxes_of(items: Sequence[WriteItem]) -> Iterator[Box | str]:
 
 
 def _boxes_of_rows(items: Items) -> Iterator[Box | str]:
-    dtypes = [decode_properties(encoded).dtype for encoded in items.table.properties()]
+    dtypes = dtypes_of(items.table)
     for kept in items.kept:
         row = row_of(items.table, kept)
         is_object = row.kind == BYTES_ROW

@@ -17,7 +17,7 @@ from dcpring.base.memory import NOTHING, lazy_views
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import Placed
-from dcpring.format.properties import decode_properties
+from dcpring.format.properties import dtypes_of
 from dcpring.move.load.handon import Exchange
 from dcpring.move.load.landing import Landing
 from dcpring.move.load.reads import Call, Reads, Window
@@ -62,8 +62,7 @@ class Matched:
     def rest(self, path: str) -> dict[int, Wanted]:
         """What takes another way, by the positions of the items. ``path`` is for errors."""
         rows = array.array("I", self.items.match.stored_rows())
-        dtype_of = functools.cache(lambda number: decode_properties(properties[number]).dtype)
-        properties = self._table.properties()
+        dtypes = dtypes_of(self._table)
         wanted: dict[int, Wanted] = {}
         reached = self.mask if self.landing is None else either(self.mask, self.landing.mask)
         for position in (position for position, good in enumerate(reached) if not good):
@@ -72,7 +71,7 @@ class Matched:
             if place is None:
                 raise not_stored(row.key, row.offsets, path)
             is_object = row.kind == BYTES_ROW
-            stored = None if is_object else (row.lengths, dtype_of(row.properties))
+            stored = None if is_object else (row.lengths, dtypes[row.properties])
             wanted[position] = Wanted(self.items.make(position), Placed(*place), stored)
         return wanted
 

@@ -122,6 +122,13 @@ static ssize_t noted_pread(int fd, void *data, size_t size, off_t offset) {
     return dr_sys_real.pread(fd, data, size, offset);
 }
 
+static atomic_int asked;
+
+static int64_t cached_and_asked(int fd, off_t offset, size_t size) {
+    atomic_fetch_add(&asked, 1);
+    return dr_sys_real.cached(fd, offset, size);
+}
+
 static void a_little_that_is_cached_needs_no_thread(void) {
     make_files();
     caller = pthread_self();
@@ -133,11 +140,13 @@ static void a_little_that_is_cached_needs_no_thread(void) {
             begin(&input);
             CHECK_OK(load(&input, 0, (size_t)count, &options, &error), &error); /* now they are in the page cache */
             dr_sys.pread = noted_pread;
-            by_caller = by_others = 0;
+            dr_sys.cached = cached_and_asked;
+            by_caller = by_others = asked = 0;
             CHECK_OK(load(&input, 0, (size_t)count, &options, &error), &error);
             dr_sys = dr_sys_real;
             CHECK_EQ(by_caller, count == 3 ? count : 0);
             CHECK_EQ(by_others, count == 3 ? 0 : count);
+            CHECK_EQ(asked, count); /* each once */
             dr_input_destroy(&input);
         }
 }

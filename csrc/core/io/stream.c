@@ -18,6 +18,7 @@ struct stream_run {
     atomic_size_t next; /* block to take */
     unsigned depth;     /* buffers per worker that are useful */
     unsigned most;      /* and that the options allow */
+    bool at_hand;       /* all blocks are known to be in the page cache */
     atomic_uint_fast64_t bytes, cached_bytes;
     atomic_bool direct;
     const char *_Atomic engine;
@@ -59,7 +60,7 @@ static int report_unreadable(struct stream_run *run, const struct dr_block *bloc
  */
 static int read_cached(struct stream_run *run, unsigned worker, const struct dr_block *block, int fd, uint8_t *buffer,
                        struct dr_error *error) {
-    if (!is_cached(fd, block))
+    if (!run->at_hand && !is_cached(fd, block))
         return 0;
     struct dr_watch *watch = run->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch),
@@ -266,8 +267,9 @@ static int run_workers(struct stream_run *run, const struct dr_control *control,
     if (run->most == 0)
         run->most = 1;
     run->depth = share < run->most ? (unsigned)share : run->most;
-    return is_at_hand(run) ? dr_workers_run_here(&run->workers, work, run, error)
-                           : dr_workers_run(&run->workers, workers, work, run, control, error);
+    run->at_hand = is_at_hand(run);
+    return run->at_hand ? dr_workers_run_here(&run->workers, work, run, error)
+                        : dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 
 int dr_stream_run(const struct dr_stream *stream, const struct dr_control *control, struct dr_stream_stats *stats,

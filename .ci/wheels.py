@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,8 +65,8 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
 def unpack(archive: Path, folder: Path) -> Path:
     """The only folder that is in the archive, now in this one."""
     shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+    folder.mkdir(parents=True)
+    run("tar", "-xf", archive, "-C", folder)
     (top,) = folder.iterdir()
     return top
 

@@ -169,12 +169,19 @@ def build_libraries(folder: Path, cc: Path) -> None:
         shutil.copy(source / library.license, folder / "licenses" / f"LICENSE.{library.package}")
 
 
-def check_headers(folder: Path, cc: Path) -> None:
-    """Python's headers are those of this machine; the sizes that they state must be true for the other one too."""
-    header = Path(sysconfig.get_config_h_filename()).read_text()
+def check_headers(folder: Path, cc: Path, architecture: str) -> None:
+    """Python's headers are those of this machine; the sizes that they state must be true for the other one too.
+
+    Debian's pyconfig.h includes one that lies in a folder of the architecture's: that serves both.
+    """
+    header = Path(sysconfig.get_config_h_filename())
+    own = header.parents[1] / str(sysconfig.get_config_var("MULTIARCH")) / header.parent.name / header.name
+    copy = folder / "include" / f"{architecture}-linux-gnu" / header.parent.name / header.name
+    copy.parent.mkdir(parents=True)
+    shutil.copy(own if own.exists() else header, copy)
     types = {"VOID_P": "void *", "_BOOL": "_Bool"}
     lines = [f"#include <{name}.h>" for name in ("pthread", "stdint", "stdio", "sys/types", "time", "wchar")]
-    for name, size in re.findall(r"^#define SIZEOF_(\w+) (\d+)", header, re.MULTILINE):
+    for name, size in re.findall(r"^#define SIZEOF_(\w+) (\d+)", copy.read_text(), re.MULTILINE):
         of = types.get(name) or (name.lower() if name.endswith("_T") else name.lower().replace("_", " "))
         lines.append(f'_Static_assert(sizeof({of}) == {size}, "{name}");')
     (folder / "sizes.c").write_text("\n".join(lines))
@@ -216,7 +223,7 @@ def make_wheel(source: Path, architecture: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     cc = compiler(folder, architecture)
     build_libraries(folder, cc)
-    check_headers(folder, cc)
+    check_headers(folder, cc, architecture)
     built = build_wheel(source, folder, cc, architecture)
     check_limited_api(built)
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-/* dcpring._C.make_directory, commit and remove_files (core/io/file.h). */
+/* dcpring._C.make_directory, commit, remove_files and the like (core/io/file.h). */
 #include "module.h"
 
 #include "io/file.h"
@@ -186,6 +186,14 @@ static PyObject *remove_files(PyObject *module, PyObject *args) {
     return finish_call(module, rc, &error);
 }
 
+static PyObject *cure(PyObject *module, PyObject *args) {
+    struct dr_error error = {.kind = DR_ERROR_SYSTEM};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "i", &error.err))
+        return NULL;
+    return PyUnicode_FromString(dr_error_cure(&error));
+}
+
 PyMethodDef directory_methods[] = {
     {"make_directory", make_directory, METH_VARARGS,
      "make_directory(path, sync, last=True): mkdir -p; without `last` only the names of those above it are synced"},
@@ -202,5 +210,6 @@ PyMethodDef directory_methods[] = {
      "link_file(from directory, from name, directory, name, least bytes, is durable, Syncs or None) -> whether it is a "
      "clone"},
     {"remove_files", remove_files, METH_VARARGS, "remove_files(directory, names): missing ones are no error"},
+    {"cure", cure, METH_VARARGS, "cure(errno) -> what to do about it, \"\" where nothing is known"},
     {NULL, NULL, 0, NULL},
 };

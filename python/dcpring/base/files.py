@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from dcpring import _C
 from dcpring.errors import CorruptCheckpointError
+
+
+@contextlib.contextmanager
+def with_cure() -> Iterator[None]:
+    """What Python's own calls raise ends as the errors of the core do: with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and (cure := _C.cure(error.errno)):
+            error.strerror = f"{error.strerror}; {cure}"
+        raise
+
+
+def names_in(directory: Path) -> list[str]:
+    """What a directory holds.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    with with_cure():
+        return os.listdir(directory)
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -19,7 +42,8 @@ def open_regular(path: Path) -> io.BufferedReader:
         CorruptCheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with with_cure():
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CorruptCheckpointError("not a regular file", str(path))

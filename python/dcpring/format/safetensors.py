@@ -21,7 +21,7 @@ import torch
 
 from dcpring.base import strict_json
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import open_regular, read_regular
+from dcpring.base.files import names_in, open_regular, read_regular
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.boxes import wrong_boxes
@@ -322,7 +322,7 @@ def rank_of_shard(name: str) -> int | None:
 def may_be_several(path: Path) -> bool:
     """Whether a path leads to more than one file, as far as names tell."""
     if path.is_dir():
-        return not (path / MODEL_NAME).exists() and len(os.listdir(path)) > 1
+        return not (path / MODEL_NAME).exists() and len(names_in(path)) > 1
     return path.name.endswith(".json")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcpring import _C
-from dcpring.base.files import read_regular, unfinished_name
+from dcpring.base.files import names_in, read_regular, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME, metadata_id
 from dcpring.store import layout
@@ -182,7 +182,7 @@ class Steps:
     def _folders(self) -> list[int]:
         """The steps that have a folder, committed or not."""
         try:
-            names = [entry.name for entry in self.folder.iterdir() if entry.is_dir()]
+            names = [name for name in names_in(self.folder) if (self.folder / name).is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
@@ -278,8 +278,8 @@ class Steps:
         for step in superfluous(there, left, saved, keep_last, keep_every):
             self.path(step).rename(self.folder / f".step-{step}.removed")
         self._remove_doomed(sync)
-        for path in [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]:
-            path.unlink()
+        for name in filter(_UNFINISHED.fullmatch, names_in(self.folder)):
+            (self.folder / name).unlink()
         for step in self._crashed & set(self._folders()) - set(self.committed()):
             layout.remove_leftovers(self.path(step))
             with contextlib.suppress(OSError):  # holds files that no save made
@@ -290,7 +290,7 @@ class Steps:
 
         Else a crash could bring a step back whose files are gone.
         """
-        doomed = [path for path in self.folder.iterdir() if _DOOMED.fullmatch(path.name)]
+        doomed = [self.folder / name for name in names_in(self.folder) if _DOOMED.fullmatch(name)]
         if doomed and sync:
             _C.sync_directory(str(self.folder))
         for path in doomed:

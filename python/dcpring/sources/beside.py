@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dcpring import _C
-from dcpring.base.files import unfinished_name
+from dcpring.base.files import names_in, unfinished_name
 from dcpring.errors import CheckpointError
 from dcpring.options import IOOptions
 from dcpring.store.layout import is_part
@@ -29,7 +29,7 @@ _PARTS_OF_MODELS = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 def joins(target: Path) -> bool:
     """Whether a model is written into a directory, as that of another, whose configuration and tokenizer stay."""
-    names = [entry.name for entry in target.iterdir()] if target.is_dir() and not target.is_symlink() else []
+    names = names_in(target) if target.is_dir() and not target.is_symlink() else []
     return not any(map(is_part, names)) and any(not _PARTS_OF_MODELS.fullmatch(name) for name in names)
 
 
@@ -49,7 +49,7 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
     if (kind == "directory") != is_directory:
         wanted = "directory" if is_directory else "file"
         raise CheckpointError(f"{target} is a {kind}, and a {wanted} is to be written; choose another name")
-    names = sorted(entry.name for entry in target.iterdir()) if is_directory else []
+    names = sorted(names_in(target)) if is_directory else []
     is_joined = is_directory and is_model and joins(target)
     if is_directory and (not names or (is_joined and not has_model(names))):
         return

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dcpring import _C
+from dcpring.base.files import names_in
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import METADATA_NAME, referenced_files
@@ -82,7 +83,7 @@ def is_part(name: str) -> bool:
 def rank_metadata_files(directory: Path, names: list[str] | None = None) -> dict[int, Path]:
     """The rank-local metadata files (``use_collectives=False``), by rank; ``names``: the directory, where it is listed
     already."""
-    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in names or os.listdir(directory))
+    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in names or names_in(directory))
     return {int(match[1]): directory / name for name, match in matches if match}
 
 
@@ -94,7 +95,7 @@ def rank_of_metadata(name: str) -> int | None:
 
 def metadata_files(directory: Path, names: list[str] | None = None) -> list[Path]:
     """All of the directory, the global one first."""
-    names = names or os.listdir(directory)
+    names = names or names_in(directory)
     main = [directory / METADATA_NAME] if METADATA_NAME in names else []
     return [*main, *rank_metadata_files(directory, names).values()]
 
@@ -126,7 +127,7 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> None:
         directory: the checkpoint.
         rank: only those that this rank wrote (``use_collectives=False``); None for all.
     """
-    names = os.listdir(directory)
+    names = names_in(directory)
     doomed = _ours(names, _UNFINISHED, rank)
     tagged = _ours(names, _TAGGED, rank)
     if tagged and (referenced := _all_referenced(directory, names)) is not None:
@@ -230,7 +231,7 @@ def what_there_is(directory: Path, path: Path) -> str:
         below = sorted({str(entry.parent.relative_to(directory)) for entry in directory.glob(pattern)})
         if below:
             return f"{directory} is no checkpoint, but there are some in it: {some(below, _MOST_NAMED)}"
-    others = sorted(entry.name for entry in directory.iterdir() if entry.suffix in _OF_TORCH_SAVE)
+    others = sorted(name for name in names_in(directory) if Path(name).suffix in _OF_TORCH_SAVE)
     if others:
         return (
             f"{directory} is no checkpoint, but has what torch.save has written, {some(others, _MOST_NAMED)}; "

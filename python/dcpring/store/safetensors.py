@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring import _C
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.files import names_in, new_tag, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
@@ -123,7 +123,7 @@ def free_names(directory: Path, count: int) -> list[str]:
 
 def remove_unfinished(directory: Path) -> None:
     """Before a save: removes what others, that were killed, have left."""
-    remove_files(directory, [name for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)])
+    remove_files(directory, [name for name in names_in(directory) if _UNFINISHED.fullmatch(name)])
 
 
 class Index(NamedTuple):
@@ -156,7 +156,7 @@ def commit_model(directory: Path, files: Mapping[str, str], index: str | None, d
     Returns:
         Files in the directory that nothing refers to any more.
     """
-    path, before = str(directory), set(os.listdir(directory))
+    path, before = str(directory), set(names_in(directory))
     stale = {name for name in before if _SHARD.fullmatch(name)} | _listed(directory)
     stale -= {MODEL_NAME, *files.values()}
     if index is None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C
-from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.files import names_in, new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
@@ -459,7 +459,7 @@ class RingWriter(FileSystemWriter):
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         layout.check_data_files(self._directory, sizes, self.rank or 0)
-        there = os.listdir(self._directory)
+        there = names_in(self._directory)
         superseded = layout.tables(there, self._own_rank_only)
         if not self.keep_superseded:
             superseded |= layout.superseded_files(self._directory, there, self._own_rank_only)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from dcpring.base.files import with_cure
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import referenced_files
 from dcpring.format.unpickler import Safe
@@ -283,7 +284,7 @@ def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> d
 
 def _there(directory: Path, parts: Sequence[Contents]) -> dict[str, os.stat_result]:
     """The files in a directory, and those of models that lie in folders below it."""
-    with os.scandir(directory) as entries:
+    with with_cure(), os.scandir(directory) as entries:
         there = {entry.name: entry.stat() for entry in entries if entry.is_file()}
     models = [contents.model.files for contents in parts if contents.model is not None]
     return there | {name: (files.directory / name).stat() for files in models for name in files.versions}

@@ -18,7 +18,7 @@ from typing import Any
 
 from dcpring import _C
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import open_regular, read_regular
+from dcpring.base.files import names_in, open_regular, read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.boxes import wrong_boxes
 from dcpring.format.lazy import StoredChunks, has_known_tables
@@ -196,7 +196,7 @@ def _open(directory: Path, trusted: bool, report: VerifyReport) -> list[Contents
     except CorruptCheckpointError as error:
         report.problems.append(Problem(None, _name_in(directory, error.path), error.offset, 0, str(error.args[0])))
     except CheckpointError:
-        if not directory.is_dir() or not any(rank_of_file(entry.name) is not None for entry in directory.iterdir()):
+        if not directory.is_dir() or not any(rank_of_file(name) is not None for name in names_in(directory)):
             raise
         what = "it is missing, so nobody knows what the data files hold: the save was interrupted, or it was removed"
         report.problems.append(Problem(None, METADATA_NAME, -1, 0, what))
@@ -454,7 +454,9 @@ def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str
     if not parts or parts[0].model is not None:
         return
     used = {file for part in parts for file in part.files}
-    files = {entry.name: entry.stat().st_size for entry in directory.iterdir() if entry.is_file()}
+    files = {
+        entry.name: entry.stat().st_size for entry in map(directory.joinpath, names_in(directory)) if entry.is_file()
+    }
     unused = {name: size for name, size in files.items() if rank_of_file(name) is not None and name not in used}
     if unused:
         size = format_bytes(sum(unused.values()))

@@ -186,6 +186,18 @@ def test_many_tensors_are_sent_as_columns() -> None:
     assert float(received["model"]["layer.3.weight"][0, 0]) == 7, "the same memory"
 
 
+def test_quantized_tensors_are_sent_with_their_quantizers() -> None:
+    x = torch.randn(4, 6)
+    state = {
+        "tensor": torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
+        "channels": [torch.quantize_per_channel(x, torch.rand(4) + 1, torch.arange(4), 0, torch.qint8)],
+    }
+    received = ForkingPickler.loads(bytes(ForkingPickler.dumps(StagingBuffer(is_shared=True).stage(state))))
+    for sent, got in ((state["tensor"], received["tensor"]), (state["channels"][0], received["channels"][0])):
+        assert got.qscheme() == sent.qscheme() and torch.equal(got, sent)
+        assert got.untyped_storage().is_shared()
+
+
 def _described(value: Any) -> Any:
     """A tree in which tensors are what can be compared."""
     if isinstance(value, dict):

@@ -31,6 +31,16 @@ def _send(staged: Staged) -> tuple[Any, ...]:
     return _received, (rest, sent.parents, sent.keys, sent.storages, sent.columns)
 
 
+class _Quantized:
+    """A tensor that arrives with its quantizer, which torch leaves out where it sends tensors between processes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._tensor.__reduce_ex__(protocol)
+
+
 class _Sent:
     """What is taken out of a tree.
 
@@ -58,6 +68,8 @@ class _Sent:
                 self.parents.append(made)
                 self.keys.append(key)
                 made[key] = None
+            elif isinstance(part, Tensor) and part.is_quantized:
+                made[key] = _Quantized(part)
             else:
                 made[key] = self.without(part)
         return made

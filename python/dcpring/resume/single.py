@@ -62,9 +62,9 @@ def save(
     """Saves a tree of one process, such as all that a training has on rank 0, to be read by ``dcpring.load``.
 
     What it holds comes back as it was: dicts with keys of any kind, empty dicts, tuples, namedtuples, None, tensors,
-    parameters, and the objects that loads take (docs/objects.md). Other processes take no part, also where there is a
-    process group. The directory is a checkpoint of DCP: ``dcp.load`` of stock reads tensors and values by their names.
-    What is there stays good until the new one is complete.
+    parameters, what ``state_dict()`` notes of its modules, and the objects that loads take (docs/objects.md). Other
+    processes take no part, also where there is a process group. The directory is a checkpoint of DCP: ``dcp.load`` of
+    stock reads tensors and values by their names. What is there stays good until the new one is complete.
 
     Args:
         tree: of dicts, lists and tuples; a tensor of which each rank has a part is none of one process.

@@ -127,13 +127,11 @@ def load(
     reader = OnceReader(path, **{"trusted": trusted, "safe_globals": safe_globals, **(reader_options or {})})
     stored = Stored(reader)
     keys = list(stored.metadata.state_dict_metadata)
-    if TREE_KEY not in keys:
-        values = _read(stored, keys, device)
-        reader.tell(0)
-        return stored.rebuilt(values, depth=0) or {}
-    names = _read(stored, [TREE_KEY], device)[TREE_KEY]
-    values = _read(stored, [key for key in keys if key != TREE_KEY], device)
+    values = _read(stored, keys, device)
     reader.tell(0)
+    if TREE_KEY not in keys:
+        return stored.rebuilt(values, depth=0) or {}
+    names = values.pop(TREE_KEY)
     try:
         return _Decoder(values, trusted is True, safe_globals).tree(names[1])
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -13,7 +13,7 @@ import pickle
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Manifest:
     version: int = MANIFEST_VERSION
 
     def dump(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self), sort_keys=True)
 
     @staticmethod
     def parse(text: Any, path: str) -> Manifest:

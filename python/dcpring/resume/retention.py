@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +189,9 @@ class Steps:
 
     def left(self) -> Left:
         """Those of the committed steps that were left."""
-        there = set(self.committed())
+        return self._left_of(self.committed())
+
+    def _left_of(self, there: Sequence[int]) -> Left:
         return {step: fork for step, fork in self._current(self._read()).items() if step in there}
 
     def latest(self) -> int | None:
@@ -268,7 +270,8 @@ class Steps:
 
         A folder that has come since is whoever's made it: other ranks may have gone on from the save by now.
         """
-        there, left = self.committed(), self.left()
+        there = self.committed()
+        left = self._left_of(there)
         later = [step for step in there if step > saved and step not in left]
         if later:
             logger.warning(

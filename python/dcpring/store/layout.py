@@ -170,8 +170,9 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
         rank: other ranks' files may be on other machines' disks, and are not looked at.
     """
     for name in _ours(list(needed), _TAGGED, rank):
-        path = directory / name
-        size = path.stat().st_size if path.exists() else -1
+        path, size = directory / name, -1
+        with contextlib.suppress(FileNotFoundError):
+            size = os.stat(path).st_size
         if size < needed[name]:
             state = "was removed" if size < 0 else f"has {size} of {needed[name]} bytes"
             raise CheckpointError(

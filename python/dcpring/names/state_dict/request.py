@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class Request:
         self.model = model
         self.keys = model_keys(model, options.dsd_fqn_modifiers)
         fsdp_modules: list[nn.Module] = list(FSDP.fsdp_modules(model))
-        self.info = stock.StateDictInfo(**asdict(options), fsdp_modules=fsdp_modules)
+        self.info = stock.StateDictInfo(**vars(options), fsdp_modules=fsdp_modules)
         if fsdp_modules:
             self.info.fsdp_context = functools.partial(_fsdp_state_dict_type, model, options)
 

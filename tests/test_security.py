@@ -25,6 +25,7 @@ from fault._support import (
     equal,
     failure,
     load,
+    need_root,
     quiet,
     save,
     small_state,
@@ -398,10 +399,15 @@ def test_paths_within_are_followed(tmp_path: Path, kind: str) -> None:
     assert equal(load(STATE, tmp_path), STATE)
 
 
+def _make_device(path: Path) -> None:
+    need_root("it makes a device")
+    os.mknod(path, 0o20600, os.makedev(1, 5))
+
+
 SPECIAL: dict[str, Callable[[Path], None]] = {
     "fifo": os.mkfifo,
     "directory": os.mkdir,
-    "device": lambda path: os.mknod(path, 0o20600, os.makedev(1, 5)),
+    "device": _make_device,
 }
 
 

@@ -231,12 +231,21 @@ def run_python(
     return done.stdout
 
 
+def need_root(why: str) -> None:
+    """Skips a test that an ordinary user cannot run."""
+    import pytest  # not for the scripts that tests run
+
+    if os.geteuid() != 0:
+        pytest.skip(f"needs root: {why}")
+
+
 # ---- mounted images ----
 
 
 @contextmanager
 def mounted(image: Path, kind: str, size_bytes: int, *mkfs_options: str) -> Iterator[Path]:
     """A new file system in a file, mounted through a loop device."""
+    need_root("it mounts a file system")
     with open(image, "wb") as stream:
         stream.truncate(size_bytes)
     _command(f"mkfs.{kind}", *mkfs_options, str(image))
@@ -247,6 +256,7 @@ def mounted(image: Path, kind: str, size_bytes: int, *mkfs_options: str) -> Iter
 
 @contextmanager
 def mounted_on(where: Path, *mount_arguments: str) -> Iterator[Path]:
+    need_root("it mounts a file system")
     where.mkdir()
     _command("mount", *mount_arguments, str(where))
     try:

@@ -135,10 +135,8 @@ static void describes_the_box(void) {
         set_up(&f, &rng);
         CHECK_EQ(dr_region_bytes(&f.region), f.count * f.item);
         CHECK_INT(f.region.ndim, <=, f.box.chunk.ndim);
-        if (f.count > 0) {
+        if (f.count > 0)
             CHECK_EQ(f.region.first, (size_t)f.list[0].payload * f.item);
-            CHECK_EQ(dr_region_end(&f.region), (size_t)(f.list[f.count - 1].payload + 1) * f.item);
-        }
         tear_down(&f);
     }
 }

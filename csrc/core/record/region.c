@@ -54,8 +54,6 @@ static uint64_t span(const struct dr_region *region, int axis) {
     return bytes;
 }
 
-uint64_t dr_region_end(const struct dr_region *region) { return region->first + span(region, 0); }
-
 uint64_t dr_region_bytes(const struct dr_region *region) {
     uint64_t bytes = region->run;
     for (int d = 0; d < region->ndim; d++)

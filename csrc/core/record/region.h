@@ -23,20 +23,12 @@ struct dr_region {
     } axes[DR_MAX_DIMS];
 };
 
-/* Bytes of a region that has only `ndim` axes, for packing them. */
-static inline size_t dr_region_size(int ndim) {
-    return offsetof(struct dr_region, axes) + (size_t)ndim * sizeof(struct dr_axis);
-}
-
 /*
  * The box at `offsets` with `lengths` of a payload of shape `chunk`; memory
  * has `strides` in elements for the box's axes. offsets NULL means zeros.
  */
 void dr_region_init(struct dr_region *region, const struct dr_shape *chunk, const int64_t *offsets,
                     const int64_t *lengths, void *memory, const int64_t *strides);
-
-/* The payload bytes [first, end) that span the box. */
-uint64_t dr_region_end(const struct dr_region *region);
 
 /* Bytes of the box itself. */
 uint64_t dr_region_bytes(const struct dr_region *region);

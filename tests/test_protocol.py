@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import shutil
@@ -663,6 +664,84 @@ def test_a_folder_that_is_removed_while_it_is_saved_to(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.save(NEW, storage_writer=FolderRemoved(tmp_path / "folder"), no_dist=True)
     assert "was removed before the save could be committed" in str(failure(caught.value))
+
+
+# ---- torch's names ----
+
+
+@pytest.mark.parametrize("single", (True, False))
+def test_files_are_called_as_torchs(tmp_path: Path, single: bool) -> None:
+    dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path / "torch", single_file_per_rank=single), no_dist=True)
+    save(NEW, tmp_path / "ours", file_names="torch", single_file_per_rank=single)
+    assert names(tmp_path / "ours") == names(tmp_path / "torch")
+    assert equal(load(NEW, tmp_path / "ours"), NEW) and equal(stock_load(NEW, tmp_path / "ours"), NEW)
+    save(OLD, tmp_path / "ours")
+    assert equal(load(OLD, tmp_path / "ours"), OLD)
+    assert names(tmp_path / "ours") == needed_files(tmp_path / "ours")
+
+
+def test_torchs_names_are_not_for_a_save_over_a_checkpoint(tmp_path: Path) -> None:
+    for number, saved in enumerate((save, save_by_torch, functools.partial(save, file_names="torch"))):
+        path = tmp_path / str(number)
+        saved(OLD, path)
+        before = names(path)
+        with pytest.raises(CheckpointException) as caught:
+            save(NEW, path, file_names="torch")
+        assert 'leave file_names at "unique"' in str(failure(caught.value))
+        assert names(path) == before and equal(load(OLD, path), OLD)
+
+
+def save_by_torch(state: StateDict, path: Path) -> None:
+    dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+def test_torchs_names_replace_what_a_failed_save_has_left(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    (path / "__0_0.distcp").hardlink_to(elsewhere)
+    (path / "__7_0.distcp").write_bytes(b"of another rank")
+    save(NEW, path, file_names="torch")
+    assert equal(load(NEW, path), NEW)
+    assert elsewhere.read_bytes() == b"mine"
+    assert names(path) == {".metadata", "__0_0.distcp", "__7_0.distcp"}
+
+
+def test_a_failed_save_by_torchs_names_leaves_nothing(tmp_path: Path) -> None:
+    failed_save(tmp_path, "fdatasync", file_names="torch")
+    assert names(tmp_path) == set()
+    save(NEW, tmp_path, file_names="torch")
+    assert equal(load(NEW, tmp_path), NEW)
+
+
+def test_a_file_by_torchs_name_that_is_removed_before_the_commit_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(NEW, storage_writer=FolderRemoved(tmp_path / "folder", file_names="torch"), no_dist=True)
+    assert "was removed before the save could be committed" in str(failure(caught.value))
+
+
+def _save_by_torchs_names(path: Path) -> None:
+    for collectives in (True, False):
+        folder = path / str(collectives)
+        for name, writer in ("torch", FileSystemWriter), ("ours", functools.partial(RingWriter, file_names="torch")):
+            dcp.save(_rank_state(3), storage_writer=writer(folder / name), use_collectives=collectives)
+            dist.barrier()
+        assert names(folder / "ours") == names(folder / "torch")
+        state = blank(_rank_state(3))
+        dcp.load(state, storage_reader=FileSystemReader(folder / "ours")) if collectives else None
+        assert not collectives or equal(state, _rank_state(3))
+
+
+def test_files_of_ranks_are_called_as_torchs(tmp_path: Path) -> None:
+    _distributed.run(2, _save_by_torchs_names, tmp_path)
+
+
+def test_options_of_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='must be "unique" or "torch"'):
+        RingWriter(tmp_path, file_names="stock")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='needs file_names="unique"'):
+        RingWriter(tmp_path, file_names="torch", unchanged="link")
 
 
 # ---- names ----

@@ -284,6 +284,17 @@ class Saves(Scenario):
         return names_not_needed(path) - ({".dcpring.json"} if saved_key_map(path) is not None else set())
 
 
+class SavesByTorchsNames(Saves):
+    """Files are called as torch's as long as there is no checkpoint, and as others of ours over one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, writer=self._writer_of)
+
+    @staticmethod
+    def _writer_of(path: Path) -> RingWriter:
+        return RingWriter(path, file_names="unique" if (path / ".metadata").exists() else "torch")
+
+
 class StockSaves(Saves):
     """What PyTorch's own writer does, to see that its known faults are found."""
 
@@ -709,6 +720,7 @@ def quick(seed: int | str) -> list[Scenario]:
         Saves("save", _URING, folder="new/folder/checkpoint", planner=RingSavePlanner),
         Saves("save in several files", _THREADS | {"single_file_per_rank": False}, states=small_state_of),
         Saves("save over stock's", before=saved_by_stock),
+        SavesByTorchsNames("save by torch's names"),
         Saves("save with key maps", _by_version(v1="a", v2="b"), versions=3, planner=RingSavePlanner),
         Saves("save that keeps the superseded", {"keep_superseded": True}, versions=3),
         Saves("save after one that failed", faulty={1: "fdatasync", 2: "rename"}),

@@ -2,7 +2,7 @@
 
 Data files are called ``__{rank}_{n}.{tag}.distcp``. Every rank draws a fresh tag for every save, so no save ever
 touches a file that a committed ``.metadata`` refers to, and a file with a tag that no metadata refers to is what a
-failed save has left.
+failed save has left. With ``file_names="torch"`` there is no tag: nothing is saved over a checkpoint then.
 """
 
 from __future__ import annotations
@@ -55,8 +55,24 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).absolute()
 
 
-def data_file_name(rank: int, index: int, tag: str) -> str:
-    return f"__{rank}_{index}.{tag}.distcp"
+def data_file_name(rank: int, index: int, tag: str | None) -> str:
+    """Without a tag as torch has it."""
+    return f"__{rank}_{index}.distcp" if tag is None else f"__{rank}_{index}.{tag}.distcp"
+
+
+def refuse_checkpoint(directory: Path, rank: int | None = None) -> None:
+    """Raises RuntimeError where there is a checkpoint, whose files may have the names that torch gives.
+
+    Args:
+        directory: to be saved to.
+        rank: whatever other ranks have committed (``use_collectives=False``); None: nor that.
+    """
+    for path in metadata_files(directory):
+        if rank is None or rank_of_metadata(path.name) in (None, rank):
+            raise RuntimeError(
+                f'{path} is there: with file_names="torch" a save would write to that checkpoint\'s files; choose '
+                'another directory, remove what is there, or leave file_names at "unique"'
+            )
 
 
 def rank_metadata_name(rank: int) -> str:
@@ -169,7 +185,9 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
         needed: the size in bytes that each file has at least.
         rank: other ranks' files may be on other machines' disks, and are not looked at.
     """
-    for name in _ours(list(needed), _TAGGED, rank):
+    for name in needed:
+        if rank_of_file(name) != rank:
+            continue
         path, size = directory / name, -1
         with contextlib.suppress(FileNotFoundError):
             size = os.stat(path).st_size

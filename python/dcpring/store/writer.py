@@ -73,6 +73,7 @@ __all__ = ["RingWriter"]
 logger = logging.getLogger("dcpring")
 
 Unchanged = Literal["write", "link", "trust"]
+FileNames = Literal["unique", "torch"]
 
 
 def check_unchanged(value: object) -> None:
@@ -118,6 +119,9 @@ class RingWriter(FileSystemWriter):
             "write", the default, writes everything.
         unchanged_from: the directory of the earlier checkpoint; None: the newest in ``path`` and the directories beside
             it.
+        file_names: "unique": data files get names that no other save gives, so that a checkpoint can be saved over;
+            "torch": ``__{rank}_{n}.distcp``, for programs that look for these. A checkpoint that is there is then an
+            error, and what else has such a name, as from a save that failed, is replaced, as torch does.
         metrics: a function that gets a ``Metrics`` of each save when it is over, on the coordinator, in the thread that
             saves. The same is logged at INFO, as one line.
         trace: path of a trace of all saves with this path, for ``dcpring trace``, ui.perfetto.dev or chrome://tracing.
@@ -155,6 +159,7 @@ class RingWriter(FileSystemWriter):
         safe_globals: Sequence[Any] = (),
         unchanged: Unchanged = "write",
         unchanged_from: str | os.PathLike[str] | None = None,
+        file_names: FileNames = "unique",
         trace: str | os.PathLike[str] | None = None,
         metrics: MetricsFunction | None = None,
         **io: Unpack[IOArguments],
@@ -188,6 +193,13 @@ class RingWriter(FileSystemWriter):
         check_unchanged(unchanged)
         self.unchanged: Unchanged = unchanged
         self.unchanged_from = None if unchanged_from is None else layout.local_path(unchanged_from)
+        if file_names not in ("unique", "torch"):
+            raise ValueError(f'file_names={file_names!r}: must be "unique" or "torch"')
+        if file_names == "torch" and unchanged != "write":
+            raise ValueError(
+                f'unchanged={unchanged!r} needs file_names="unique": files that are linked have such names'
+            )
+        self.file_names: FileNames = file_names
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
@@ -276,6 +288,8 @@ class RingWriter(FileSystemWriter):
             raise RuntimeError(
                 f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
             )
+        if self.file_names == "torch":
+            layout.refuse_checkpoint(self._directory, self._own_rank_only)
         if not isinstance(plan, RingPlan):
             check_sizes(plan.items)
         elif self.objects == "error" and plan.values is not None:
@@ -322,7 +336,8 @@ class RingWriter(FileSystemWriter):
             judge=None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused),
         )
         self._run.meter.begin(saving.planned_bytes)
-        rank, tag, numbers = self._plan_rank(plan), new_tag(), itertools.count()
+        rank, numbers = self._plan_rank(plan), itertools.count()
+        tag = new_tag() if self.file_names == "unique" else None
         pending = Pending(str(self.path), watch, self.sync_files)
         keeping, earlier = self._compared(saving, planner, rank)
 
@@ -338,6 +353,8 @@ class RingWriter(FileSystemWriter):
                     watch.add(stats.linked_bytes)
             for some, objects, key in self._files(saving.items, keeping):
                 name = new_name()
+                if tag is None:
+                    _C.remove_files(str(self.path), [name])
                 with self._phases.core(watch, f"file {name}", [name]):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)

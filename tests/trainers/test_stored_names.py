@@ -77,6 +77,7 @@ def kinds(kind: str) -> tuple[Any, Any]:
     if kind == "inkling":  # rows of gate and up take turns
         few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8}
         few |= {"num_key_value_heads": 2, "swa_num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+        few["unpadded_vocab_size"] = TEXT["vocab_size"]
         return AutoModelForCausalLM, Inkling2TextConfig(**TEXT, **few)
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return AutoModelForCausalLM, Qwen3MoeConfig(**TEXT, **few, num_key_value_heads=2, head_dim=8)

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,22 @@ def kernel(root: Path, **files: str) -> Kernel:
 # ---- where all is well ----
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "found"), [("", "ok", "by DCPRING_INSTALL=1: replaces"), ("-S", "missing", "not seen")]
+)
+def test_a_variable_that_nothing_reads_is_told(
+    flags: str, status: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where dcpring lies in a folder of PYTHONPATH, whose .pth files Python does not read."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {flags} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("DCPRING_INSTALL", "1")
+    check = by_name(list(_doctor._software()))["install()"]
+    assert check.status == status and found in check.found
+
+
 def test_all_is_well(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     result = _cli.run("doctor", tmp_path)
@@ -69,7 +86,8 @@ def test_json(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in document["checks"]}
     assert checks["registered buffers"]["status"] in ("ok", *(["slow"] if os.geteuid() else []))  # root has no limit
     for name in ("io_uring", "CRC-32", *DIRECTORY_CHECKS, "torch"):
-        assert checks[name]["status"] == "ok", checks[name]
+        may_be_slow = name in ("sync", "commit")  # on a disk that others use, too
+        assert checks[name]["status"] in ("ok", *(["slow"] if may_be_slow else [])), checks[name]
         assert checks[name]["found"]
     assert checks["save, uring"]["found"].endswith("direct, through the page cache")
 

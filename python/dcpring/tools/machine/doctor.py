@@ -14,6 +14,8 @@ import mmap
 import os
 import platform
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -454,6 +456,10 @@ def _installed() -> Check:
     except Exception as error:
         meaning = "dcpring.install() does not work with this torch; RingWriter(...) and its kin do where they are given"
         return Check("software", "install()", "missing", str(error), meaning)
+    if by and subprocess.run([sys.executable, "-c", "import sys; sys.exit('dcpring' not in sys.modules)"]).returncode:
+        meaning = "programs that do not import dcpring by themselves go on with torch's storage"
+        cure = "install dcpring with pip (a path in PYTHONPATH is not enough), or start them by: python -m dcpring run"
+        return Check("software", "install()", "missing", f"{by} is not seen when Python starts", meaning, cure)
     if not by and install.current() is None:
         return Check("software", "install()", "ok", f"not in use; would replace {names}")
     return Check("software", "install()", "ok", f"in use{f', by {by}' if by else ''}: replaces {names}")

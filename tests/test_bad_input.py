@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import socket
 from pathlib import Path
@@ -44,6 +45,7 @@ from dcpring import (
     RingSavePlanner,
     RingWriter,
 )
+from dcpring.base.files import names_in, read_regular
 from dcpring.format.metadata import placed_of
 
 STATE = small_state(1)
@@ -445,8 +447,8 @@ except CheckpointException as caught:
 
 @pytest.mark.parametrize(
     ("action", "what", "mode"),
-    [("save", ".", 0o555), ("save", ".", 0o333), ("load", "data", 0), ("load", ".metadata", 0)],
-    ids=("save into what cannot be written", "nor listed", "load data", "load metadata"),
+    [("save", ".", 0o555), ("save", ".", 0o333), ("load", "data", 0), ("load", ".metadata", 0), ("load", ".", 0o311)],
+    ids=("save into what cannot be written", "nor listed", "load data", "load metadata", "load what cannot be listed"),
 )
 def test_no_permission(tmp_path: Path, action: str, what: str, mode: int) -> None:
     """Root needs none; so this root gives the privilege up."""
@@ -458,7 +460,8 @@ def test_no_permission(tmp_path: Path, action: str, what: str, mode: int) -> Non
     said = run_python(WITHOUT_PERMISSION, action, str(path), without=("dac_override", "dac_read_search"))
     closed.chmod(0o755)
     # DCP has words of its own for metadata that cannot be read, around ours.
-    assert said.startswith("AssertionError" if what == ".metadata" else "PermissionError")
+    is_dcps = action == "load" and what != "data"
+    assert said.startswith("AssertionError" if is_dcps else "PermissionError")
     assert "Permission denied" in said
     assert "check the permissions" in said
     assert str(path) in said
@@ -467,6 +470,19 @@ def test_no_permission(tmp_path: Path, action: str, what: str, mode: int) -> Non
         assert any(f"'{key}" in said for key in STATE)
     assert {entry.name for entry in path.iterdir()} == before == needed_files(path)
     assert equal(load(STATE, path), STATE)
+
+
+def test_errors_of_pythons_own_calls_say_path_and_cure_on_other_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "itself").symlink_to("itself")
+    for call, path, words in (
+        (names_in, tmp_path / "itself", "its links lead in a circle"),
+        (names_in, Path(__file__), "a checkpoint is a directory"),
+        (read_regular, Path("/proc/self/mem"), "the device reported an error"),
+    ):
+        with pytest.raises(OSError, match=words) as caught:
+            call(path)
+        sent = pickle.loads(pickle.dumps(caught.value))
+        assert str(sent) == str(caught.value) and str(path) in str(sent) and sent.errno == caught.value.errno
 
 
 BELOW = """

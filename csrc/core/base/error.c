@@ -111,7 +111,8 @@ static const char *cure_for(int err) {
         return "the path, or a name in it, is longer than the file system allows; choose a shorter one";
     case EXDEV:
     case ELOOP:
-        return "the path leads out of the checkpoint directory, which is refused; copy the file into it";
+        return "the path leads out of the checkpoint directory, which is refused, or its links lead in a circle; put "
+               "the file itself there";
     case ENOTDIR:
         return "a checkpoint is a directory; the path, or a part of it, is a file";
     case ESPIPE:

@@ -15,13 +15,15 @@ from dcpring.errors import CorruptCheckpointError
 
 
 @contextlib.contextmanager
-def with_cure() -> Iterator[None]:
-    """What Python's own calls raise ends as the errors of the core do: with what to do about it."""
+def with_cure(path: Path) -> Iterator[None]:
+    """What Python's own calls raise ends as the errors of the core do: with what to do about it, and with the path."""
     try:
         yield
     except OSError as error:
         if error.errno is not None and (cure := _C.cure(error.errno)):
             error.strerror = f"{error.strerror}; {cure}"
+            error.args = (error.errno, error.strerror)  # what other ranks get
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -31,7 +33,7 @@ def names_in(directory: Path) -> list[str]:
     Raises:
         OSError: it cannot be listed.
     """
-    with with_cure():
+    with with_cure(directory):
         return os.listdir(directory)
 
 
@@ -42,7 +44,7 @@ def open_regular(path: Path) -> io.BufferedReader:
         CorruptCheckpointError: it is no regular file.
         OSError: it cannot be opened.
     """
-    with with_cure():
+    with with_cure(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -52,7 +54,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 def read_regular(path: Path) -> bytes:
     """All of a file. Raises as ``open_regular``."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, with_cure(path):
         return file.read()
 
 

@@ -283,7 +283,7 @@ def _is_below(directory: Path, name: str) -> bool:
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as one, or a directory or an index leads to some."""
     if path.is_dir():
-        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in os.listdir(path))
+        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names_in(path))
     if path.name.endswith(".json"):
         return True
     with open_regular(path) as file:

@@ -56,7 +56,7 @@ _SHARD = re.compile(r"model(?:-[0-9a-f]{16})?-\d{5}-of-\d{5}\.safetensors")
 def is_model(path: Path) -> bool:
     """Whether a path means safetensors: a file, an index, or a directory without metadata of DCP's that has some."""
     if path.is_dir():
-        return not any(name.endswith(METADATA_NAME) for name in os.listdir(path)) and is_safetensors(path)
+        return not any(name.endswith(METADATA_NAME) for name in names_in(path)) and is_safetensors(path)
     return path.is_file() and is_safetensors(path)
 
 

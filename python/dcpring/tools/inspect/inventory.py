@@ -284,7 +284,7 @@ def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> d
 
 def _there(directory: Path, parts: Sequence[Contents]) -> dict[str, os.stat_result]:
     """The files in a directory, and those of models that lie in folders below it."""
-    with with_cure(), os.scandir(directory) as entries:
+    with with_cure(directory), os.scandir(directory) as entries:
         there = {entry.name: entry.stat() for entry in entries if entry.is_file()}
     models = [contents.model.files for contents in parts if contents.model is not None]
     return there | {name: (files.directory / name).stat() for files in models for name in files.versions}

@@ -654,3 +654,15 @@ def test_the_report_has_every_phase(tmp_path: Path) -> None:
     assert list(report.seconds) == ["local plan", "gather", "plan", "scatter", "write", "commit"]
     assert (report.ranks[0].items, report.ranks[0].bytes, report.ranks[0].files) == (2, 8, 1)
     assert "rank" in str(report) and report.imbalance == 1.0
+
+
+def test_methods_that_are_set_on_a_planner_are_asked(tmp_path: Path) -> None:
+    """As unittest.mock does it, instead of by a subclass."""
+    saves, loads = RingSavePlanner(), RingLoadPlanner()
+    looked, loaded = saves.lookup_object, loads.load_bytes
+    with mock.patch.object(saves, "lookup_object", side_effect=lambda index: looked(index) * 2):
+        dcp.save({"a": 3, "b": torch.ones(1)}, storage_writer=RingWriter(tmp_path), planner=saves, no_dist=True)
+    state = {"a": 0, "b": torch.zeros(1)}
+    with mock.patch.object(loads, "load_bytes", side_effect=loaded) as asked:
+        dcp.load(state, storage_reader=RingReader(tmp_path), planner=loads, no_dist=True)
+    assert asked.call_count == 1 and state == {"a": 6, "b": torch.full((1,), 2.0)}

@@ -619,6 +619,9 @@ def test_async_saves(tmp_path: Path) -> None:
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         RingHFWriter(tmp_path, max_shard_bytes=0)
+    for option in ({"file_names": "torch"}, {"unchanged": "link"}, {"overwrite": False}):  # RingWriter's
+        with pytest.raises(TypeError, match=f"RingHFWriter.*{next(iter(option))}"):
+            RingHFWriter(tmp_path, **option)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="floating-point dtype"):
         RingHFWriter(tmp_path, dtype=torch.int8)
     for dtype in ("bfloat16", {"*": None}):

@@ -140,6 +140,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     ) -> None:
         if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: must be an int from 1")
+        if unknown := sorted(io.keys() - IOArguments.__annotations__.keys()):  # RingWriter would know some of these
+            raise TypeError(f"RingHFWriter.__init__() got an unexpected keyword argument {unknown[0]!r}")
         RingWriter.__init__(
             self,
             path,

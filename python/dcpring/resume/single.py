@@ -38,6 +38,9 @@ __all__ = ["load", "save"]
 TREE_KEY = "dcpring.tree"
 """The entry that holds the tree of names."""
 
+_IN_TREE = "a key or an attribute of a dict in the tree"
+"""What errors call what is pickled with it."""
+
 ROOT = "tree"
 """Where a tree lies that is no mapping."""
 
@@ -140,12 +143,10 @@ def load(
 
 
 def _refuse(values: Mapping[str, Any], safe: Safe) -> None:
-    refused = refusals(((name, value) for name, value in values.items() if not isinstance(value, Tensor)), safe)
+    objects = ((name, value) for name, value in values.items() if not isinstance(value, Tensor))
+    refused = refusals(((_IN_TREE if name == TREE_KEY else name, value) for name, value in objects), safe)
     if refused:
-        shown = [
-            f"a key or an attribute of a dict in the tree ({kind})" if name == TREE_KEY else f"{name!r} ({kind})"
-            for name, kind in refused.items()
-        ]
+        shown = [f"{name if name == _IN_TREE else repr(name)} ({kind})" for name, kind in refused.items()]
         kinds = ", ".join(sorted(set(refused.values())))
         raise CheckpointError(
             f"cannot save {some(shown, 8)}: a load refuses what is more than plain data. Keep numbers, strings, "

@@ -190,10 +190,18 @@ def test_quantized_tensors_are_sent_with_their_quantizers() -> None:
     x = torch.randn(4, 6)
     state = {
         "tensor": torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
+        "parameter": torch.nn.Parameter(torch.quantize_per_tensor(x, 0.1, 3, torch.qint8), requires_grad=False),
+        "tuple": ({"tensor": torch.quantize_per_tensor(x, 0.2, 3, torch.quint8)},),
         "channels": [torch.quantize_per_channel(x, torch.rand(4) + 1, torch.arange(4), 0, torch.qint8)],
     }
     received = ForkingPickler.loads(bytes(ForkingPickler.dumps(StagingBuffer(is_shared=True).stage(state))))
-    for sent, got in ((state["tensor"], received["tensor"]), (state["channels"][0], received["channels"][0])):
+    for sent, got in (
+        (state["tensor"], received["tensor"]),
+        (state["parameter"], received["parameter"]),
+        (state["tuple"][0]["tensor"], received["tuple"][0]["tensor"]),
+        (state["channels"][0], received["channels"][0]),
+    ):
+        assert type(got) is type(sent)
         assert got.qscheme() == sent.qscheme() and torch.equal(got, sent)
         assert got.untyped_storage().is_shared()
 

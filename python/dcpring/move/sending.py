@@ -38,7 +38,12 @@ class _Quantized:
         self._tensor = tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._tensor.__reduce_ex__(protocol)
+        make, arguments, *state = self._tensor.__reduce_ex__(protocol)
+        return make, tuple(map(_with_quantizer, arguments)), *state  # of a parameter there is the tensor in it
+
+
+def _with_quantizer(value: Any) -> Any:
+    return _Quantized(value) if isinstance(value, Tensor) and value.is_quantized else value
 
 
 class _Sent:
@@ -60,16 +65,16 @@ class _Sent:
 
     def without(self, value: Any) -> Any:
         """The tree with None in the place of what is sent by columns."""
+        if type(value) is tuple:
+            return tuple(map(self.without, value))
         if type(value) not in (dict, list):
-            return value
+            return _with_quantizer(value)
         made = value.copy()
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             if type(part) in PLAIN_TYPES and self._takes(part):
                 self.parents.append(made)
                 self.keys.append(key)
                 made[key] = None
-            elif isinstance(part, Tensor) and part.is_quantized:
-                made[key] = _Quantized(part)
             else:
                 made[key] = self.without(part)
         return made

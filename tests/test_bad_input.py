@@ -318,7 +318,8 @@ def test_an_error_that_comes_late_says_what_has_changed(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_layout_that_cannot_be_copied(tmp_path: Path) -> None:
-    save({"w": torch.eye(3).to_sparse_csr()}, tmp_path)
+    state = {"w": torch.eye(3).to_sparse_csr()}  # which torch 2.15's own planner does not save
+    dcp.save(state, storage_writer=RingWriter(tmp_path), planner=RingSavePlanner(), no_dist=True)
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"w": torch.zeros(3, 3)}, storage_reader=RingReader(tmp_path), no_dist=True)
     layouts = "the checkpoint has torch.sparse_csr, the state dict torch.strided"

@@ -101,20 +101,10 @@ def transformers(size: Size, folder: Path) -> Trainer:
     )
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
-        use_cpu=True,
         max_steps=1,
         save_strategy="no",
-        per_device_train_batch_size=2,
-        report_to=[],
         disable_tqdm=True,
-        fsdp=True,
-        fsdp_config={
-            "fsdp_version": 2,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "cpu_ram_efficient_loading": False,
-        },
+        **program.SHARDED,
     )
     trainer = TransformersTrainer(LlamaForCausalLM(config), arguments, train_dataset=program.Tokens())
     trainer.train()

@@ -45,11 +45,12 @@ static int look_at_items(struct looker *looker, PyObject *values, int levels) {
     return rc == 1 && PyErr_Occurred() ? -1 : rc;
 }
 
-static int has_attributes(PyObject *value) {
+/* As look() says it. */
+static int has_no_attributes(PyObject *value) {
     PyObject *attributes = PyObject_GetAttrString(value, "__dict__");
     Py_ssize_t count = attributes ? PyObject_Size(attributes) : -1;
     Py_XDECREF(attributes);
-    return count < 0 ? -1 : count > 0;
+    return count < 0 ? -1 : count == 0;
 }
 
 static bool is_among(PyObject *types, PyObject *type) {
@@ -73,8 +74,8 @@ static int look(struct looker *looker, PyObject *value, int levels) {
         return look_at_items(looker, value, levels - 1);
     if (type != looker->ordered)
         return 0;
-    int rc = has_attributes(value);
-    return rc == 0 ? look_at_dict(looker, value, levels - 1) : rc < 0 ? rc : 0;
+    int rc = has_no_attributes(value);
+    return rc == 1 ? look_at_dict(looker, value, levels - 1) : rc;
 }
 
 static PyObject *holds_only(PyObject *module, PyObject *args) {

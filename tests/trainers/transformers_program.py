@@ -29,6 +29,22 @@ class MakesFolder(TrainerCallback):
         os.makedirs(f"{args.output_dir}/checkpoint-{state.global_step}", exist_ok=True)
 
 
+SHARDED = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "report_to": [],
+    "fsdp": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": False,
+    },
+}
+"""What a Trainer of a Llama takes for FSDP2 on CPUs."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -48,20 +64,10 @@ def main() -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True} if options.best else {}
     arguments = TrainingArguments(
         output_dir=str(options.folder),
-        use_cpu=True,
         max_steps=4,
         save_steps=2,
         save_total_limit=3,
-        per_device_train_batch_size=2,
-        report_to=[],
-        fsdp=True,
-        fsdp_config={
-            "fsdp_version": 2,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "cpu_ram_efficient_loading": False,
-        },
+        **SHARDED,
         **best,
     )
     trainer = Trainer(

@@ -46,10 +46,7 @@ def flatten(state_dict: Mapping[str, Any]) -> Flat:
 
 def flat_of(values: dict[str, Any], paths: dict[str, Path]) -> Flat:
     """What is one level already, with the paths that its names stand for: all of strings."""
-    codes: dict[Path, bytes] = {}
-    for path in paths.values():
-        if path[:-1] not in codes:
-            codes[path[:-1]] = _path_code(path)
+    codes = {above: _path_code((*above, "")) for above in {path[:-1] for path in paths.values()}}
     return Flat(values, paths, [codes[paths[name][:-1]] for name in values])
 
 

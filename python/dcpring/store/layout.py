@@ -99,7 +99,8 @@ def is_part(name: str) -> bool:
 def rank_metadata_files(directory: Path, names: list[str] | None = None) -> dict[int, Path]:
     """The rank-local metadata files (``use_collectives=False``), by rank; ``names``: the directory, where it is listed
     already."""
-    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in names or names_in(directory))
+    names = names_in(directory) if names is None else names
+    matches = ((name, _RANK_METADATA.fullmatch(name)) for name in names)
     return {int(match[1]): directory / name for name, match in matches if match}
 
 
@@ -111,7 +112,7 @@ def rank_of_metadata(name: str) -> int | None:
 
 def metadata_files(directory: Path, names: list[str] | None = None) -> list[Path]:
     """All of the directory, the global one first."""
-    names = names or names_in(directory)
+    names = names_in(directory) if names is None else names
     main = [directory / METADATA_NAME] if METADATA_NAME in names else []
     return [*main, *rank_metadata_files(directory, names).values()]
 

@@ -22,7 +22,7 @@ from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.ledger import Place
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR
 from dcpring.move.device import Downloader, HostCopies
-from dcpring.move.objects import PICKLE_CURE, Judge
+from dcpring.move.objects import PICKLE_CURE, Judge, archive_of
 from dcpring.move.save.items import TableItems, items_of
 from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
 from dcpring.move.save.results import ResultList, Results, place_at, results_of
@@ -272,9 +272,7 @@ class Saving:
             raise CheckpointError(f"cannot save {self.items.name(position)!r}: {FREED}")
         if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
-        out = io.BytesIO()
-        torch.save(tensor, out)
-        return out.getvalue()
+        return archive_of(tensor)
 
     def _write_pickled_tensors(self, file: _C.FileWriter, positions: list[int]) -> None:
         self._stats.tensor_bytes += self._write_pickled(file, positions, self._tensor_bytes)

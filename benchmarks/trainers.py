@@ -104,7 +104,7 @@ def transformers(size: Size, folder: Path) -> Trainer:
         max_steps=1,
         save_strategy="no",
         disable_tqdm=True,
-        **program.SHARDED,
+        **program.sharded(),
     )
     trainer = TransformersTrainer(LlamaForCausalLM(config), arguments, train_dataset=program.Tokens())
     trainer.train()

@@ -29,20 +29,21 @@ class MakesFolder(TrainerCallback):
         os.makedirs(f"{args.output_dir}/checkpoint-{state.global_step}", exist_ok=True)
 
 
-SHARDED = {
-    "use_cpu": True,
-    "per_device_train_batch_size": 2,
-    "report_to": [],
-    "fsdp": True,
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "cpu_ram_efficient_loading": False,
-    },
-}
-"""What a Trainer of a Llama takes for FSDP2 on CPUs."""
+def sharded() -> dict[str, Any]:
+    """What a Trainer of a Llama takes for FSDP2 on CPUs; made anew, as TrainingArguments changes what it is given."""
+    return {
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "fsdp": True,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        },
+    }
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def main() -> None:
         max_steps=4,
         save_steps=2,
         save_total_limit=3,
-        **SHARDED,
+        **sharded(),
         **best,
     )
     trainer = Trainer(

@@ -45,6 +45,8 @@ PACKAGES ?= all
 setup: build/.installed
 
 # Installs those of $(1) that are missing, where there is dpkg; elsewhere the build says what it misses.
+# On a fresh machine something else often holds apt's locks: apt-get waits for dpkg's by itself, and for none of update's.
+APT_PAUSE := 10
 define install_packages
 	mkdir -p build; command -v dpkg-query >/dev/null || exit 0; \
 	missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q "ok installed" || echo $$p; done); \
@@ -53,8 +55,13 @@ define install_packages
 	sudo=$$([ $$(id -u) -eq 0 ] || echo sudo); \
 	echo "== system packages are missing, and will be installed now by $${sudo:+sudo }apt-get:" $$missing; \
 	[ ! -t 0 ] || { echo "   (Ctrl-C within 5 s if you do not want that; PACKAGES=none goes on without them)"; sleep 5; }; \
-	{ $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; } \
-	  >build/apt.log 2>&1 || { tail -5 build/apt.log; echo "Install these packages yourself, then run make again."; exit 1; }
+	apt() { $$sudo env LC_ALL=C DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "$$@" >build/apt.log 2>&1; }; \
+	failed() { tail -5 build/apt.log; echo "Install these packages yourself, then run make again."; exit 1; }; \
+	tries=0; until apt update; do \
+	  grep -q "Could not get lock" build/apt.log && [ $$((tries += 1)) -le 60 ] || failed; \
+	  [ $$tries != 1 ] || echo "   (another apt-get is running: waiting for it, up to 10 minutes)"; sleep $(APT_PAUSE); \
+	done; \
+	apt install -y $$missing || failed
 endef
 
 build/.system:

@@ -244,3 +244,31 @@ def test_missing_library_stops_the_build_with_the_package_to_install(source: Pat
     assert built.returncode != 0
     assert "apt-get install libdeflate-dev" in built.stderr
     assert "liburing-dev" not in built.stderr.split("apt-get install")[1]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_waits_for_another_apt_get(tmp_path: Path) -> None:
+    """On a fresh machine one often runs. The second call finds the lock free; what else fails is not tried again."""
+    locked = 'echo "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 1 (apt-get)"; exit 100'
+    fakes = {
+        "dpkg-query": "exit 1",
+        "sudo": 'exec "$@"',
+        "apt-get": f'echo "$*" >>calls; case "$(wc -l <calls)" in 1) {locked};; 4) echo "E: no network"; exit 100; esac',
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ("make", "-s", "-f", ROOT / "Makefile", "build/.system", "SYSTEM_PACKAGES=gcc", "APT_PAUSE=0")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    first = run(*command, cwd=tmp_path, PATH=path)
+    assert first.returncode == 0 and "waiting for it" in first.stdout, (first.stdout, first.stderr)
+    waits = "-qq -o DPkg::Lock::Timeout=600"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"{waits} update",
+        f"{waits} update",
+        f"{waits} install -y gcc",
+    ]
+    (tmp_path / "build" / ".system").unlink()
+    second = run(*command, cwd=tmp_path, PATH=path)
+    assert second.returncode != 0 and "E: no network" in second.stdout and "Install these packages" in second.stdout
+    assert len((tmp_path / "calls").read_text().splitlines()) == 4

@@ -250,10 +250,11 @@ def test_missing_library_stops_the_build_with_the_package_to_install(source: Pat
 def test_make_waits_for_another_apt_get(tmp_path: Path) -> None:
     """On a fresh machine one often runs. The second call finds the lock free; what else fails is not tried again."""
     locked = 'echo "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 1 (apt-get)"; exit 100'
+    broken = "no network"
     fakes = {
         "dpkg-query": "exit 1",
         "sudo": 'exec "$@"',
-        "apt-get": f'echo "$*" >>calls; case "$(wc -l <calls)" in 1) {locked};; 4) echo "E: no network"; exit 100; esac',
+        "apt-get": f'echo "$*" >>calls; case "$(wc -l <calls)" in 1) {locked};; 4) echo "E: {broken}"; exit 100; esac',
     }
     for name, text in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -270,5 +271,5 @@ def test_make_waits_for_another_apt_get(tmp_path: Path) -> None:
     ]
     (tmp_path / "build" / ".system").unlink()
     second = run(*command, cwd=tmp_path, PATH=path)
-    assert second.returncode != 0 and "E: no network" in second.stdout and "Install these packages" in second.stdout
+    assert second.returncode != 0 and broken in second.stdout and "Install these packages" in second.stdout
     assert len((tmp_path / "calls").read_text().splitlines()) == 4

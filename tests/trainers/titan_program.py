@@ -35,7 +35,7 @@ def make_cpus_pass_for_devices() -> None:
 
 make_cpus_pass_for_devices()
 
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.utils.data import DataLoader, Dataset
-from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torchtitan.components.checkpointer.dcp import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
@@ -31,6 +30,11 @@ from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume.data import ElasticLoader, ElasticSampler
 from dcpring.store.reader import RingReader
 from dcpring.store.writer import RingWriter
+
+try:
+    from torchtitan.components.dataloader import BaseDataLoader
+except ModuleNotFoundError:  # from August 2026 on
+    from torchtitan.components.data.loader import BaseDataLoader
 
 __all__ = ["ElasticDataLoader", "RingCheckpointManager"]
 
@@ -57,7 +61,8 @@ class RingCheckpointManager(CheckpointManager):
         """Saves ``state_dict`` into the folder ``checkpoint_id``; returns what ``dcp.async_save`` does."""
         if to_hf or filesystem.is_remote(checkpoint_id):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        ring: dict[str, Any] = {"storage_writer": RingWriter(checkpoint_id), "planner": RingSavePlanner()}
+        writer, planner = RingWriter(checkpoint_id), RingSavePlanner()
+        ring: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer, "planner": planner}
         result = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, **ring)
@@ -73,7 +78,8 @@ class RingCheckpointManager(CheckpointManager):
         """Loads the folder ``checkpoint_id`` into ``state_dict``, and the model from it."""
         if from_hf or filesystem.is_remote(checkpoint_id):
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        dcp.load(state_dict, storage_reader=RingReader(checkpoint_id), planner=RingLoadPlanner())
+        reader, planner = RingReader(checkpoint_id), RingLoadPlanner()
+        dcp.load(state_dict, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
@@ -82,16 +88,16 @@ class ElasticDataLoader(BaseDataLoader):
     """A data loader for torchtitan that goes on with any number of ranks: every sample of an epoch is used once.
 
     torchtitan's own loaders keep a position for each rank, and refuse another data-parallel degree. The progress of
-    this one belongs to no rank. A subclass says what the samples are, and has a ``Config`` of its own, which may
-    be empty::
+    this one belongs to no rank. A subclass says what the samples are, and has a ``Config`` of its own.
+    Where torchtitan counts a batch in tokens, that is as many samples as have them, one after the other::
 
         class Loader(ElasticDataLoader):
             @dataclass(kw_only=True, slots=True)
             class Config(ElasticDataLoader.Config):
-                pass
+                path: str
 
             def samples(self, config, *, tokenizer, seq_len, **_):
-                return PackedTokens(config.dataset_path, seq_len)
+                return PackedTokens(config.path, seq_len)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -112,8 +118,18 @@ class ElasticDataLoader(BaseDataLoader):
         """Whether batches are copied to pinned memory."""
 
     def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **kwargs: Any
+        self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int | None = None, **kwargs: Any
     ) -> None:
+        collate = default_collate
+        if local_batch_size is None:  # from August 2026 on
+            kwargs["seq_len"], collate = kwargs["max_context_length"], _in_a_row
+            tokens, seq_len = kwargs["num_tokens_per_batch"], kwargs["seq_len"]
+            local_batch_size = tokens // seq_len
+            if tokens % seq_len:
+                raise ValueError(
+                    f"a batch of {tokens} tokens is no number of samples of {seq_len}; make "
+                    "num_tokens_per_microbatch_per_dp_rank a multiple of max_context_length"
+                )
         dataset = self.samples(config, **kwargs)
         sampler = ElasticSampler(
             len(dataset),  # type: ignore[arg-type]
@@ -134,6 +150,7 @@ class ElasticDataLoader(BaseDataLoader):
                 dataset,
                 batch_size=local_batch_size,
                 sampler=sampler,
+                collate_fn=collate,
                 num_workers=config.num_workers,
                 pin_memory=config.pin_memory,
             )
@@ -145,7 +162,7 @@ class ElasticDataLoader(BaseDataLoader):
 
         Args:
             config: this loader's configuration.
-            **kwargs: what else torchtitan gives a loader: ``tokenizer``, ``seq_len`` and more.
+            **kwargs: what else torchtitan gives a loader: ``tokenizer`` and more, and always ``seq_len``.
         """
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -160,3 +177,9 @@ class ElasticDataLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there, on any number of ranks."""
         self.loader.load_state_dict(state_dict)
+
+
+def _in_a_row(samples: list[Any]) -> Any:
+    """A batch without a dimension of its own."""
+    inputs, labels = default_collate(samples)
+    return {name: one.flatten(0, 1) for name, one in inputs.items()}, labels.flatten(0, 1)

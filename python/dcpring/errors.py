@@ -34,7 +34,19 @@ class CorruptCheckpointError(CheckpointError, RuntimeError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """The checkpoint's pickles ask for more than plain data; the message says what, and which argument allows it."""
+    """The checkpoint's pickles ask for more than plain data; the message says what, and which argument allows it.
+
+    Attributes:
+        what: of the message, without the cure.
+    """
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__(what, cure)
+        self.what = what
+
+    def __str__(self) -> str:
+        _, cure = self.args
+        return f"{self.what}. If you trust it, {cure}" if cure else self.what
 
 
 class KeyMismatchError(CheckpointError, RuntimeError, ValueError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from _checkpoints import assert_equal, is_ours
 from _logs import logged
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, Timer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -321,6 +324,51 @@ def test_a_file_of_before_stays_until_the_folder_in_its_place_is_complete(tmp_pa
     plugin.save_checkpoint({"step": {2: 3}}, path)
     assert plugin.load_checkpoint(path) == {"step": {2: 3}}
     assert list(tmp_path.iterdir()) == [path]
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+
+
+class Configured(BoringModel):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_what_a_load_would_refuse_is_said_in_lightnings_words(tmp_path: Path) -> None:
+    """Hyperparameters of a class of one's own: at the save, and at the load. What is said helps."""
+    path, data = tmp_path / "a.ckpt", torch.utils.data.DataLoader(torch.ones(8, 32))
+    quiet = {**QUIET, "enable_checkpointing": False}
+    with logged() as texts:
+        trainer = Trainer(max_steps=1, plugins=RingCheckpointIO(), **quiet)
+        trainer.fit(Configured(Config()), data)
+        trainer.save_checkpoint(path)
+    (warning,) = (text for text in texts if "what a load refuses by default" in text)
+    with pytest.raises(dcpring.CheckpointError) as not_saved:
+        RingCheckpointIO(objects="error").save_checkpoint({"config": Config()}, tmp_path / "b.ckpt")
+    with pytest.raises(dcpring.UntrustedCheckpointError) as not_loaded:
+        Trainer(max_steps=2, plugins=RingCheckpointIO(), **quiet).fit(Configured(Config()), data, ckpt_path=path)
+    for said in warning, str(not_saved.value), str(not_loaded.value):
+        assert "weights_only=False" in said and "RingCheckpointIO(safe_globals=[" in said and "Config" in said
+        assert not re.search("RingReader|RingWriter|trusted=", said)
+    for plugin, given in (RingCheckpointIO(), {"weights_only": False}), (RingCheckpointIO(safe_globals=[Config]), {}):
+        trainer = Trainer(max_steps=2, plugins=plugin, **quiet)
+        trainer.fit(Configured(Config()), data, ckpt_path=path, **given)
+        assert trainer.global_step == 2
+
+
+def test_remote_folders_are_refused_in_lightnings_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(dcpring.CheckpointError, match=r"s3://bucket/ckpt is remote.*or use ModelCheckpoint, which"):
+        RingCheckpoint("s3://bucket/ckpt", every_n_steps=1)
+    plugin = RingCheckpointIO()
+    with pytest.raises(dcpring.CheckpointError, match="or use ModelCheckpoint without RingCheckpointIO"):
+        plugin.save_checkpoint({"step": 1}, "memory://last.ckpt")
+    assert not list(tmp_path.iterdir())
+    TorchCheckpointIO().save_checkpoint({"step": 1}, "memory://last.ckpt")
+    assert plugin.load_checkpoint("memory://last.ckpt") == {"step": 1}
 
 
 def test_a_link_is_replaced_and_what_it_shows_stays(tmp_path: Path) -> None:

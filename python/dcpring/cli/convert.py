@@ -140,8 +140,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     except ValueError as error:
         raise CheckpointError(_with_options(str(error))) from error
     except UntrustedCheckpointError as error:
-        text, _, _ = str(error).partition(" If you trust")
-        raise CheckpointError(f"{args.source}: {text} If you trust it, convert it with --trusted.") from error
+        raise CheckpointError(f"{args.source}: {error.what}. If you trust it, convert it with --trusted.") from error
     if args.json:
         out.json(asdict(report))
     else:

@@ -217,8 +217,8 @@ def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -
         return unpickle(data, Safe(safe_globals))
     except RefusedError as error:
         raise UntrustedCheckpointError(
-            f"{path} holds more than a checkpoint's metadata has need of, and loading it could run code: {error}. If "
-            f"you trust the checkpoint, pass RingReader(..., trusted=True), or safe_globals=[{error.name}]."
+            f"{path} holds more than a checkpoint's metadata has need of, and loading it could run code: {error}",
+            f"pass RingReader(..., trusted=True), or safe_globals=[{error.name}]",
         ) from None
 
 

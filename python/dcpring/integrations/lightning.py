@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
 from dcpring.resume.checkpointer import Checkpointer
@@ -24,6 +25,7 @@ from dcpring.resume.data import ElasticLoader
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
 from dcpring.resume.whole import Replicated
+from dcpring.store.layout import not_remote
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -65,12 +67,12 @@ class RingCheckpointIO(CheckpointIO):
         """Saves a checkpoint into the folder ``path``. What was there before stays until the new one is complete."""
         if storage_options is not None:
             raise TypeError("RingCheckpointIO takes no storage_options; give options of RingWriter to it instead")
+        _refuse_remote(path, "ModelCheckpoint without RingCheckpointIO")
         # A file is another plugin's, and a link shows another checkpoint: a folder cannot be renamed over either.
         is_in_the_way = os.path.isfile(path) or os.path.islink(path)
         target = f"{os.fspath(path)}.new" if is_in_the_way else path
-        single.save(
-            checkpoint, target, objects=self.objects, safe_globals=self.safe_globals, writer_options=self.options
-        )
+        options = {"objects": self.objects, "safe_globals": self.safe_globals, **self.options}
+        single.write(checkpoint, target, options, f"{_UNSAFE}, or with {_SAFE_GLOBALS}", "RingCheckpointIO")
         if is_in_the_way:
             os.unlink(path)
             os.rename(target, path)
@@ -78,16 +80,20 @@ class RingCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the folder ``path``, into host memory; a file is taken for one of ``TorchCheckpointIO``.
+        """Loads the folder ``path``, into host memory; a file, or what is remote, is ``TorchCheckpointIO``'s.
 
         Args:
             path: what ``save_checkpoint`` was given.
             map_location: taken for files only: Lightning copies what is loaded into the objects of the training.
             weights_only: False trusts the checkpoint: its objects may run any code.
         """
-        if os.path.isfile(path):
+        if os.path.isfile(path) or not_remote(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
-        return single.load(path, trusted=weights_only is False, safe_globals=self.safe_globals)
+        try:
+            return single.load(path, trusted=weights_only is False, safe_globals=self.safe_globals)
+        except UntrustedCheckpointError as error:
+            cure = f"pass {_UNSAFE}, or its class to {_SAFE_GLOBALS.format('...')}"
+            raise UntrustedCheckpointError(error.what, cure) from error
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint, or the file of another plugin."""
@@ -95,6 +101,15 @@ class RingCheckpointIO(CheckpointIO):
             os.unlink(path)
         elif os.path.isdir(path):
             shutil.rmtree(path)
+
+
+_UNSAFE, _SAFE_GLOBALS = "weights_only=False to fit", "RingCheckpointIO(safe_globals=[{}])"
+
+
+def _refuse_remote(path: str | os.PathLike[str], instead: str) -> None:
+    remote = not_remote(path, f"{instead}, which goes through Lightning's own fsspec")
+    if remote:
+        raise CheckpointError(remote)
 
 
 class RingCheckpoint(Checkpoint):
@@ -131,6 +146,7 @@ class RingCheckpoint(Checkpoint):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
+        _refuse_remote(folder, "ModelCheckpoint")
         self.folder, self.every_n_steps, self.blocking = Path(folder), every_n_steps, blocking
         self.components, self.exclude, self.options = dict(components or {}), tuple(exclude), options
         self.checkpointer: Checkpointer | None = None

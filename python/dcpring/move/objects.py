@@ -343,21 +343,28 @@ class Judge:
         if name:
             self.refused[key] = name
             if self.objects == "error":
-                raise CheckpointError(f"cannot save {refused_text(self.refused)}{SAVE_CURE}")
+                raise CheckpointError(f"cannot save {refused_text(self.refused, save='RingWriter')}")
 
 
-def refused_text(refused: Mapping[str, str]) -> str:
-    """Keys and classes that a load refuses, and what to load them with."""
+def refused_text(
+    refused: Mapping[str, str],
+    load: str = "RingReader(..., safe_globals=[{}]), or with trusted=True",
+    save: str = "",
+) -> str:
+    """Keys and classes that a load refuses, and what to do about it.
+
+    Args:
+        refused: by key.
+        load: what to load with; the classes go into its braces.
+        save: what is saving, if they are being saved.
+    """
     shown = some([f"{key!r} ({name})" for key, name in refused.items()], _MOST_NAMED)
     names = sorted(set(refused.values()))
     allowed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    text = f"what a load refuses by default, as it is more than plain data: {shown}. Load with {load.format(allowed)}"
+    if not save:
+        return text
     return (
-        f"what a load refuses by default, as it is more than plain data: {shown}. Load with "
-        f"RingReader(..., safe_globals=[{allowed}]), or with trusted=True"
+        f"{text}; or keep numbers, strings, tensors and containers of them in the state. {save} with the same "
+        'safe_globals, or with objects="allow", does not ask'
     )
-
-
-SAVE_CURE = (
-    "; or keep numbers, strings, tensors and containers of them in the state. RingWriter with the same safe_globals, "
-    'or with objects="allow", does not ask'
-)

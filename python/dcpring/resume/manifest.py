@@ -250,6 +250,6 @@ def unpickled(value: bytes, reader: RingReader) -> Any:
         return unpickle(value, Safe(reader.safe_globals))
     except RefusedError as error:
         raise UntrustedCheckpointError(
-            f"a pickle inside of the checkpoint holds more than plain data, and loading it could run code: {error}. If "
-            f"you trust the checkpoint, pass reader_options={{'trusted': True}}, or {{'safe_globals': [{error.name}]}}"
+            f"a pickle inside of the checkpoint holds more than plain data, and loading it could run code: {error}",
+            f"pass reader_options={{'trusted': True}}, or {{'safe_globals': [{error.name}]}}",
         ) from None

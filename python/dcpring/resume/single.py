@@ -8,6 +8,7 @@ there is a process group.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import OrderedDict
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.unpickler import Safe, Trust
-from dcpring.move.objects import ObjectPolicy, refusals
+from dcpring.move.objects import ObjectPolicy, refusals, refused_text
 from dcpring.plan.flatten import Flat, Path, flat_of
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
@@ -34,6 +34,8 @@ from dcpring.torchside.dcp import plans_for_itself
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
 
 __all__ = ["load", "save"]
+
+logger = logging.getLogger("dcpring")
 
 TREE_KEY = "dcpring.tree"
 """The entry that holds the tree of names."""
@@ -81,16 +83,22 @@ def save(
         CheckpointError: something in the tree cannot come back as it is; the message names it, and the cure.
         OSError: with errno and path.
     """
+    options = {"objects": objects, "safe_globals": safe_globals, **(writer_options or {})}
+    write(tree, path, options, "dcpring.load(..., safe_globals=[{}]), or with trusted=True", "dcpring.save")
+
+
+def write(tree: Any, path: str | os.PathLike[str], options: dict[str, Any], load: str, save: str) -> None:
+    """``save`` by options of ``RingWriter``, and with the words of whoever calls it (``refused_text``)."""
     encoder = _Encoder()
     try:
         names = encoder.node(tree, () if type(tree) in (dict, OrderedDict) else (ROOT,))
     except RecursionError:
         raise CheckpointError("cannot save the tree: it holds itself, or is nested too deeply") from None
     values: dict[str, Any] = {**encoder.values, TREE_KEY: (trees.MARK, names)}
-    if objects == "error":
-        _refuse(values, Safe(safe_globals))
-    options = {"objects": "allow" if objects == "error" else objects, "safe_globals": safe_globals}
-    writer = RingWriter(path, **{**options, **(writer_options or {})})
+    writer = RingWriter(path, **options)
+    if writer.objects != "allow":
+        _judge(values, writer, load, save)
+        writer.objects = "allow"
     try:
         dcp.save(values, writer, _NamedPlanner(encoder.paths), None)
     except CheckpointException as error:
@@ -142,17 +150,15 @@ def load(
         raise CorruptCheckpointError(message, stored.path) from error
 
 
-def _refuse(values: Mapping[str, Any], safe: Safe) -> None:
+def _judge(values: Mapping[str, Any], writer: RingWriter, load: str, save: str) -> None:
     objects = ((name, value) for name, value in values.items() if not isinstance(value, Tensor))
-    refused = refusals(((_IN_TREE if name == TREE_KEY else name, value) for name, value in objects), safe)
-    if refused:
-        shown = [f"{name if name == _IN_TREE else repr(name)} ({kind})" for name, kind in refused.items()]
-        kinds = ", ".join(sorted(set(refused.values())))
-        raise CheckpointError(
-            f"cannot save {some(shown, 8)}: a load refuses what is more than plain data. Keep numbers, strings, "
-            "tensors and containers of them there; or, if what loads it may run the code of these classes, pass "
-            f'safe_globals=[{kinds}] here and to the load, or objects="allow" here and trusted=True there'
-        )
+    named = ((_IN_TREE if name == TREE_KEY else name, value) for name, value in objects)
+    refused = refusals(named, Safe(writer.safe_globals))
+    if not refused:
+        return
+    if writer.objects == "error":
+        raise CheckpointError(f"cannot save {refused_text(refused, load, save)}")
+    logger.warning("%s holds %s", writer.path, refused_text(refused, load, save))
 
 
 def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:

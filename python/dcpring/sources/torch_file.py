@@ -155,8 +155,8 @@ class TorchSource:
                 return load_with_torch(path, Safe(), location, entries, mmap=location == "cpu")[0]
         except RefusedError as error:
             raise UntrustedCheckpointError(
-                f"{self._path} holds more than plain data and tensors, and loading it could run code: {error}. If you "
-                "trust the file, convert it with --trusted."
+                f"{self._path} holds more than plain data and tensors, and loading it could run code: {error}",
+                "convert it with --trusted",
             ) from error
         except (MemoryError, OSError):
             raise

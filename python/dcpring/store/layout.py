@@ -31,14 +31,17 @@ _MOST_NAMED = 8
 _OF_TORCH_SAVE = (".bin", ".pth")
 
 
-def not_remote(path: object) -> str:
-    """Why a path is none of a file system, as "gs://bucket/step-1"; "" if it is one. No folder "gs:" is ever meant."""
+def not_remote(path: object, instead: str = "torch.distributed.checkpoint's FsspecWriter and FsspecReader") -> str:
+    """Why a path is none of a file system, as "gs://bucket/step-1", and what to use instead; "" if it is one.
+
+    No folder "gs:" is ever meant.
+    """
     text = "" if isinstance(path, Path) else os.fsdecode(os.fspath(path))  # type: ignore[call-overload]
     if "://" not in text:
         return ""
     return (
         f"{text} is remote storage, which dcpring does not write or read yet; give a folder of a file system that is "
-        "mounted, or use torch.distributed.checkpoint's FsspecWriter and FsspecReader"
+        f"mounted, or use {instead}"
     )
 
 

@@ -38,7 +38,7 @@ from dcpring.format.metadata import (
 )
 from dcpring.format.unpickler import Safe
 from dcpring.move.device import DEFAULT_PIECE_BYTES
-from dcpring.move.objects import SAVE_CURE, Judge, ObjectPolicy, refusals, refused_text
+from dcpring.move.objects import Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import ResultList, Results
@@ -300,7 +300,7 @@ class RingWriter(FileSystemWriter):
         objects = ((key, value) for key, value in values.items() if not describes_itself(value))
         refused = refusals(objects, Safe(self.safe_globals))
         if refused:
-            raise CheckpointError(f"cannot save {refused_text(refused)}{SAVE_CURE}")
+            raise CheckpointError(f"cannot save {refused_text(refused, save='RingWriter')}")
 
     @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -431,7 +431,7 @@ class RingWriter(FileSystemWriter):
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
         if refused:
-            logger.warning("%s holds %s%s", self.path, refused_text(refused), SAVE_CURE)
+            logger.warning("%s holds %s", self.path, refused_text(refused, save="RingWriter"))
         self._run.committed([part.stats for part in results if isinstance(part, Results | ResultList)])
         self._tell(sum(sizes.values()), results)
 

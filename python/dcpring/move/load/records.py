@@ -68,7 +68,8 @@ class Records:
             cure = f"the class in safe_globals=[{error.name}]" if error.name else "the class in safe_globals=[...]"
             raise UntrustedCheckpointError(
                 f"{self._explain.name(position)} holds more than plain data and tensors, and loading it could run "
-                f"code: {error}. If you trust the checkpoint, pass RingReader(..., trusted=True), or {cure}."
+                f"code: {error}",
+                f"pass RingReader(..., trusted=True), or {cure}",
             ) from error
         except MemoryError:
             raise

@@ -16,8 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import dcpring
+from dcpring import PerRank
 from dcpring.data import ElasticLoader, ElasticSampler
 from dcpring.integrations.lightning import RingCheckpoint, RingCheckpointIO
 
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["ddp", "fsdp1", "fsdp2"], default="fsdp2")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=0, help="of numbered samples, by an ElasticLoader")
+    parser.add_argument("--per-rank", choices=["lightning", "own"], help="whose sampler a loader with a state has")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--resume", default=None)
     options = parser.parse_args()
@@ -90,12 +94,18 @@ def main() -> None:
     if options.epochs:  # before there is a process group
         loader = ElasticLoader(DataLoader(Numbered(), batch_size=2, sampler=ElasticSampler(48)))
         validation, components = DataLoader(Samples(), batch_size=48), {"data": loader}
+    world = int(os.environ["WORLD_SIZE"])
+    if options.per_rank:
+        own = StatefulDistributedSampler(Numbered(), world, int(os.environ["RANK"]))
+        loader = StatefulDataLoader(
+            Numbered(), 2, options.per_rank == "lightning", own if options.per_rank == "own" else None
+        )
+        components = {"data": PerRank(loader)}
     callback: Any = ModelCheckpoint(
         options.folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True
     )
     if options.way == "callback":
         callback = RingCheckpoint(options.folder, every_n_steps=3, components=components)
-    world = int(os.environ["WORLD_SIZE"])
     strategies: dict[str, Any] = {
         "ddp": "ddp",
         "fsdp1": FSDP1(state_dict_type="sharded"),
@@ -110,6 +120,7 @@ def main() -> None:
         max_steps=-1 if options.epochs else options.steps,
         max_epochs=options.epochs or None,
         num_sanity_val_steps=0,
+        use_distributed_sampler=options.per_rank != "own",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -118,7 +129,7 @@ def main() -> None:
     model = Model(options.die_at)
     with contextlib.suppress(RuntimeError) if options.die_at else contextlib.nullcontext():
         trainer.fit(model, loader, validation, ckpt_path=options.resume, weights_only=False)
-    if options.epochs:
+    if options.epochs or options.per_rank:
         seen = {"given": model.given, "validated": model.validated}
         (options.folder / f"seen-by-{trainer.global_rank}-of-{world}.json").write_text(json.dumps(seen))
 

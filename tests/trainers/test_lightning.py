@@ -160,6 +160,23 @@ def test_epochs_are_whole_on_other_ranks(tmp_path: Path) -> None:
     assert validated == [0, 1, 2, 3]
 
 
+def test_a_loader_of_each_rank_goes_on_where_it_is_the_one_that_runs(tmp_path: Path) -> None:
+    """Of one without a sampler for ranks Lightning makes another: the state of the given one would say nothing."""
+    ring = ("--way", "callback", "--strategy", "ddp", "--per-rank")
+
+    def given(name: str) -> list[list[int]]:
+        seen = [json.loads((tmp_path / name / f"seen-by-{rank}-of-2.json").read_text()) for rank in range(2)]
+        return [each["given"]["0"] for each in seen]
+
+    train(tmp_path / "whole", 2, *ring, "own")
+    train(tmp_path / "cut", 2, *ring, "own", "--die-at", 4)
+    train(tmp_path / "cut", 2, *ring, "own")
+    assert given("cut") == [whole[6:] for whole in given("whole")] and given("cut")[0] != given("cut")[1]
+    with pytest.raises(AssertionError, match=r"component 'data' is not the loader.*use_distributed_sampler=False"):
+        train(tmp_path / "other", 2, *ring, "lightning")
+    assert not (tmp_path / "other").exists()
+
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -230,6 +247,18 @@ def test_what_a_resume_does_not_fit_can_be_left_out(tmp_path: Path) -> None:
     trainer = Trainer(max_steps=6, callbacks=[RingCheckpoint(folder, **more)], **QUIET)
     with pytest.raises(ValueError, match="leave ckpt_path out"):
         trainer.fit(BoringModel(), loader, ckpt_path=tmp_path / "lightning.ckpt")
+
+
+def test_weights_of_a_checkpoint_are_tested_as_the_page_says(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.ones(8, 32))
+    trained, module = BoringModel(), BoringModel()
+    trainer = Trainer(max_steps=2, callbacks=[RingCheckpoint(tmp_path / "ckpt", every_n_steps=2)], **QUIET)
+    trainer.fit(trained, data)
+    module.load_state_dict(dcpring.load(tmp_path / "ckpt" / "step-2")["model"])
+    assert_same_tree(module.state_dict(), trained.state_dict())
+    assert trainer.test(module, data) == Trainer(**QUIET).test(trained, data)
+    with pytest.raises(ValueError, match="not configured to save the best"):
+        trainer.test(dataloaders=data)
 
 
 class TwoSteps(BoringModel):

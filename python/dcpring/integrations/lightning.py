@@ -130,9 +130,12 @@ class RingCheckpoint(Checkpoint):
         **options: options of ``Checkpointer``, such as ``keep_last``.
 
     Attributes:
+        best_model_path: always "": checkpoints are not ranked.
         checkpointer: None outside of ``fit``.
         report: what the last ``fit`` began with.
     """
+
+    best_model_path = ""  # Lightning asks for it, where a test names no model
 
     def __init__(
         self,
@@ -177,7 +180,9 @@ class RingCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Brings loops and loaders together where an epoch of one is an epoch of the other."""
         assert self.report is not None
-        for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        _refuse_unused(self.components, loaders)
+        for loader in loaders:
             if isinstance(loader, ElasticLoader) and len(loader) == trainer.num_training_batches:
                 _bring_together(trainer.fit_loop, loader, self.report.step is None)
 
@@ -212,6 +217,29 @@ class RingCheckpoint(Checkpoint):
             self._saved = step
 
 
+_LOADER_CURE = (
+    "Trainer(use_distributed_sampler=False) and a sampler that gives each rank its own samples, such as torchdata's "
+    "StatefulDistributedSampler"
+)
+
+
+def _stateful(component: Any) -> Any:
+    return component.stateful if isinstance(component, Component) else component
+
+
+def _refuse_unused(components: Mapping[str, Any], loaders: Sequence[Any]) -> None:
+    """A component whose place Lightning has given to a loader of its own keeps a state that never changes."""
+    for name, component in components.items():
+        given = _stateful(component)
+        dataset = getattr(given, "dataset", None)
+        same = [loader for loader in loaders if dataset is not None and getattr(loader, "dataset", None) is dataset]
+        if same and given not in same:
+            raise ValueError(
+                f"component {name!r} is not the loader that training takes its batches from: Lightning has made "
+                f"another one of it, with a sampler of its own. Take {_LOADER_CURE}; or an ElasticLoader"
+            )
+
+
 class _Loops(Replicated):
     """Lightning's loops, and with them what loaders have as a state that are not among the components, and callbacks.
 
@@ -219,12 +247,12 @@ class _Loops(Replicated):
     goes to those that are there when it is loaded.
     """
 
-    cure = 'a loader with a state of each rank goes into components={"data": PerRank(loader)}'
+    cure = f'a loader with a state of each rank goes into components={{"data": PerRank(loader)}}, with {_LOADER_CURE}'
 
     def __init__(self, trainer: Trainer, components: Sequence[Any]) -> None:
         super().__init__(trainer.fit_loop)
         self._trainer = trainer
-        self._others = [one.stateful if isinstance(one, Component) else one for one in components]
+        self._others = list(map(_stateful, components))
 
     def state(self) -> Any:
         state = super().state()

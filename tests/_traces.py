@@ -1,4 +1,4 @@
-"""Traces: real ones, of saves by several ranks, and made ones, whose critical path is known."""
+"""Traces: real ones, of saves by several ranks, and made ones, whose times are known."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""``dcpring trace``: the critical path of saves that were made up, so that it is known, and of real ones."""
+"""``dcpring trace``: phases by rank of saves that were made up, so that they are known, and of real ones."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,146 +16,76 @@ import torch.distributed.checkpoint as dcp
 from _traces import START, made, slow_sync, write
 
 from dcpring import RingReader, RingWriter
-from dcpring.tools.trace.critical import Analysis
-from dcpring.tools.trace.read import read_operations
-
-PNG = b"\x89PNG\r\n\x1a\n"
+from dcpring.tools.traces import Operation, phases, read_operations, slowest_file
 
 
-def _analysed(folder: Path, traces: list[dict[str, Any]]) -> Analysis:
+def _read(folder: Path, traces: list[dict[str, Any]]) -> Operation:
     operations, _ = read_operations(write(folder, traces))
     assert len(operations) == 1
-    return Analysis(operations[0])
+    return operations[0]
 
 
-def _path(analysis: Analysis, at_least: float = 0.005) -> list[tuple[int, str, float]]:
-    return [(step.rank, step.name, round(step.took / 1e6, 3)) for step in analysis.path if step.took >= at_least * 1e6]
+# ---- where the time went ----
 
 
-# ---- the analysis ----
-
-
-def test_a_slow_sync_on_one_rank(tmp_path: Path) -> None:
-    analysis = _analysed(tmp_path, slow_sync())
-    assert _path(analysis) == [
-        (1, "local plan", 0.2),
-        (0, "global plan", 0.1),
-        (3, "write", 2.1),
-        (0, "commit", 0.05),
+@pytest.mark.parametrize("shift", [-0.2, 0.0, 0.2])
+def test_a_slow_sync_on_one_rank(tmp_path: Path, shift: float) -> None:
+    """A clock that is wrong changes nothing: only times of one rank are subtracted from each other."""
+    operation = _read(tmp_path, slow_sync(shift))
+    found = {phase.name: phase for phase in phases(operation)}
+    assert list(found) == ["local plan", "global plan", "write", "commit"]
+    assert [(name, phase.slowest) for name, phase in found.items()] == [
+        ("local plan", 1),
+        ("global plan", 0),
+        ("write", 3),
+        ("commit", 0),
     ]
-    written = next(step for step in analysis.path if step.name == "write")
-    assert {name: took / 1e6 for name, took in written.parts.items()} == {"fsync": 1.4, "write": 0.7}
-    waited = {(w.rank, w.by, w.name): round(w.took / 1e6, 3) for w in analysis.waited()}
-    assert waited[0, 3, "write"] == waited[1, 3, "write"] == waited[2, 3, "write"] == 1.6
-    assert waited[0, 1, "local plan"] == waited[3, 1, "local plan"] == 0.15
-    assert waited[3, 0, "commit"] == 0.05 and (3, 3, "write") not in waited
-    slowest = analysis.slowest_file()
-    assert slowest is not None and (slowest.rank, slowest.name, slowest.took) == (3, "__3_0", 2_100_000)
-
-
-@pytest.mark.parametrize("shift", [-0.2, -0.05, 0.05, 0.2])
-def test_a_clock_that_is_wrong_does_not_change_the_path(tmp_path: Path, shift: float) -> None:
-    analysis = _analysed(tmp_path, slow_sync(shift))
-    assert analysis.moved == {3: round(-shift * 1e6)}
-    steps = [(1, "local plan", 0.2), (0, "global plan", 0.1), (3, "write", 2.1), (0, "commit", 0.05)]
-    assert _path(analysis) == steps
-    told = _cli.run("trace", *sorted(tmp_path.glob("t.*"))).out
-    assert f"the clock of rank 3 contradicts the coordinator's: its times are moved by {-shift:.3f} s" in told
-
-
-def test_the_path_and_each_rank_make_up_the_whole(tmp_path: Path) -> None:
-    analysis = _analysed(tmp_path, slow_sync())
-    whole = analysis.operation.end - analysis.operation.begin
-    assert sum(step.took for step in analysis.path) == whole
-    for before, after in zip(analysis.path, analysis.path[1:], strict=False):
-        assert before.end == after.begin
-    for row in analysis.times():
-        assert row.plan + row.wait + row.late + row.commit + sum(row.data.values()) == whole
-
-
-def test_a_rank_that_comes_late_is_what_the_others_wait_for(tmp_path: Path) -> None:
-    traces = [
-        made(0, [("local plan", 0, 0.1), ("gather plans", 0.1, 1.0), ("global plan", 1.0, 1.1), ("write", 1.1, 1.2)]),
-        made(1, [("local plan", 0.9, 1.0), ("scatter plans", 1.0, 1.1), ("write", 1.1, 1.2)]),
-    ]
-    analysis = _analysed(tmp_path, traces)
-    assert _path(analysis)[:3] == [(1, "not begun", 0.9), (1, "local plan", 0.1), (0, "global plan", 0.1)]
-    assert tuple(analysis.waited()[0]) == (0, 1, "not begun", 800_000)
-    assert analysis.operation.missing == [2, 3]
-
-
-def test_rounds_of_a_load(tmp_path: Path) -> None:
-    """Rank 1 is late in the first round, rank 0 in the second; then rank 1 reads the longest."""
-    plan = [("read metadata", 0.0, 0.1), ("local plan", 0.1, 0.2)]
-    zero = [*plan, ("gather plans", 0.2, 0.2), ("global plan", 0.2, 0.2), ("scatter plans", 0.2, 0.2)]
-    traces = [
-        made(
-            0,
-            [*zero, ("read", 0.2, 1.2)],
-            kind="load",
-            waits=[("wait for all", 0.3, 0.5), ("wait for all", 0.9, 0.9)],
-        ),
-        made(
-            1,
-            [*plan, ("scatter plans", 0.2, 0.2), ("read", 0.2, 1.5)],
-            kind="load",
-            waits=[("wait for all", 0.5, 0.5), ("wait for all", 0.6, 0.9)],
-        ),
-    ]
-    analysis = _analysed(tmp_path, traces)
-    reads = [(rank, took) for rank, name, took in _path(analysis) if name == "read"]
-    assert reads == [(1, 0.3), (0, 0.4), (1, 0.6)]
+    written = found["write"]
+    assert written.took == {0: 500_000, 1: 500_000, 2: 500_000, 3: 2_100_000}
+    assert written.waited == {0: 1_600_000, 1: 1_600_000, 2: 1_600_000}
+    assert written.parts == {"fsync": 1_400_000, "write": 700_000} and list(written.parts) == ["fsync", "write"]
+    assert found["commit"].waited == {1: 50_000, 2: 50_000, 3: 50_000}
+    assert found["local plan"].waited == {0: 150_000, 2: 150_000, 3: 150_000}
+    assert slowest_file(operation) == (3, "__3_0", 2_100_000, 1 << 30)
 
 
 def test_times_at_once_count_once(tmp_path: Path) -> None:
-    """While a worker fills a block, transfers go on beside it; only what is left over is waiting for the disk."""
     io = [("fill", 0.0, 0.4), ("fill", 0.2, 0.6), ("write", 0.1, 0.9), ("fsync", 0.8, 1.0)]
-    analysis = _analysed(tmp_path, [made(0, [("write", 0.0, 1.1)], io, world_size=1)])
-    (step,) = analysis.path
-    assert {name: took / 1e6 for name, took in step.parts.items()} == {
-        "fill": 0.6,
-        "write": 0.2,
-        "fsync": 0.2,
-        "other": 0.1,
-    }
+    (phase,) = phases(_read(tmp_path, [made(0, [("write", 0.0, 1.1)], io, world_size=1)]))
+    assert phase.parts == {"write": 800_000, "fill": 600_000, "fsync": 200_000}
+
+
+def test_many_ranks_fold(tmp_path: Path) -> None:
+    traces = [made(rank, [("write", 0.0, 0.1 * (rank + 1))], world_size=20) for rank in range(20)]
+    out = _cli.run("trace", *write(tmp_path, traces)).out
+    assert ["write", "0.100", "1.100", "2.000", "rank", "19"] in [line.split()[:6] for line in out.splitlines()]
+    assert "least" in out and "median" in out and "rank 3" not in out
 
 
 def test_a_rank_that_failed_before_it_knew_the_name_is_found_by_time_and_place(tmp_path: Path) -> None:
     traces = slow_sync()
     traces[2] = made(2, [("local plan", 0.0, 0.1)], identity="its own", failed="local plan: ValueError: no")
-    analysis = _analysed(tmp_path, traces)
-    assert sorted(analysis.operation.parts) == [0, 1, 2, 3]
+    assert sorted(_read(tmp_path, traces).parts) == [0, 1, 2, 3]
     assert "failed on rank 2: local plan: ValueError: no" in _cli.run("trace", *sorted(tmp_path.glob("t.*"))).out
 
 
 # ---- the command ----
 
 
-def test_text_and_json_and_pictures(tmp_path: Path) -> None:
+def test_text_and_json(tmp_path: Path) -> None:
     paths = write(tmp_path, slow_sync())
     result = _cli.run("trace", *paths)
     assert result.status == 0 and not result.err
-    assert (
-        "critical path: rank 1 local plan 0.200 s -> rank 0 global plan 0.100 s -> "
-        "rank 3 write 2.100 s of which fsync 1.400 s, write 0.700 s -> rank 0 commit 0.050 s\n"
-    ) in result.out
     lines = [line.split() for line in result.out.splitlines()]
-    assert ["rank", "3", "write", "0.300", "2.100", "85.7", "%", "fsync", "1.400", "s,", "write", "0.700", "s"] in lines
-    assert ["rank", "0", "rank", "3", "write", "1.600"] in lines
-    assert "slowest file: __3_0 of rank 3" in result.out
-    picture = tmp_path / "timeline.png"
-    document = json.loads(_cli.run("trace", *paths, "--json", "--output", picture).out)
-    (operation,) = document["operations"]
+    row = ["write", "0.500", "0.500", "0.500", "2.100", "rank", "3", "4.800"]
+    assert [*row, "fsync", "1.400", "s,", "write", "0.700", "s"] in lines
+    assert ["commit", "0.050", "-", "-", "-", "rank", "0", "0.150"] in lines
+    assert "slowest file: __3_0 of rank 3: 1.0 GiB in 2.100 s, 0.51 GB/s" in result.out
+    (operation,) = json.loads(_cli.run("trace", *paths, "--json").out)["operations"]
     assert operation["begin"] == START / 1e6 and operation["seconds"] == 2.45 and operation["world_size"] == 4
-    steps = [(step["rank"], step["step"]) for step in operation["critical_path"] if step["seconds"]]
-    assert steps == [(1, "local plan"), (0, "global plan"), (3, "write"), (0, "commit")]
-    assert sum(step["percent"] for step in operation["critical_path"]) == pytest.approx(100)
-    assert [row["rank"] for row in operation["ranks"]] == [0, 1, 2, 3]
-    assert picture.read_bytes().startswith(PNG)
-    drawn = tmp_path / "timeline.svg"
-    assert _cli.run("trace", *paths, "--output", drawn).status == 0
-    assert drawn.read_text().lstrip().startswith("<?xml")
-    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name or path.name.startswith(".")]
+    written = next(phase for phase in operation["phases"] if phase["phase"] == "write")
+    assert written["slowest"] == 3 and written["seconds"]["3"] == 2.1 and written["waited"]["0"] == 1.6
+    assert operation["slowest_file"] == {"rank": 3, "file": "__3_0", "seconds": 2.1, "bytes": 1 << 30}
 
 
 def test_a_real_save_of_three_ranks_one_of_which_has_a_slow_sync(tmp_path: Path) -> None:
@@ -167,13 +94,11 @@ def test_a_real_save_of_three_ranks_one_of_which_has_a_slow_sync(tmp_path: Path)
     paths = [tmp_path / f"t.{rank}.json" for rank in range(3)]
     operations = json.loads(_cli.run("trace", *paths, "--json").out)["operations"]
     assert [one["kind"] for one in operations] == ["save", "load"]
-    path = operations[0]["critical_path"]
-    longest = max(path, key=lambda step: step["seconds"])
-    assert (longest["rank"], longest["step"]) == (2, "write") and 2.0 <= longest["parts"]["fsync"] < 2.5
-    assert [step["rank"] for step in path if step["step"] in ("global plan", "commit")] == [0, 0]
+    found = {phase["phase"]: phase for phase in operations[0]["phases"]}
+    assert found["write"]["slowest"] == 2 and found["write"]["parts"]["fsync"] >= 2.0
+    assert found["write"]["waited"]["0"] > 1.0 and found["write"]["waited"]["1"] > 1.0
+    assert found["global plan"]["slowest"] == found["commit"]["slowest"] == 0
     assert operations[0]["slowest_file"]["rank"] == 2
-    waited = {(w["rank"], w["for"]): w["seconds"] for w in operations[0]["waits"] if w["step"] == "write"}
-    assert waited[0, 2] > 1.5 and waited[1, 2] > 1.5
     assert "operation 2: load" in _cli.run("trace", *paths, "--operation", 2).out
     assert "operation 1: save" not in _cli.run("trace", *paths, "--operation", 2).out
     partly = _cli.run("trace", *paths[:2], "--operation", 1)
@@ -189,28 +114,16 @@ def test_a_folder_without_traces(tmp_path: Path) -> None:
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:
-    result = _cli.run_in_terminal("trace", *write(tmp_path, slow_sync()), "--output", tmp_path / "t.svg", columns=120)
-    assert result.status == 0 and "rank 3 write 2.100 s" in result.plain and "│" in result.plain
-    assert "the timeline of operation 1 is in" in result.plain.replace("\n", " ")
+    result = _cli.run_in_terminal("trace", *write(tmp_path, slow_sync()), columns=120)
+    assert result.status == 0 and "fsync 1.400 s" in result.plain and "│" in result.plain
 
 
 def test_a_strangers_text_is_escaped(tmp_path: Path) -> None:
     evil = "\x1b]0;title\x07$_{\n<script>"
     trace = made(0, [(evil, 0.0, 0.5), ("write", 0.5, 1.0)], world_size=1, failed=evil)
     trace["traceEvents"][2]["args"]["checkpoint"] = evil
-    paths = write(tmp_path, [trace])
-    result = _cli.run("trace", *paths, "--output", tmp_path / "t.svg")
+    result = _cli.run("trace", *write(tmp_path, [trace]))
     assert result.status == 0 and r"\x1b]0;title\x07" in result.out and "\x1b" not in result.out + result.err
-    assert "<script>" not in (tmp_path / "t.svg").read_text()
-
-
-@pytest.mark.parametrize("lane", ["worker ²", f"worker {'9' * 5000}", "worker \ud800", "$x^$"])
-def test_a_strangers_lanes_can_be_drawn(tmp_path: Path, lane: str) -> None:
-    trace = made(0, [("write", 0.0, 1.0)], [("write", 0.1, 0.2)], world_size=1)
-    for event in trace["traceEvents"]:
-        if event["name"] == "thread_name" and event["args"]["name"] != "main":
-            event["args"]["name"] = lane
-    assert _cli.run("trace", *write(tmp_path, [trace]), "--output", tmp_path / "t.png").status == 0
 
 
 # ---- what goes wrong ----
@@ -279,49 +192,10 @@ def test_damaged_traces_end_in_messages(tmp_path: Path) -> None:
     assert statuses == {0, 2}
 
 
-def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments(tmp_path: Path) -> None:
     paths = write(tmp_path, slow_sync())
     assert _cli.run("trace").status == 2
     assert "there are only 1" in _cli.run("trace", *paths, "--operation", 2).err
-    assert ".png, .svg or .pdf" in _cli.run("trace", *paths, "--output", tmp_path / "t.gif").err
-    result = _cli.run("trace", *paths, "--output", tmp_path / "absent" / "t.png")
-    assert result.status == 2 and "absent" in result.err
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = _cli.run("trace", *paths, "--output", tmp_path / "t.png")
-    assert result.status == 2 and "pip install 'dcpring[plot]'" in result.err and not (tmp_path / "t.png").exists()
-    assert _cli.run("trace", *paths).status == 0
-
-
-def test_interrupted_leaves_the_picture_that_was_there(tmp_path: Path) -> None:
-    """Ctrl-C while it draws: the target is replaced as a whole or not at all."""
-    phases = [("write", 0.0, 100.0)]
-    io = [("write", i, i + 0.9) for i in range(50)]
-    paths = write(tmp_path, [made(rank, phases, io, world_size=60) for rank in range(60)])
-    picture = tmp_path / "t.png"
-    picture.write_bytes(b"what was there")
-    last = paths[-1].read_bytes()
-    paths[-1].unlink()
-    os.mkfifo(paths[-1])
-    before = set(tmp_path.iterdir())
-    result = _cli.interrupted("trace", *paths, "--output", picture, when=lambda _: _has_read(paths[-1], last))
-    assert result.status == 130 and "interrupted" in result.err
-    assert picture.read_bytes() == b"what was there" and set(tmp_path.iterdir()) == before
-
-
-def _has_read(pipe: Path, data: bytes) -> bool:
-    """Whether a process wants to read the pipe; it gets the data then, and some time to begin with what it does next.
-
-    Importing matplotlib and drawing this take well over a second.
-    """
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # nobody reads yet
-        return False
-    os.set_blocking(descriptor, True)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    time.sleep(0.3)
-    return True
 
 
 def test_reader_and_writer_traces_can_be_given_together(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.options import IOOptions
 from dcpring.plan.run import _REPORTED, SaveRun
-from dcpring.tools.trace.read import RankTrace, read_operations
+from dcpring.tools.traces import RankTrace, read_operations
 from dcpring.watch import trace_file as _trace_file
 
 SAVE = ["local plan", "gather plans", "global plan", "scatter plans", "write", "gather results", "commit", "clean-up"]
@@ -83,7 +83,8 @@ def test_all_that_a_save_and_a_load_do(tmp_path: Path, planned: bool) -> None:
     loaded = _state(0.0)
     dcp.load(loaded, storage_reader=RingReader(tmp_path / "c", **options), planner=loader)
     assert loaded["large"][0] == 1.0
-    _events(trace)
+    summed = [event for event in _events(trace) if event["args"].get("crc_us")]
+    assert {event["name"] for event in summed} == {"fill", "use"}
     save, load = _parts(trace)
     assert _phases(save) == SAVE and _phases(load) == LOAD
     assert not save.failed and not load.failed and save.is_coordinator
@@ -95,8 +96,6 @@ def test_all_that_a_save_and_a_load_do(tmp_path: Path, planned: bool) -> None:
         assert 12 << 20 < size < 13 << 20
     assert {"allocate", "set up", "fill", "write", "fsync"} == {span.name for span in save.io}
     assert {"read", "use"} == {span.name for span in load.io}
-    assert any(span.crc > 0 for span in save.io if span.name == "fill")
-    assert any(span.crc > 0 for span in load.io if span.name == "use")
     assert {span.file for span in save.io if span.name != "fsync"} == {span.file for span in load.io}
     synced = {span.file for span in save.io if span.name == "fsync"}
     assert {span.file for span in load.io} < synced and any(".metadata" in name for name in synced)
@@ -154,9 +153,9 @@ def test_async_save_is_staged(tmp_path: Path) -> None:
         dcp.async_save(_state(), storage_writer=writer).result()  # type: ignore[union-attr]
     _events(tmp_path / "t.json")
     for part in _parts(tmp_path / "t.json"):
-        assert [span.lane for span in part.spans if span.kind == "staging"] == ["staging"]
+        assert len([span for span in part.spans if span.kind == "staging"]) == 1
     said = _cli.run("trace", tmp_path / "t.json").out
-    assert len(re.findall(r"staged, while training waits: \d\.\d{3} s on rank 0", said)) == 2
+    assert len(re.findall(r"^staging +\d\.\d{3} ", said, re.MULTILINE)) == 2
 
 
 def test_a_copy_in_another_process_goes_on_with_what_was_staged(tmp_path: Path) -> None:

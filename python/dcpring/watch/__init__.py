@@ -5,5 +5,5 @@ planner find it. Traced or profiled it is an ``Operation``, which takes spans to
 ``trace_file`` writes out; such a file is one per path, as long as the process lives. ``progress`` is the bar and the
 callback: a ``Meter`` belongs to one save or load, and its thread ends with it.
 
-Storage, planners and what moves bytes tell this what they do; it decides nothing. ``tools.trace`` reads what it wrote.
+Storage, planners and what moves bytes tell this what they do; it decides nothing. ``tools.traces`` reads what it wrote.
 """

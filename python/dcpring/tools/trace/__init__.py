@@ -1,1 +1,0 @@
-"""Traces of saves and loads, read and explained."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcpring import _C, RingSavePlanner
 from dcpring.errors import CheckpointError
 from dcpring.format.properties import encode_properties
-from dcpring.plan.items import Items
+from dcpring.plan.items import Items, SentItems
 from dcpring.plan.messages import LocalMessage, RingPlan
 
 ERRORS = (ValueError, CheckpointError, TypeError, OverflowError, MemoryError, SystemError)
@@ -177,7 +177,7 @@ def test_mutated_replies() -> None:
 
 def test_a_garbled_plan_names_its_rank() -> None:
     sent = [
-        RingPlan([], message=LocalMessage(rank, "h", data, str(rank), b"", False))
+        RingPlan(SentItems(), message=LocalMessage(rank, "h", data, str(rank), b"", False))
         for rank, data in enumerate([plan(), plan()[:-1]])
     ]
     with pytest.raises(CheckpointError, match=r"the plan of rank 1: .*garbled or truncated"):

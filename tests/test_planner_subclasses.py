@@ -1,9 +1,8 @@
-"""Planners that change plans in create_global_plan, over RingSavePlanner: what torch documents, and its relatives."""
+"""Subclasses of RingSavePlanner that make plans of their own, item by item: what torch documents, and its relatives."""
 
 from __future__ import annotations
 
 import logging
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,62 +120,10 @@ class InPlace(RingSavePlanner):
         return super().create_global_plan(all_plans)
 
 
-class Plain(RingSavePlanner):
-    """Makes plans of stock's class."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        return super().create_global_plan(
-            [SavePlan(list(plan.items), plan.storage_data) for plan in to_the_last(all_plans)]
-        )
-
-
 class PlainAfter(RingSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
         return [SavePlan(plan.items, plan.storage_data) for plan in to_the_last(plans)], metadata
-
-
-class Around(dcp.SavePlanner):
-    """No subclass, but around one of ours."""
-
-    def __init__(self, inner: RingSavePlanner) -> None:
-        self.inner = inner
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        return self.inner.create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return self.inner.create_global_plan(to_the_last(all_plans))
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return self.inner.finish_plan(new_plan)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        return self.inner.resolve_data(write_item)
-
-
-def around(**options: Any) -> Around:
-    return Around(RingSavePlanner(**options))
-
-
-class Looking(RingSavePlanner):
-    """Looks at all items before and after, hands them on in lists of its own, and changes none."""
-
-    seen = 0
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.seen += len([item.index for item in plan.items])
-        return plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        self.seen += sum(len([item.tensor_data for item in plan.items]) for plan in all_plans)
-        plans, metadata = super().create_global_plan([replace(plan, items=list(plan.items)) for plan in all_plans])
-        self.seen += sum(len(list(plan.items)) for plan in plans)
-        return plans, metadata
 
 
 class ExtraData(RingSavePlanner):
@@ -199,7 +146,7 @@ class ExtraDataToTheLast(ExtraData, Before):
 
 
 def said(records: list[str]) -> int:
-    return sum("changes items: such saves are planned item by item" in text for text in records)
+    return sum("is planned item by item" in text for text in records)
 
 
 def writer_of(path: str, ring_storage: bool, **options: Any) -> Any:
@@ -242,9 +189,7 @@ def balanced(path: str, ring_storage: bool) -> tuple[list[str], list[int], list[
     stored = dcp.FileSystemReader(path).read_metadata()
     assert stored.planner_data["model.layer3"] == ("model", "layer3")
     report = planner.report()
-    if not dist.get_rank():
-        assert "writers=items (create_global_plan has changed items)" in str(report)
-        assert sum(rank.items for rank in report.ranks) == len(NAMES) + 3 and report.imbalance < 1.5
+    assert "writers=items (DDPLoadBalancingPlanner overrides how plans are made" in str(report)
     assert report.ranks[0].items == len(written)
     return written, [*counts, said(records)], sorted(stored.state_dict_metadata)
 
@@ -257,12 +202,11 @@ def test_the_example_of_torch(tmp_path: Path, world: int, ring_storage: bool) ->
     assert len(names) == len(NAMES) + 3
     in_order = [*(f"model.{name}" for name in NAMES), "epoch", "optimizer.0.lr", "optimizer.1"]
     assert [written for written, _, _ in results] == [in_order[rank::world] for rank in range(world)]
-    assert [counts for _, counts, _ in results] == [[1, 1]] + [[0, 0]] * (world - 1), "once, on the coordinator"
+    assert [counts for _, counts, _ in results] == [[1, 1]] * world, "once"
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
-    **{kind.__name__: kind for kind in (Before, After, AlsoAfter, Own, InPlace, Plain, PlainAfter)},
-    "around": around,
+    kind.__name__: kind for kind in (Before, After, AlsoAfter, Own, InPlace, PlainAfter)
 }
 
 
@@ -283,34 +227,7 @@ def test_wherever_items_are_changed(tmp_path: Path, maker: str, ring_storage: bo
     assert [len(set(written)) for written in last] == [len(NAMES) + 3, len(NAMES), len(NAMES) + 3]
 
 
-# ---- what is only looked at, and what is no item ----
-
-
-def looking(path: str, kind: str) -> tuple[list[str], int, int, list[str]]:
-    """What a planner that changes no items writes, and RingSavePlanner itself."""
-    planner: Any = Looking() if kind == "items" else ExtraData()
-    state = ddp_state()
-    state["own"] = torch.full((3,), float(dist.get_rank()))  # replicas that differ
-    with logged(logging.INFO) as records:
-        writer = writer_of(path, True)
-        metadata = dcp.save(state, storage_writer=writer, planner=planner)
-    plain = writer_of(f"{path}-plain", True)
-    dcp.save(state, storage_writer=plain, planner=RingSavePlanner())
-    assert sorted(plain.written) == sorted(writer.written)
-    if kind == "data":
-        assert metadata.planner_data == [f"of rank {rank}" for rank in range(dist.get_world_size())]
-    return writer.written, getattr(planner, "seen", 0), said(records), [r for r in records if "different bytes" in r]
-
-
-@pytest.mark.parametrize("kind", ("items", "data"))
-def test_what_changes_no_items_stays_compact(tmp_path: Path, kind: str) -> None:
-    """Replicas are compared as ever, and ``writers`` decides."""
-    results = _distributed.run(2, looking, str(tmp_path / "checkpoint"), kind)
-    assert [count for _, _, count, _ in results] == [0, 0] and len(results[0][3]) == 1 and "'own'" in results[0][3][0]
-    items = len(NAMES) + 4
-    assert sum(len(written) for written, _, _, _ in results) == items
-    if kind == "items":
-        assert [seen for _, seen, _, _ in results] == [items + 2 * items + items, items]
+# ---- what is no item ----
 
 
 def extra_data_and_items(path: str) -> list[str]:
@@ -393,7 +310,7 @@ def test_shards_and_parts_of_tensors(tmp_path: Path, kind: str, writers: str, ri
     results = _distributed.run(4, from_replicas, str(tmp_path), kind, writers, ring_storage)
     assert results[:2] == [["model.rank0"], ["model.rank1"]]
     counts = Counter(name for written in results for name in written)
-    assert counts["step"] == 1 and (counts["model.w0"] > 2) == (writers == "split"), "parts of what was cut have moved"
+    assert counts["step"] == 1 and counts["model.w0"] == 2, "nothing is cut"
 
 
 def renamed(path: str, where: str) -> int:
@@ -412,34 +329,6 @@ def renamed(path: str, where: str) -> int:
 def test_key_maps(tmp_path: Path, where: str) -> None:
     assert sorted(_distributed.run(2, renamed, str(tmp_path), where)) == [5, 6]
     assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data["net.layer1"] == ("net.layer1",)
-
-
-class Sometimes(RingSavePlanner):
-    """Looks at all items, and changes them when told so."""
-
-    changes = False
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        assert all(len([item.index.fqn for item in plan.items]) for plan in all_plans)
-        return super().create_global_plan(to_the_last(all_plans) if self.changes else all_plans)
-
-
-def cached(path: str) -> list[tuple[int, int]]:
-    planner = Sometimes(enable_plan_caching=True, check_replicas="off")
-    found = []
-    for number, changes in enumerate((False, False, True, True, False, False, True)):
-        planner.changes = changes
-        written = save_and_load(path, planner, ddp_state(number))
-        found.append((planner.report().cached, len(written)))
-        planner = pickle.loads(pickle.dumps(planner))
-    return found
-
-
-def test_plan_caching(tmp_path: Path) -> None:
-    """Plans that were not sent can be looked at, and changed; after such a save they are sent again."""
-    first, last = _distributed.run(2, cached, str(tmp_path))
-    assert [count for count, _ in first] == [0, 2, 2, 0, 0, 2, 2]
-    assert [count == 11 for _, count in last] == [False, False, True, True, False, False, True]
 
 
 def in_the_background(path: str) -> list[int]:
@@ -473,47 +362,75 @@ def failure_of(path: str, planner: Any, state: Any) -> str:
     return ""
 
 
-class Reversed(RingSavePlanner):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans[::-1], metadata
-
-
 class Twice(RingSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
         return super().create_global_plan([replace(plan, items=[*plan.items] * 2) for plan in all_plans])
 
 
-class TooFew(RingSavePlanner):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        return super().create_global_plan(all_plans[:1])
-
-
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "no holder": (Before, "lets rank 1 write [3, 4] from [0, 0] on of 'w', which that rank does not hold"),
-    "lost": (DDPLoadBalancingPlanner, "Failed to validate global plan"),
-    "swapped": (Reversed, "follow the plan that was made for rank"),
-    "twice": (Twice, "do not fit together"),
-    "too few": (TooFew, "was given 1 plans for 2 ranks"),
-    "replicas": (Before, "ranks hold different bytes"),
-}
-
-
 def refused(path: str, kind: str) -> tuple[str, bool]:
     mesh = init_device_mesh("cpu", (2,))
-    state = {"w": distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src_data_rank=None), "step": 1}
-    if kind == "replicas":
-        state = {"a": torch.full((4,), float(dist.get_rank()))}
+    state: Any = {"w": distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src_data_rank=None), "step": 1}
     if kind == "twice":
         state = {"step": 1, "a": torch.ones(2)}
-    text = failure_of(path, REFUSED[kind][0](check_replicas="error"), state)
+    text = failure_of(path, (Twice if kind == "twice" else DDPLoadBalancingPlanner)(), state)
     return text, failure_of(path, RingSavePlanner(), ddp_state()) == ""
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", ("lost", "twice"))
 def test_what_cannot_be_is_an_error_on_all_ranks(tmp_path: Path, kind: str) -> None:
     for text, works_again in _distributed.run(2, refused, str(tmp_path), kind):
-        assert REFUSED[kind][1] in text and works_again
+        assert ("not in md" if kind == "twice" else "Failed to validate global plan") in text and works_again
+
+
+class ChangingWriter(RingWriter):
+    """A storage writer that drops an item: the planner goes by its tables, and must not believe that it is there."""
+
+    def __init__(self, path: str, where: str) -> None:
+        super().__init__(path)
+        self.where = where
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        return replace(plan, items=list(plan.items)[1:]) if self.where == "local" else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        return [replace(plan, items=list(plan.items)[1:]) for plan in plans] if self.where == "global" else plans
+
+
+class AroundPlanner(dcp.DefaultSavePlanner):
+    """No subclass, but around one of ours, whose items it wants to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = RingSavePlanner()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.inner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self.inner.create_global_plan(to_the_last(all_plans))
+
+
+def changed_outside(path: str, where: str) -> str:
+    try:
+        if where == "around":
+            dcp.save(ddp_state(), storage_writer=RingWriter(path), planner=AroundPlanner())
+        else:
+            dcp.save(ddp_state(), storage_writer=ChangingWriter(path, where), planner=RingSavePlanner())
+    except BaseException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ("local", "global", "around"))
+def test_items_that_others_change_are_refused_on_all_ranks(tmp_path: Path, where: str) -> None:
+    expected = "overrides create_global_plan" if where == "around" else "the storage writer has changed the items"
+    for text in _distributed.run(2, changed_outside, str(tmp_path), where):
+        assert expected in text
 
 
 # ---- one process ----

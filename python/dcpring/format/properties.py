@@ -96,15 +96,6 @@ class RowProperties:
         return self._made[key]
 
 
-class OwnProperties(RowProperties):
-    """The same, but each row has its own: a planner may change those of one."""
-
-    def of(self, number: int, lengths: tuple[int, ...]) -> TensorProperties:
-        known = super().of(number, lengths)
-        kinds = known.dtype, known.layout, known.requires_grad, known.memory_format, known.pin_memory
-        return make_properties(*kinds, strides_of(known))
-
-
 def pickled_fragment(value: Any) -> bytes:
     """A pickle of plain values without header, end and memo, for the core to put into a larger one."""
     return pickled(value, 3, fast=True)[2:-1]

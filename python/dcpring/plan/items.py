@@ -1,13 +1,14 @@
 """The items of a compact plan, as DCP knows them: made from its tables only when somebody looks.
 
-Stock storage does, ``RingWriter`` does not. Whoever changes items has his way: the plan goes by these then.
+Stock storage looks at them, ``RingWriter`` does not. They cannot be changed: the plans of a planner that changes items
+have a list of them (``own_items``).
 """
 
 from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
-from dcpring.format.properties import OwnProperties, RowProperties
+from dcpring.format.properties import RowProperties
 from dcpring.plan.rows import Kept, row_of
 from dcpring.plan.table import BYTES_ROW, NAME_ROW, TENSOR_ROW
 
@@ -28,9 +29,6 @@ class _Made(Sequence[Item]):
 
     @functools.cached_property
     def made(self) -> list[Item]:
-        return self._remade()
-
-    def _remade(self) -> list[Item]:
         return [self.make(position) for position in range(len(self))]
 
     @abc.abstractmethod
@@ -48,22 +46,21 @@ class _Made(Sequence[Item]):
         return iter(self.made)
 
 
-class Items(_Made[WriteItem], MutableSequence[WriteItem]):
-    """The WriteItems of a compact plan, made when they are looked at; to DCP and its planners a list.
+class Items(_Made[WriteItem]):
+    """The WriteItems of a compact plan, made when they are looked at.
 
     Args:
-        table: the rows, or their encoded form, or what gives that.
+        table: the rows, or their encoded form.
         reply: the core's reply that says which of them are to be written, None for all.
     """
 
-    def __init__(self, table: _C.Table | bytes | Callable[[], bytes], reply: bytes | None = None) -> None:
+    def __init__(self, table: _C.Table | bytes, reply: bytes | None = None) -> None:
         self._table = table
         self._reply = reply
 
     @functools.cached_property
     def table(self) -> _C.Table:
-        encoded = self._table() if callable(self._table) else self._table
-        return _C.decode_table(encoded) if isinstance(encoded, bytes) else encoded
+        return _C.decode_table(self._table) if isinstance(self._table, bytes) else self._table
 
     @functools.cached_property
     def kept(self) -> list[Kept]:
@@ -78,37 +75,15 @@ class Items(_Made[WriteItem], MutableSequence[WriteItem]):
         """The encoded table, and the reply; empty for all rows."""
         return self.table.encode(), self._reply or b""
 
-    @property
-    def untouched(self) -> bool:
-        """Nobody has looked at the items, so none was changed."""
-        return "made" not in self.__dict__
-
-    def _remade(self) -> list[WriteItem]:
-        properties = OwnProperties(self.table.properties())
-        return [_make_item(self.table, kept, properties) for kept in self.kept]
-
     def make(self, position: int) -> WriteItem:
         return _make_item(self.table, self.kept[position], self._properties)
-
-    def describe(self, items: Sequence[WriteItem]) -> bool:
-        """Whether items are those that the rows stand for: nobody has changed any, or their order."""
-        return (items is self and self.untouched) or list(items) == self._remade()
 
     @functools.cached_property
     def _properties(self) -> RowProperties:
         return RowProperties(self.table.properties())
 
     def __len__(self) -> int:
-        return len(self.kept if self.untouched else self.made)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.made[index] = value
-
-    def __delitem__(self, index: int | slice) -> None:
-        del self.made[index]
-
-    def insert(self, index: int, value: WriteItem) -> None:
-        self.made.insert(index, value)
+        return len(self.kept)
 
     def __add__(self, other: Iterable[WriteItem]) -> list[WriteItem]:
         return [*self, *other]
@@ -118,6 +93,11 @@ class Items(_Made[WriteItem], MutableSequence[WriteItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (self.made,)
+
+
+def own_items(table: _C.Table) -> list[WriteItem]:
+    """The items of all rows, for a planner that may change them: they share nothing."""
+    return [_make_item(table, kept, RowProperties(table.properties())) for kept in Items(table).kept]
 
 
 def _make_item(table: _C.Table, kept: Kept, properties: RowProperties) -> WriteItem:
@@ -185,8 +165,8 @@ class SentItems(Sequence[WriteItem]):
     def _refuse(self) -> NoReturn:
         raise CheckpointError(
             "a rank sent a compact plan of dcpring.RingSavePlanner, but the coordinator plans with another planner: "
-            "pass planner=RingSavePlanner() on all ranks, or on none; or a subclass looks at the items in finish_plan "
-            "before super().finish_plan has made them"
+            "pass planner=RingSavePlanner() on all ranks, or on none. A planner that looks at the items of other ranks "
+            "must be a subclass of RingSavePlanner that overrides create_global_plan"
         )
 
     def __len__(self) -> int:

@@ -92,12 +92,6 @@ class Cache:
         self.outcome = None
         return _miss(message)
 
-    def layout_of(self, message: LocalMessage) -> bytes:
-        """One layout, for who looks at it before ``restore``."""
-        if message.layout is not None:
-            return message.layout
-        return self.layouts[self.digests.index(message.digest)] if message.digest in self.digests else _miss(message)
-
     def known_outcome(self, messages: list[LocalMessage], wish: Any) -> Outcome | None:
         same = self.outcome is not None and self.outcome.wish == wish
         return self.outcome if same and self.digests == [message.digest for message in messages] else None

@@ -7,12 +7,10 @@ gives each item a writer, and sends back a bitmap; DCP's objects are only made f
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import math
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
 from dcpring.base.groups import GroupBefore, host_id, rank_here, saying_whose, whose_ranks, world_size
@@ -31,13 +29,13 @@ from dcpring.names.key_map import KeyMap, KeyMapLike, new_path, one_map
 from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
-from dcpring.plan.items import Items
-from dcpring.plan.messages import ByItems, Cut, Cuts, Gathering, LocalMessage, Message, Reply, RingPlan, Unsealed
+from dcpring.plan.items import Items, own_items
+from dcpring.plan.messages import LocalMessage, Reply, RingPlan
 from dcpring.plan.outcome import Cache, Outcome, cache_of
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import SaveRun, run_of
 from dcpring.plan.strategy import Choice, Writers
-from dcpring.plan.table import HASHED, NAME_ROW, make_table, part_of, table_of_items, tied_rows
+from dcpring.plan.table import HASHED, make_table, part_of, tied_rows
 from dcpring.report import PlanReport, RankReport
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import keep_plans_apart
@@ -55,9 +53,9 @@ class RingSavePlanner(DefaultSavePlanner):
     """Plans a save in C: ``dcp.save(state_dict, storage_writer=..., planner=RingSavePlanner())``.
 
     Takes the arguments of ``DefaultSavePlanner`` and works wherever that does, with any storage. All ranks of a save
-    must use it. Subclasses may change the items of plans, in each of the methods that make or get plans. Where
-    ``create_global_plan`` is given others than the ranks have planned, that save is planned as DefaultSavePlanner
-    does, by ``dedup_save_to_lowest_rank``; of the other values of ``writers`` only "first_replica" counts then.
+    must use it. A subclass that overrides ``create_local_plan``, ``create_global_plan`` or ``finish_plan`` plans item
+    by item as DefaultSavePlanner does, and may change items in each. ``check_replicas``, ``split_bytes``, and all
+    ``writers`` but "first_replica" have no effect then, which is logged once.
 
     What is raised reaches the caller of the save inside DCP's ``CheckpointException``.
 
@@ -115,6 +113,8 @@ class RingSavePlanner(DefaultSavePlanner):
             raise ValueError(f'check_replicas={check_replicas!r}: must be "warn", "error" or "off"')
         if not isinstance(split_bytes, int) or split_bytes < 1:
             raise ValueError(f"split_bytes={split_bytes!r}: must be an int from 1")
+        if writers == "first_replica":
+            self.dedup_save_to_lowest_rank = True
         self.writers: Writers = "first_replica" if dedup_save_to_lowest_rank and writers == "auto" else writers
         self.check_replicas = check_replicas
         self.split_bytes = split_bytes
@@ -168,53 +168,44 @@ class RingSavePlanner(DefaultSavePlanner):
 
     @_trace.step(_trace.LOCAL_PLAN, then=_trace.THE_PLANS)
     def create_local_plan(self) -> SavePlan:
+        if self._plans_by_items:
+            versions.say_once(logging.INFO, f"{_by_items(self).reason}: ranks' items are sent, which takes longer")
+            self.plan = SavePlan(own_items(make_table(self._described())))
+            if self.flatten_state_dict:
+                self.plan = replace(self.plan, planner_data=self.mappings)
+            return self.plan
         compared = world_size() > 1 and self.check_replicas != "off"
-        flat = self._save.flat
-        if self.state_dict is not flat.values:  # a subclass has put another in its place
-            flat = Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
-        table = make_table(flat, hashed=replicas.is_hashed if compared else None)
-        if compared:
-            self._save.fingerprints = _fingerprints(table, flat)
-            self._save.meshes = replicas.partial_meshes(flat.values.values())
-        self._save.ties = tied_rows(flat, table) if world_size() > 1 else ()
-        items = Items(table)
-        self.plan = RingPlan(items, seal=self._seal, values=flat.values, described=items)  # type: ignore[arg-type]
-        layout_of = functools.partial(RingSavePlanner._layout_of, weakref.proxy(self))  # no cycle keeps tensors alive
-        self._save.gathering = Gathering(layout_of) if self.is_coordinator else None
+        save, flat = self._save, self._described()
+        save.table = table = make_table(flat, hashed=replicas.is_hashed if compared else None)
+        ties = tied_rows(flat, table) if world_size() > 1 else ()
+        prints = _fingerprints(table, flat) if compared else b""
+        meshes = replicas.partial_meshes(flat.values.values()) if prints else ()
+        layout = table.encode()
+        save.digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
+        sent = None if self._plan_caching and self._cache.may_skip(save.digest) else layout
+        told = rank_here(), host_id(), sent, save.digest, prints, self.flatten_state_dict, ties, meshes
+        self.plan = RingPlan(Items(table), message=LocalMessage(*told), values=flat.values)  # type: ignore[arg-type]
         return self.plan
 
-    def _seal(self, plan: RingPlan) -> LocalMessage:
-        """Describes the items as they are now: a subclass may have changed those that create_local_plan made."""
-        if plan.described is not None and not plan.is_changed:
-            table, items, fingerprints, ties = plan.described.table, None, self._save.fingerprints, self._save.ties
-        else:
-            items = list(plan.items)
-            table = table_of_items(items, self.mappings if self.flatten_state_dict else None)
-            fingerprints, ties = b"", ()
-        meshes = self._save.meshes if fingerprints else ()
-        layout = table.encode()
-        digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
-        self._save.sent = _Sent(table, items, digest)
-        known = self._plan_caching and self._cache.may_skip(digest)
-        return LocalMessage(
-            rank_here(),
-            host_id(),
-            None if known else layout,
-            digest,
-            fingerprints,
-            self.flatten_state_dict,
-            ties,
-            meshes,
-        )
+    def _described(self) -> Flat:
+        """What is planned: the state dict, or what a subclass has put in its place."""
+        if self.state_dict is self._save.flat.values:
+            return self._save.flat
+        return Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
+
+    @property
+    def _plans_by_items(self) -> bool:
+        """Whether a subclass may change items, so that plans are made of DCP's own."""
+        methods = ("create_local_plan", "create_global_plan", "finish_plan")
+        return overrides(self, (RingSavePlanner,), methods)
 
     @_trace.step(_trace.GLOBAL_PLAN)
     @saying_whose()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        messages = _messages(all_plans, self._end_gathering())
-        if messages is None or _are_changed(all_plans, messages):
-            plans, metadata = self._plan_by_items(all_plans, messages or [])
+        if self._plans_by_items:
+            plans, metadata = super().create_global_plan(all_plans)
         else:
-            plans, metadata = self._plan_by_tables(all_plans, messages)
+            plans, metadata = self._plan_by_tables(all_plans)
         self.global_plan, self.metadata = plans, metadata
         if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
             self._phases.begin(_trace.SCATTER_PLANS)
@@ -223,24 +214,19 @@ class RingSavePlanner(DefaultSavePlanner):
     @_trace.step()
     @saying_whose()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._end_gathering()
-        message = getattr(new_plan, "message", None)
-        if isinstance(new_plan, RingPlan) and isinstance(message, (Reply, Unsealed)):
-            message = new_plan.sealed()
-        if isinstance(message, Reply) and self._save.sent is not None:
-            _check_addressee(message)
-            kept = self._cache.finish(self._save.sent.digest, message.kept)
-            items = self._save.sent.items(kept)
-            self._save.cuts = _cuts_of(items)
-        else:
-            items = list(new_plan.items)
-            self._save.cuts = message.cuts if isinstance(message, ByItems) else {}
-            self._check_held(items)
-            if not isinstance(message, ByItems):
-                self.plan = super().finish_plan(new_plan)  # a subclass has planned by itself
-                return self.plan
+        save = self._save
+        if self._plans_by_items:
+            self.plan = super().finish_plan(new_plan)
+            self._run.report = _report_by_items(self, self.plan)
+            self._phases.begin(_trace.WRITE)
+            return self.plan
+        message = new_plan.received(Reply, _OWN) if isinstance(new_plan, RingPlan) else None
+        if message is None or save.table is None:
+            raise CheckpointError(f"{_OWN}: the coordinator does not plan with RingSavePlanner; {_ON_ALL}")
+        items = Items(save.table, self._cache.finish(save.digest, message.kept))
+        save.cuts = _cuts_of(items)
         self._phases.begin(_trace.WRITE)
-        self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)
+        self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)  # type: ignore[arg-type]
         if not self._run.report.ranks:
             self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
         self._run.note_seconds()
@@ -256,28 +242,6 @@ class RingSavePlanner(DefaultSavePlanner):
         found = super().lookup_object(chunk) if part is None else part
         return found if cut is None else found.narrow(0, *cut[1:])
 
-    def _check_held(self, items: list[WriteItem]) -> None:
-        """Refuses items that this rank does not hold, unless a subclass looks them up by itself."""
-        sent = self._save.sent
-        if sent is None or makes_tensors(self):
-            return
-        held = {(row[0], row[3]): row[4] for row in map(sent.table.row, _stored_rows(sent.table))}
-        for item in items:
-            name, data = item.index.fqn, item.tensor_data
-            offsets, lengths = ((), ()) if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            cut = self._save.cuts.get((name, item.index.offset))
-            if cut is None:
-                is_held = held.get((name, offsets)) == lengths
-            else:
-                chunk, start, rows = cut
-                is_held = start + rows <= held.get((name, tuple(chunk.offset or ())), (0,))[0]
-            if not is_held:
-                what = f"{list(lengths)} from {list(offsets)} on of {name!r}" if offsets else repr(name)
-                raise CheckpointError(
-                    f"create_global_plan lets rank {rank_here()} write {what}, which that rank does not hold; give "
-                    "items only to ranks that have planned them, or override lookup_object"
-                )
-
     # ---- the coordinator ----
 
     @property
@@ -285,93 +249,20 @@ class RingSavePlanner(DefaultSavePlanner):
         """What is kept between saves; with no plan caching nothing."""
         return cache_of(self._cache_key) if self._plan_caching else Cache()
 
-    def _layout_of(self, message: LocalMessage | Unsealed) -> bytes:
-        if isinstance(message, Unsealed):
-            raise CheckpointError(message.why)
-        return self._cache.layout_of(message)
-
-    def _end_gathering(self) -> list[LocalMessage | Unsealed]:
-        gathering, self._save.gathering = self._save.gathering, None
-        return [] if gathering is None else gathering.messages
-
-    def _plan_by_tables(
-        self, all_plans: list[SavePlan], messages: list[LocalMessage]
-    ) -> tuple[list[SavePlan], Metadata]:
-        cache = self._cache
+    def _plan_by_tables(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        messages, cache = [_message(rank, plan) for rank, plan in enumerate(all_plans)], self._cache
         layouts = cache.restore(messages)
         outcome = self._outcome(messages, layouts, cache)
-        items = [Items(layout, reply) for layout, reply in zip(layouts, outcome.replies, strict=True)]
         plans: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
-            known = cache.has_reply(rank, messages, outcome)
-            kept = None if known else outcome.replies[rank]
-            replied = RingPlan(
-                items[rank],  # type: ignore[arg-type]
-                plan.storage_data,
-                plan.planner_data,
-                message=Reply(messages[rank].rank, kept, outcome.choice, outcome.ranks[rank]),
-                seal=functools.partial(RingSavePlanner._seal_reply, weakref.proxy(self), rank, items),
-                described=items[rank],
-            )
-            plans.append(replied)
+            kept = None if cache.has_reply(rank, messages, outcome) else outcome.replies[rank]
+            items: Any = Items(layouts[rank], outcome.replies[rank])
+            reply = Reply(kept, outcome.choice, outcome.ranks[rank])
+            plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=reply))
         cache.keep(layouts, messages, outcome)
         self._note_plan(messages, outcome.choice, outcome.ranks, plans)
         flattened = any(message.flattened for message in messages)
         return plans, LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
-
-    def _seal_reply(self, rank: int, planned: list[Items], plan: RingPlan) -> Message:
-        """What a rank is sent: the reply, or the items as they are now if a subclass has changed them."""
-        if not plan.is_changed:
-            assert plan.message is not None
-            return plan.message
-        self._say_by_items()
-        items = list(plan.items)
-        wanted = {(item.index.fqn, item.index.offset) for item in items}
-        cuts = {place: cut for each in planned for place, cut in _cuts_of(each).items() if place in wanted}
-        own, report = self._run.report.ranks[rank], self._run.report
-        report.ranks[rank] = replace(own, items=len(items), bytes=_tensor_bytes(items))
-        report.writers, report.reason = str(_BY_ITEMS.writers), _BY_ITEMS.reason
-        return ByItems(_BY_ITEMS, replace(report.ranks[rank]), cuts)
-
-    def _plan_by_items(
-        self, all_plans: list[SavePlan], messages: list[LocalMessage]
-    ) -> tuple[list[SavePlan], Metadata]:
-        """As stock does it: a subclass has put items of its own into the plans."""
-        self._say_by_items()
-        if any(message.fingerprints for message in messages):
-            with contextlib.suppress(PlanError):  # the plans that the subclass has changed need not have fitted
-                self._compare_replicas(self._merged(messages, self._cache.restore(messages)), messages)
-        lowest = self.dedup_save_to_lowest_rank or self.writers == "first_replica"
-        stock = DefaultSavePlanner(self.flatten_state_dict, dedup_save_to_lowest_rank=lowest)
-        given = [SavePlan(list(plan.items), planner_data={}) for plan in all_plans]
-        given[0] = replace(given[0], planner_data=self._paths(messages))
-        try:
-            planned, metadata = stock.create_global_plan(given)
-        except (ValueError, AssertionError) as error:
-            raise PlanError(f"the items that create_global_plan was given do not fit together: {error}") from error
-        ranks = [_report_of(rank, *items) for rank, items in enumerate(zip(given, planned, strict=True))]
-        plans: list[SavePlan] = [
-            RingPlan(new.items, old.storage_data, old.planner_data, message=ByItems(_BY_ITEMS, rank, {}))
-            for new, old, rank in zip(planned, all_plans, ranks, strict=True)
-        ]
-        self._note_plan(messages, _BY_ITEMS, ranks, plans)
-        return plans, metadata
-
-    def _say_by_items(self) -> None:
-        versions.say_once(
-            logging.INFO,
-            f"create_global_plan of {self.__class__.__qualname__} changes items: such saves are planned item by item, "
-            "as by DefaultSavePlanner, which takes longer",
-        )
-
-    def _paths(self, messages: list[LocalMessage]) -> dict[str, Any]:
-        """Where the names of all ranks belong in nested state dicts."""
-        paths: dict[str, Any] = dict(self.mappings)
-        own = "" if self._save.sent is None else self._save.sent.digest
-        for message in {message.digest: message for message in messages}.values():
-            if message.flattened and message.digest != own:
-                paths |= Chunks(_C.decode_table(self._layout_of(message)), True).load().planner_data or {}
-        return paths
 
     def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: Cache) -> Outcome:
         """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
@@ -441,67 +332,32 @@ class RingSavePlanner(DefaultSavePlanner):
 
 
 @dataclass
-class _Sent:
-    """What this rank has sent: the table, and the items it was made from where a subclass made them."""
-
-    table: _C.Table
-    own_items: list[WriteItem] | None
-    digest: str
-
-    def items(self, reply: bytes) -> Any:
-        """The items that the reply leaves to this rank."""
-        planned = Items(self.table, reply)
-        if self.own_items is None:
-            return planned
-        by_row = {row: item for row, item in zip(_stored_rows(self.table), self._in_rows(), strict=True)}
-        made = planned.made
-        return [by_row[kept] if isinstance(kept, int) else item for kept, item in zip(planned.kept, made, strict=True)]
-
-    def _in_rows(self) -> list[WriteItem]:
-        """The own items in the order of the table's rows: those of one name follow each other."""
-        assert self.own_items is not None
-        order = {name: place for place, name in enumerate(dict.fromkeys(item.index.fqn for item in self.own_items))}
-        return sorted(self.own_items, key=lambda item: order[item.index.fqn])
-
-
-def _stored_rows(table: _C.Table) -> list[int]:
-    return [row for row, kind in enumerate(table.types()) if kind != NAME_ROW]
-
-
-@dataclass
 class _Save:
     """What a planner alone knows of the save it is at.
 
     Attributes:
         run: the storage's.
         flat: the state dict.
-        fingerprints: of the rows that are hashed.
-        meshes: that do not have all ranks, of tensors of such rows.
-        ties: rows that are the same memory.
-        sent: None before the plan has been sent.
-        cuts: parts of tensors that this rank writes.
-        gathering: on the coordinator, until it has made the global plan.
+        table: what the rank has told the coordinator of it; None before that.
+        digest: of that table.
+        cuts: parts of tensors that this rank writes, by key and offset: the chunk, and the first row and the rows of
+            the part in it.
         checkpoint: where the checkpoint goes, None where the storage does not say.
     """
 
     run: SaveRun = field(default_factory=SaveRun)
     flat: Flat = field(default_factory=Flat)
-    fingerprints: bytes = b""
-    meshes: tuple[tuple[int, ...], ...] = ()
-    ties: tuple[tuple[int, int], ...] = ()
-    sent: _Sent | None = None
-    cuts: Cuts = field(default_factory=dict)
-    gathering: Gathering | None = None
+    table: _C.Table | None = None
+    digest: str = ""
+    cuts: dict[tuple[str, torch.Size | None], tuple[MetadataIndex, int, int]] = field(default_factory=dict)
     checkpoint: Any = None
 
 
 # ---- helpers ----
 
 
-def _cuts_of(items: Any) -> dict[tuple[str, torch.Size | None], Cut]:
-    if not isinstance(items, Items):
-        return {}
-    cuts: dict[tuple[str, torch.Size | None], Cut] = {}
+def _cuts_of(items: Items) -> dict[tuple[str, torch.Size | None], tuple[MetadataIndex, int, int]]:
+    cuts: dict[tuple[str, torch.Size | None], tuple[MetadataIndex, int, int]] = {}
     for kept in items.kept:
         if isinstance(kept, int):
             continue
@@ -511,18 +367,15 @@ def _cuts_of(items: Any) -> dict[tuple[str, torch.Size | None], Cut]:
     return cuts
 
 
-_BY_ITEMS = Choice("items", "create_global_plan has changed items")
+def _by_items(planner: RingSavePlanner) -> Choice:
+    return Choice("items", f"{type(planner).__qualname__} overrides how plans are made, and is planned item by item")
 
 
-def _report_of(rank: int, given: SavePlan, planned: SavePlan) -> RankReport:
-    size = _tensor_bytes(planned.items)
-    removed = len(given.items) - len(planned.items), _tensor_bytes(given.items) - size
-    return RankReport(rank, len(planned.items), size, *removed)
-
-
-def _tensor_bytes(items: Sequence[WriteItem]) -> int:
-    chunks = (item.tensor_data for item in items if item.tensor_data is not None)
-    return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in chunks)
+def _report_by_items(planner: RingSavePlanner, plan: SavePlan) -> PlanReport:
+    chunks = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    size = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in chunks)
+    choice = _by_items(planner)
+    return PlanReport(str(choice.writers), choice.reason, [RankReport(rank_here(), len(plan.items), size)])
 
 
 def _warn_of_keys(renamed: list[str]) -> None:
@@ -547,53 +400,15 @@ def _fingerprints(table: _C.Table, flat: Flat) -> bytes:
     return replicas.fingerprints([flat.values[name] for name in names])
 
 
-def _messages(plans: list[SavePlan], gathered: list[LocalMessage | Unsealed]) -> list[LocalMessage] | None:
-    """What ranks have sent, or would have; None for the only rank, of which a subclass has made another plan.
-
-    Args:
-        plans: of all ranks, with the items that they have planned or others.
-        gathered: what has come from other processes, by rank.
-    """
-    others = [rank for rank, plan in enumerate(plans) if not isinstance(plan, RingPlan)]
-    if len(plans) == 1 and others and not gathered:
-        return None
-    if others and len(gathered) != len(plans):
-        raise CheckpointError(
-            f"rank {others[0]} does not plan with RingSavePlanner, but the coordinator does; "
-            "pass planner=RingSavePlanner() on all ranks, or on none"
-        )
-    if gathered and len(gathered) != len(plans):
-        raise PlanError(
-            f"create_global_plan was given {len(plans)} plans for {len(gathered)} ranks; give it one for each"
-        )
-    return [_message(rank, made) for rank, made in enumerate(gathered or plans)]
+_OWN = "this rank"
+_ON_ALL = "pass planner=RingSavePlanner() on all ranks, or on none"
 
 
-def _message(rank: int, made: Any) -> LocalMessage:
-    try:
-        message = made.sealed() if isinstance(made, RingPlan) else made
-        if isinstance(message, Unsealed):
-            raise CheckpointError(message.why)
-    except CheckpointError as error:
-        raise CheckpointError(f"rank {rank}: {error}") from error
-    assert isinstance(message, LocalMessage)
+def _message(rank: int, plan: SavePlan) -> LocalMessage:
+    if not isinstance(plan, RingPlan):
+        raise CheckpointError(f"rank {rank} does not plan with RingSavePlanner, but the coordinator does; {_ON_ALL}")
+    message: LocalMessage = plan.received(LocalMessage, f"rank {rank}")
     return message
-
-
-def _are_changed(plans: list[SavePlan], messages: list[LocalMessage]) -> bool:
-    """Whether any plan has other items than the rank has planned. One that was not sent is described by what it has."""
-    return any(
-        not isinstance(plan, RingPlan) or (plan.seal is None and (plan.is_changed or plan.message is not message))
-        for plan, message in zip(plans, messages, strict=True)
-    )
-
-
-def _check_addressee(reply: Reply) -> None:
-    if reply.to != rank_here():
-        raise CheckpointError(
-            f"create_global_plan lets rank {rank_here()} follow the plan that was made for rank {reply.to}; move items "
-            "from plan to plan instead, with dataclasses.replace(plan, items=...)"
-        )
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Box(NamedTuple):
 
 def boxes_of(items: Sequence[WriteItem]) -> Iterator[Box | str]:
     """What the items of a plan write, in their order; of an object its name."""
-    if isinstance(items, Items) and items.untouched:
+    if isinstance(items, Items):
         yield from _boxes_of_rows(items)
         return
     for item in items:
@@ -226,7 +226,7 @@ class Holdings:
     def __init__(self, plans: Sequence[Sequence[WriteItem]]) -> None:
         self._core = _C.Holdings(len(plans))
         for rank, items in enumerate(plans):
-            of_table = items if isinstance(items, Items) and items.untouched else Items(table_of_items(items, None))
+            of_table = items if isinstance(items, Items) else Items(table_of_items(items, None))
             self._core.add(rank, of_table.table, of_table.kept)
 
     def tensors(self) -> dict[str, Saved | None]:

@@ -22,7 +22,7 @@ from dcpring.torchside.tensors import are_plain
 
 
 def items_of(items: Any, planner: SavePlanner) -> PlanItems:
-    if isinstance(items, Items) and items.untouched and not makes_tensors(planner):
+    if isinstance(items, Items) and not makes_tensors(planner):
         return TableItems(items, planner)
     made = list(items)
     if not makes_tensors(planner) and not isinstance(planner, RingSavePlanner):

@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 import dcpring
+from dcpring.base.text import visible
 from dcpring.cli._app import make_parser
-from dcpring.cli._output import Output, visible
+from dcpring.cli._output import Output
 
 COMMANDS = sorted(make_parser()[1].parsers)
 

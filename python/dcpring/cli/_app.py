@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 
-from dcpring.cli import __version__, bench, completion, convert, diff, doctor, keys, ls, plot, trace, verify
+from dcpring.base.text import visible
+from dcpring.cli import __version__, bench, completion, convert, diff, doctor, keys, ls, report, trace, verify
 from dcpring.cli import run as run_command
-from dcpring.cli._output import Output, in_words, take_streams, visible
+from dcpring.cli._output import Output, in_words, take_streams
 from dcpring.cli._parser import Commands, Parser
 from dcpring.errors import CheckpointError
 
-_COMMANDS = (ls, keys, verify, diff, convert, plot, trace, bench, doctor, run_command, completion)
+_COMMANDS = (ls, keys, verify, diff, convert, report, trace, bench, doctor, run_command, completion)
 
 DESCRIPTION = "Looks into, checks, compares and converts checkpoints of torch.distributed.checkpoint."
 

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, cast
@@ -19,22 +18,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dcpring.base.text import visible
 from dcpring.report import format_table
-
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _MOST_DRAWN = 2000
 """Rows of a table that gets a box; rich takes 0.2 ms for each."""
 
 _PIPE_WIDTH = 1 << 16
 """Columns where there is no terminal: nothing is wrapped or cut."""
-
-
-def visible(text: str) -> str:
-    """The text with control characters, and those that reorder text, as escapes."""
-    if text.isascii() and text.isprintable():  # nearly all are, and this takes a tenth of the time
-        return text
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def take_streams() -> None:

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -173,17 +172,6 @@ def _key_map(text: str) -> KeyTable | str:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def add_output(parser: argparse.ArgumentParser, what: str) -> None:
-    """A picture to be drawn."""
-    parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
-        help=f"{what}; a .png, .svg or .pdf; needs dcpring[plot]",
-    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_json, add_output, given_path, size
+from dcpring.cli._parser import Commands, add_json, given_path, size
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
         DESCRIPTION,
         [
             ("dcpring bench . --quick", "in ten seconds, the options for the storage that . is on"),
-            ("dcpring bench . --quick --size 16M --engines threads --output bench.png", "threads only, and a picture"),
+            ("dcpring bench . --quick --size 16M --engines threads", "threads only"),
             ("dcpring bench . --quick --size 16M --json", "all numbers, for a script"),
         ],
         differs="",
@@ -53,7 +53,6 @@ def add(commands: Commands) -> None:
         metavar="ENGINE,...",
         help="of uring (io_uring) and threads, those to try; default: all that work on this machine",
     )
-    add_output(parser, "draw a picture")
     add_json(parser)
 
 
@@ -73,36 +72,18 @@ def _engines(text: str) -> list[Engine]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.tools.machine import bench, bench_plot
-    from dcpring.tools.picture import check
+    from dcpring.tools.machine import bench
 
-    if args.output:
-        check(args.output)
     report = bench.measure(Path(args.directory), size=args.size, quick=args.quick, engines=args.engines)
     if args.json:
         out.json(report.as_json())
     else:
         _show(report, out)
-    if args.output:
-        bench_plot.draw(report, args.output)
-        out.note(f"the picture is {args.output}")
     return 0
 
 
 def _show(report: Report, out: Output) -> None:
-    header = (
-        "engine",
-        "I/O",
-        "block",
-        "depth",
-        "workers",
-        "GB/s",
-        "min",
-        "max",
-        "CPU s/GiB",
-        "p50 ms",
-        "p99 ms",
-    )
+    header = ("engine", "I/O", "block", "depth", "workers", "GB/s", "min", "max", "CPU s/GiB")
     directions: tuple[Direction, ...] = ("save", "load")
     for direction in directions:
         results = sorted(report.results, key=lambda result: -result.rate(direction))
@@ -113,7 +94,7 @@ def _show(report: Report, out: Output) -> None:
             out.text(f"and {len(results) - len(shown)} slower ways; --json has all of them")
         out.text()
     rounds = f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}"
-    out.text(f"{rounds}; medians; p50 and p99 are of a block")
+    out.text(f"{rounds}; medians")
     if not report.cold:
         out.text("loads are not cold: the page cache does not let go of files here", style="yellow")
     for direction in directions:
@@ -130,7 +111,6 @@ def _row(result: Result, direction: Direction) -> tuple[str, ...]:
         str(options.workers),
         *(f"{rate / 1e9:.2f}" for rate in (result.rate(direction), rates[0], rates[-1])),
         f"{result.cpu_seconds_per_gib(direction):.2f}",
-        *(f"{result.latency(direction, quantile) * 1e3:.1f}" for quantile in (0.5, 0.99)),
     )
 
 

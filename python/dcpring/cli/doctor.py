@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.text import Text
 
+from dcpring.base.text import visible
 from dcpring.cli import __version__
-from dcpring.cli._output import Output, visible
+from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_json, given_path
 from dcpring.tools.machine.doctor import Check, examine, works
 

@@ -38,24 +38,14 @@ _FREE_BYTES = 16 * MIB
 _NOISE = 0.05
 """A difference that is not worth an option."""
 
-_STEP_OF = {"save": 2, "load": 4}
-"""Spans of blocks (csrc/core/io/watch.h)."""
-
 Direction = Literal["save", "load"]
 
 
 class Transfer(NamedTuple):
-    """One save or load.
-
-    Attributes:
-        seconds: wall time, for a save until it is durable.
-        cpu_seconds: of all threads of this process.
-        latencies: seconds that each block took, from its submission until it was there.
-    """
+    """One save, until it is durable, or one load: wall time, and the CPU seconds of all threads of this process."""
 
     seconds: float
     cpu_seconds: float
-    latencies: list[float]
 
 
 @dataclass
@@ -64,8 +54,8 @@ class Result:
 
     Attributes:
         options: the way; ``direct`` and ``engine`` are never "auto".
+        size_bytes: of each transfer.
         transfers: one for each round.
-        size_bytes: of each.
     """
 
     options: IOOptions
@@ -82,11 +72,6 @@ class Result:
     def cpu_seconds_per_gib(self, direction: Direction) -> float:
         return statistics.median(part.cpu_seconds for part in self.transfers[direction]) * (1 << 30) / self.size_bytes
 
-    def latency(self, direction: Direction, quantile: float) -> float:
-        """Seconds of a block; 0.0 where none was seen."""
-        seen = sorted(latency for part in self.transfers[direction] for latency in part.latencies)
-        return seen[min(len(seen) - 1, int(quantile * len(seen)))] if seen else 0.0
-
     def summary(self, direction: Direction) -> dict[str, float]:
         rates = self.rates(direction)
         return {
@@ -94,8 +79,6 @@ class Result:
             "lowest_bytes_per_second": rates[0],
             "highest_bytes_per_second": rates[-1],
             "cpu_seconds_per_gib": self.cpu_seconds_per_gib(direction),
-            "block_seconds_p50": self.latency(direction, 0.5),
-            "block_seconds_p99": self.latency(direction, 0.99),
         }
 
 
@@ -215,18 +198,17 @@ class _Bench:
 
     def save(self, options: IOOptions, size: int) -> tuple[Transfer, list[Any], bool]:
         """What it took, where the parts lie, and whether it was direct."""
-        parts = [self._source[:length] for length in _lengths(size)]
-        watch = _C.Watch(None, _room(size))
-        clock = _Clock()
-        writer = _C.FileWriter(str(self._scratch), "file", size, options.for_core(True, watch))
-        try:
-            placed = writer.write_tensors(_C.Tensors(parts))
-            writer.finish()
-            direct = writer.stats()[2]
-        finally:
-            writer.close()
-        _C.sync_directory(str(self._scratch))
-        return clock.transfer(watch, "save"), placed, direct
+        parts = [self._source[: min(PART_BYTES, size - done)] for done in range(0, size, PART_BYTES)]
+        with _timed() as took:
+            writer = _C.FileWriter(str(self._scratch), "file", size, options.for_core(True))
+            try:
+                placed = writer.write_tensors(_C.Tensors(parts))
+                writer.finish()
+                direct = writer.stats()[2]
+            finally:
+                writer.close()
+            _C.sync_directory(str(self._scratch))
+        return took[0], placed, direct
 
     def load(self, options: IOOptions, placed: list[Any]) -> Transfer:
         """Loads what was saved, from the storage where the page cache lets go of it."""
@@ -235,11 +217,9 @@ class _Bench:
             (0, offset, size, crcs, None, (size,), (0,), (size,)) for _, _, offset, size, crcs in placed
         ]
         targets = [self._target[:size] for _, _, _, size, _ in placed]
-        watch = _C.Watch(None, _room(sum(target.nbytes for target in targets)))
-        clock = _Clock()
-        with contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
-            _C.load(inputs, reads, targets, options.for_core(False, watch))
-        return clock.transfer(watch, "load")
+        with _timed() as took, contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
+            _C.load(inputs, reads, targets, options.for_core(False))
+        return took[0]
 
     def _forget(self) -> None:
         """Has the page cache let go of the file, and notes whether it did."""
@@ -253,31 +233,15 @@ class _Bench:
         (self._scratch / "file").unlink()
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._cpu = _cpu_seconds()
-        self._wall = time.perf_counter()
-
-    def transfer(self, watch: _C.Watch, direction: Direction) -> Transfer:
-        seconds, cpu = time.perf_counter() - self._wall, _cpu_seconds() - self._cpu
-        spans, _ = watch.take()
-        latencies = [(end - begin) / 1e9 for step, begin, end, *_ in spans if step == _STEP_OF[direction]]
-        return Transfer(seconds, cpu, latencies)
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _lengths(size: int) -> Iterator[int]:
-    for done in range(0, size, PART_BYTES):
-        yield min(PART_BYTES, size - done)
-
-
-def _room(size: int) -> int:
-    """Spans of a transfer with the smallest blocks: three of each, and some more."""
-    return 4 * (size // MIB) + 1024
+@contextlib.contextmanager
+def _timed() -> Iterator[list[Transfer]]:
+    """A list that has what the body took when it is over."""
+    took: list[Transfer] = []
+    wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    yield took
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    took.append(Transfer(time.perf_counter() - wall, cpu))
 
 
 # ---- all of it ----

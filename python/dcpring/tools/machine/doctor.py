@@ -48,7 +48,6 @@ _CGROUP_MEMORY = (
 _EXTRAS = {
     "rich": ("the command line's tables and bars", "cli"),
     "shtab": ("dcpring completion", "cli"),
-    "matplotlib": ("dcpring plot, and the pictures of bench and trace", "plot"),
 }
 
 

@@ -1,57 +1,63 @@
-"""``dcpring plot``: a picture of a checkpoint."""
+"""``dcpring report``: a page that shows a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._output import Output
-from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_output, add_rank, add_trusted
+from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_rank, add_trusted
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring.tools.inspect.inventory import Inventory
-    from dcpring.tools.inspect.plot import Shares
+    from dcpring.tools.inspect.page import Shares
 
 DESCRIPTION = """\
-Draws which rank wrote what into which file, how even that is, and which tensors are the largest. No tensor is read."""
+Writes one HTML page that shows what is large, which rank wrote what into which file, how even that is, and all keys, to
+be searched. It needs no network and no other file. No tensor is read."""
+
+_MOST_LARGEST = 12
 
 
 def add(commands: Commands) -> None:
     parser = commands.add(
-        "plot",
+        "report",
         run,
-        "a picture of who wrote what into which file",
+        "a page that shows what is large, and who wrote what",
         DESCRIPTION,
         [
-            ("dcpring plot ckpt/step-100", "draws step-100.png"),
-            ("dcpring plot ckpt/step-100 --output picture.svg", "likewise, as SVG"),
-            ("dcpring plot ckpt/step-100 --json", "the numbers, for scripts; draws nothing"),
+            ("dcpring report ckpt/step-100", "writes step-100.html"),
+            ("dcpring report ckpt/step-100 --output page.html", "likewise, by another name"),
+            ("dcpring report ckpt/step-100 --json", "the numbers, for scripts; writes no page"),
         ],
         differs="",
     )
     add_checkpoint(parser)
-    add_output(parser, "the picture; default: CKPT's name.png")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="the page; default: CKPT's name.html in this directory"
+    )
     add_rank(parser)
     add_trusted(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
+    from dcpring.base.files import replace_file
     from dcpring.tools.inspect.inventory import take_inventory
-    from dcpring.tools.inspect.plot import draw, shares_of
-    from dcpring.tools.picture import check
+    from dcpring.tools.inspect.page import page, shares_of
 
     path: Path | None = args.output
     if path is None and not args.json:
-        path = Path(f"{Path(args.checkpoint).absolute().name or 'checkpoint'}.png")
+        path = Path(f"{Path(args.checkpoint).absolute().name or 'checkpoint'}.html")
     if path is not None:
-        check(path)
+        os.stat(path.absolute().parent)  # a missing directory is an error before anything is read
     inventory = take_inventory(args.checkpoint, rank=args.rank, trusted=args.trusted)
     shares = shares_of(inventory)
     if path is not None:
-        draw(path, inventory, shares)
+        replace_file(path, page(inventory, shares).encode("utf-8", "backslashreplace"))
     if args.json:
         out.json(_document(inventory, shares, path))
     else:
@@ -62,10 +68,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _summary(shares: Shares) -> str:
     used = [file for file in shares.files if file.records]
     bad = sum(file.state in ("missing", "short") for file in used)
-    return (
-        f"{format_bytes(sum(file.bytes for file in used))} in {count(len(used), 'file')} by "
-        f"{count(len(shares.ranks), 'rank')}, the largest {shares.imbalance:.2f} of the mean"
-        + (f"; {count(bad, 'file')} missing or too short" if bad else "")
+    even = f", the largest share {shares.imbalance:.2f} times the mean" if len(shares.ranks) > 1 else ""
+    by = f" by {count(len(shares.ranks), 'rank')}" if shares.ranks else ""
+    return f"{format_bytes(sum(file.bytes for file in used))} in {count(len(used), 'file')}{by}{even}" + (
+        f"; {count(bad, 'file')} missing or too short" if bad else ""
     )
 
 
@@ -90,6 +96,6 @@ def _document(inventory: Inventory, shares: Shares, path: Path | None) -> dict[s
         ],
         "largest": [
             {"key": item.entry.key, "bytes": item.entry.nbytes, "chunks": len(item.entry.records), "ranks": item.ranks}
-            for item in shares.largest
+            for item in shares.items[:_MOST_LARGEST]
         ],
     }

@@ -198,6 +198,7 @@ def test_read_only_and_missing(tmp_path: Path) -> None:
 
 
 UNWRITABLE = """
+import sys
 from dcpring.cli import main
 sys.stderr = sys.stdout
 sys.exit(0 if main(["bench", sys.argv[1], "--quick", "--size", "4M"]) == 2 else 1)

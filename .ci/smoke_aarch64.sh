@@ -25,6 +25,6 @@ printf '#!/bin/sh\nexec qemu-aarch64 -L "%s" -0 "$0" "%s" "$@"\n' "$work/root" "
 chmod +x "$python"
 unset PYTHONPATH
 pip=("$python" "$(echo "$work"/root/usr/share/python-wheels/pip-*.whl)/pip" --disable-pip-version-check install -q --no-cache-dir)
-"${pip[@]}" torch==2.10.0 numpy tqdm rich
+"${pip[@]}" torch==2.10.0 numpy tqdm
 "${pip[@]}" --no-deps --force-reinstall "${wheels[@]}"
 "$python" tests/smoke.py

@@ -21,7 +21,7 @@ INTRODUCTION = """\
 
 <!-- made by tests/_cli_page.py from the parser; change that -->
 
-`pip install 'dcpring[cli]'` brings the program `dcpring`; `python -m dcpring` is the same.
+The package brings the program `dcpring`; `python -m dcpring` is the same. It needs nothing else.
 
 {description} It reads checkpoints of stock and of
 dcpring, and trusts none of them: no code in a checkpoint is run, and names are shown with their control characters

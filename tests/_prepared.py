@@ -30,7 +30,7 @@ from typing import IO, Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 LOADED = (
-    *("pytest", "numpy", "rich.console", "torch._dynamo", "torch.distributed.fsdp"),
+    *("pytest", "numpy", "torch._dynamo", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
     *("dcpring.resume.checkpointer", "dcpring.cli._app"),
 )

@@ -2,7 +2,7 @@
 
     python tests/smoke.py [FOLDER]
 
-It needs torch, tqdm and rich, and nothing of the tree that it lies in: a dcpring from elsewhere than this interpreter's
+It needs torch and tqdm, and nothing of the tree that it lies in: a dcpring from elsewhere than this interpreter's
 environment is an error. FOLDER, which is made, holds its checkpoints; without one they are in a temporary folder.
 """
 

@@ -271,7 +271,6 @@ def test_software(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = by_name(list(_doctor._software()))
     assert checks["torch"].status == "missing" and "torch>=2.9,<3" in checks["torch"].cure
     assert checks["shtab"].status == "missing" and checks["shtab"].cure == "pip install 'dcpring[cli]'"
-    assert checks["rich"].status == "ok"
 
 
 # ---- file systems ----

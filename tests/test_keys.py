@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import gc
 import io
@@ -663,7 +662,7 @@ def test_a_failed_load_names_everything_on_all_ranks(tmp_path: Path) -> None:
 # ---- the table ----
 
 
-def test_print_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_keys() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(2, 3)), nn.BatchNorm1d(3))
     out = io.StringIO()
     dcpring.print_keys(model, out)
@@ -672,25 +671,3 @@ def test_print_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[2] == ["0._orig_mod.weight", "0.weight", "3x2", "float32", "cpu", "OptimizedModule"]
     assert lines[-1] == ["1.num_batches_tracked", "1.num_batches_tracked", "scalar", "int64", "cpu"]
     assert [line[0] for line in lines[2:]] == list(model.state_dict())
-
-    imported = builtins.__import__
-
-    def without_rich(name: str, *rest: Any) -> Any:
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return imported(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    plain = io.StringIO()
-    dcpring.print_keys(model, plain)
-    assert plain.getvalue() == out.getvalue()
-
-
-def test_print_keys_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    dcpring.print_keys(nn.Linear(2, 3), out)
-    assert "\u2502" in out.getvalue() and "weight" in out.getvalue()

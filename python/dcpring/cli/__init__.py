@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 
-from dcpring import __version__
 from dcpring.cli import run as run_command
 
 __all__ = ["main"]
@@ -29,19 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     if run_command.is_meant(argv):
         return run_command.execute(argv)
     try:
-        import rich  # noqa: F401
-
         from dcpring.cli._app import run
 
         return run(argv)
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        if argv == ["--version"]:
-            print(f"dcpring {__version__}")
-            return 0
-        print("dcpring's command line needs the package rich: pip install 'dcpring[cli]'", file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, RuntimeError) as error:  # while all this is being loaded, or while it ends
         # Python 3.11 wraps what is raised in a class's __set_name__, and torch makes thousands of classes.
         if not any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__)):

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 
+from dcpring import __version__
 from dcpring.base.text import visible
-from dcpring.cli import __version__, bench, completion, convert, diff, doctor, keys, ls, report, trace, verify
+from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, report, trace, verify
 from dcpring.cli import run as run_command
 from dcpring.cli._output import Output, in_words, take_streams
 from dcpring.cli._parser import Commands, Parser

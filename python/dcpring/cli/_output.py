@@ -9,23 +9,23 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO, cast
-
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from dcpring.base.text import visible
 from dcpring.report import format_table
 
-_MOST_DRAWN = 2000
-"""Rows of a table that gets a box; rich takes 0.2 ms for each."""
+_STYLES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+"""The codes of a terminal; a style is one of these words or more."""
 
-_PIPE_WIDTH = 1 << 16
-"""Columns where there is no terminal: nothing is wrapped or cut."""
+_MOST_DRAWN = 2000
+"""Rows of a table that gets a box."""
+
+_NARROWEST = 8
+"""Of columns whose texts may be folded."""
 
 
 def take_streams() -> None:
@@ -71,14 +71,8 @@ class _Named:
             raise
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Left to the caller: rich's own way ends the program with status 1."""
-        raise BrokenPipeError
-
-
 Piece = tuple[str, str]
-"""A part of a line: its text, and rich's style of it."""
+"""A part of a line: its text, and its style."""
 
 
 class Output:
@@ -89,30 +83,26 @@ class Output:
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        self._out = self._console(out or sys.stdout, "standard output")
-        self._err = self._console(err or sys.stderr, "standard error")
-        self.interactive = self._out.is_terminal
+        out, err = out or sys.stdout, err or sys.stderr
+        self._out = cast(TextIO, _Named(out, "standard output"))
+        self._err = cast(TextIO, _Named(err, "standard error"))
+        self.interactive = out.isatty()
+        # Only these decide: a pipe gets plain text whatever FORCE_COLOR and the like say.
+        plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        self._has_colours = self.interactive and not plain
+        self._err_has_colours = err.isatty() and not plain
 
-    @staticmethod
-    def _console(stream: TextIO, name: str) -> _Console:
-        # rich looks at FORCE_COLOR and the like: a pipe gets plain text whatever they say.
-        plain: dict[str, Any] = {"force_terminal": False, "color_system": None, "width": _PIPE_WIDTH}
-        return _Console(
-            file=cast(TextIO, _Named(stream, name)),
-            highlight=False,
-            markup=False,
-            emoji=False,
-            soft_wrap=True,
-            **({} if stream.isatty() else plain),
-        )
+    def _styled(self, text: str, style: str) -> str:
+        return _styled(visible(text), style) if self._has_colours else visible(text)
 
     def text(self, text: str = "", style: str = "") -> None:
         """A line (or several)."""
-        self._out.print(Text("\n".join(map(visible, text.split("\n"))), style=style))
+        self._out.write("\n".join(self._styled(line, style) for line in text.split("\n")) + "\n")
 
-    def render(self, what: RenderableType) -> None:
-        """Anything that rich can draw; its texts must have gone through ``visible``."""
-        self._out.print(what, soft_wrap=False)
+    def lines(self, lines: Iterable[Sequence[Piece]]) -> None:
+        """Lines made of pieces. They are not fitted to the screen."""
+        for pieces in lines:
+            self._out.write("".join(self._styled(text, style) for text, style in pieces) + "\n")
 
     def table(
         self,
@@ -130,58 +120,25 @@ class Output:
             rows: cells.
             right: the columns that are aligned to the right.
             title: above it.
-            styles: rich's, by column.
+            styles: by column.
         """
         cells = [[visible(cell) for cell in row] for row in rows]
-        if not self.interactive or len(cells) > _MOST_DRAWN:
-            text = format_table(header, cells, right)
-            self._out.file.write(f"{visible(title)}\n{text}\n" if title else f"{text}\n")
-            return
-        if title:  # rich's own would be folded to the width of the table
+        if title:
             self.text(title, style="italic")
-        numbers = set(right)
-        # Numbers are never folded; on a narrow screen the frame goes first.
-        widths = [_width(number in numbers, column) for number, column in enumerate(zip(header, *cells, strict=True))]
-        fits = sum(widths) + 3 * len(widths) + 1 <= self.screen[0]
-        table = Table(box=box.ROUNDED if fits else None, header_style="bold", pad_edge=fits)
-        for number, name in enumerate(header):
-            # On a terminal a long name is folded rather than cut: it shall be copied from there.
-            table.add_column(
-                name,
-                justify="right" if number in numbers else "left",
-                overflow="fold",
-                min_width=widths[number],
-                style=(styles or {}).get(number),
-            )
-        for row in cells:
-            table.add_row(*map(Text, row))
-        self.render(table)
+        if not self.interactive or len(cells) > _MOST_DRAWN:
+            self._out.write(format_table(header, cells, right) + "\n")
+            return
+        for line in _drawn(header, cells, set(right), styles or {}, self.screen[0], self._styled):
+            self._out.write(line + "\n")
 
     @property
     def screen(self) -> tuple[int, int]:
         """Columns and rows of the terminal."""
-        return self._out.size.width, self._out.size.height
-
-    def lines(self, lines: Iterable[Sequence[Piece]]) -> None:
-        """Lines made of pieces; for many of them, as rich takes its time. They are not fitted to the screen."""
-        codes: dict[str, list[str]] = {"": ["", ""]}
-        for pieces in lines:
-            for text, style in pieces:
-                if style not in codes:
-                    codes[style] = self._codes(style)
-                begin, end = codes[style]
-                self._out.file.write(f"{begin}{visible(text)}{end}")
-            self._out.file.write("\n")
-
-    def _codes(self, style: str) -> list[str]:
-        """What turns a style on and off here; nothing where there are no colours."""
-        with self._out.capture() as capture:
-            self._out.print(Text("|", style=style), end="")
-        return capture.get().split("|")
+        return shutil.get_terminal_size()
 
     def raw(self, text: str) -> None:
         """The program's own text for another program, as it is."""
-        self._out.file.write(text)
+        self._out.write(text)
 
     def json(self, value: Any) -> None:
         """One JSON document; long lists have a line for each element.
@@ -189,34 +146,104 @@ class Output:
         Characters beyond ASCII are escaped, so it can be piped anywhere.
         """
         if not isinstance(value, dict):
-            self._out.file.write(json.dumps(value, indent=2) + "\n")
+            self._out.write(json.dumps(value, indent=2) + "\n")
             return
         members = (f"  {json.dumps(name)}: {_json_member(member)}" for name, member in value.items())
-        self._out.file.write("{\n" + ",\n".join(members) + "\n}\n")
+        self._out.write("{\n" + ",\n".join(members) + "\n}\n")
 
     def error(self, text: str) -> None:
         """A line on standard error, if that takes any."""
         with contextlib.suppress(OSError):
-            self._err.print(Text("dcpring: ", style="bold red").append(visible(text), style="default"))
+            begin = "dcpring: "
+            self._err.write(f"{_styled(begin, 'bold red') if self._err_has_colours else begin}{visible(text)}\n")
 
     def note(self, text: str) -> None:
         """A line on standard error that is no error: progress, where a file went."""
-        self._err.print(Text(visible(text), style="dim"))
+        self._err.write((_styled(visible(text), "dim") if self._err_has_colours else visible(text)) + "\n")
 
     def flush(self) -> None:
-        self._out.file.flush()
-        self._err.file.flush()
+        self._out.flush()
+        self._err.flush()
 
 
-_NARROWEST = 8
-"""Of columns whose texts may be folded."""
+def _styled(text: str, style: str) -> str:
+    codes = ";".join(_STYLES[word] for word in style.split())
+    return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
 
 
-def _width(is_number: bool, column: Sequence[str]) -> int:
-    """What a column needs: its numbers, and the words of its header."""
-    header, *cells = column
-    words = max(map(len, header.split()), default=0)
-    return max(words, *map(len, cells)) if is_number else max(words, min(_NARROWEST, *map(len, cells)))
+# ---- tables on a terminal ----
+
+
+def _drawn(
+    header: Sequence[str],
+    rows: list[list[str]],
+    right: set[int],
+    styles: dict[int, str],
+    screen: int,
+    styled: Callable[[str, str], str],
+) -> Iterator[str]:
+    """The lines of a table in a box; on a narrow screen the box goes first, then texts are folded. Numbers never are.
+
+    A long name is folded rather than cut: it shall be copied from there.
+    """
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(_width, column)) for column in columns]
+    least = [
+        widths[n] if n in right else min(widths[n], max(_NARROWEST, _words(header[n]))) for n in range(len(widths))
+    ]
+    is_boxed = sum(least) + 3 * len(widths) + 1 <= screen
+    room = screen - (3 * len(widths) + 1 if is_boxed else len(widths) - 1)
+    while sum(widths) > room and widths != least:
+        widest = max((n for n in range(len(widths)) if widths[n] > least[n]), key=lambda n: widths[n])
+        widths[widest] = max(least[widest], widths[widest] - (sum(widths) - room))
+    left, between, end = ("│ ", " │ ", " │") if is_boxed else ("", " ", "")
+
+    def lines(cells: Sequence[str], styles: dict[int, str]) -> Iterator[str]:
+        folded = [_folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
+        for at in range(max(map(len, folded))):
+            parts = [column[at] if at < len(column) else "" for column in folded]
+            shown = [_padded(part, widths[n], n in right, styles.get(n, ""), styled) for n, part in enumerate(parts)]
+            yield (left + between.join(shown) + end).rstrip()
+
+    def rule(begin: str, middle: str, end: str) -> str:
+        return begin + middle.join("─" * (width + 2) for width in widths) + end
+
+    if is_boxed:
+        yield rule("╭", "┬", "╮")
+    yield from lines(header, dict.fromkeys(range(len(header)), "bold"))
+    if is_boxed:
+        yield rule("├", "┼", "┤")
+    for row in rows:
+        yield from lines(row, styles)
+    if is_boxed:
+        yield rule("╰", "┴", "╯")
+
+
+def _padded(text: str, width: int, is_right: bool, style: str, styled: Callable[[str, str], str]) -> str:
+    padding = " " * (width - _width(text))
+    return padding + styled(text, style) if is_right else styled(text, style) + padding
+
+
+def _words(text: str) -> int:
+    return max(map(_width, text.split()), default=0)
+
+
+def _width(text: str) -> int:
+    """The columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most so many columns: at spaces where there are some, else anywhere."""
+    lines = []
+    while _width(text) > width:
+        fits = next((n for n in range(len(text), 0, -1) if _width(text[:n]) <= width), 1)
+        at = text.rfind(" ", 1, fits + 1) if " " in text[1 : fits + 1] else fits
+        lines.append(text[:at].rstrip())
+        text = text[at:].lstrip(" ")
+    return [*lines, text]
 
 
 def _json_member(member: Any) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.text import Text
-
-from dcpring.base.text import visible
-from dcpring.cli import __version__
+from dcpring import __version__
 from dcpring.cli._output import Output
 from dcpring.cli._parser import Commands, add_json, given_path
 from dcpring.tools.machine.doctor import Check, examine, works
@@ -70,8 +67,8 @@ def _show(checks: list[Check], out: Output) -> None:
         for check in checks:
             if check.group != group:
                 continue
-            status = Text(f"  {check.status:<7}", style=_STYLES[check.status])
-            out.render(status.append(f"  {check.name:<{width}}  {visible(check.found)}", style="default"))
+            status = (f"  {check.status:<7}", _STYLES[check.status])
+            out.lines([[status, (f"  {check.name:<{width}}  {check.found}", "")]])
             if check.meaning:
                 out.text(f"           {check.meaning}")
             if check.cure:

@@ -116,32 +116,11 @@ def _placement(tensor: Any) -> str:
 def print_keys(model: nn.Module, file: TextIO | None = None) -> None:
     """Prints a table of a model's tensors: raw and canonical name, shape, dtype, placement, wrappers.
 
-    Uses ``rich`` where it is installed and ``file`` is a terminal, plain text elsewhere.
-
     Args:
         model: wrapped in whatever ways.
         file: where to; standard output by default.
     """
     rows = key_rows(model)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(_plain_table(rows), file=file)
-        return
-    console = Console(file=file)
-    if not console.is_terminal:
-        print(_plain_table(rows), file=file)
-        return
-    table = Table(*_COLUMNS)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _plain_table(rows: list[tuple[str, str, str, str, str, str]]) -> str:
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    lines = [_COLUMNS, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    for line in (_COLUMNS, tuple("-" * width for width in widths), *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=file)

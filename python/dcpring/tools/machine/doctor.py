@@ -46,7 +46,6 @@ _CGROUP_MEMORY = (
 """Limit and usage, of cgroups version 2 and 1."""
 
 _EXTRAS = {
-    "rich": ("the command line's tables and bars", "cli"),
     "shtab": ("dcpring completion", "cli"),
 }
 

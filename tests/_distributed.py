@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import _gil
 import _prepared
 
 TIMEOUT_SECONDS = 120.0
@@ -174,7 +175,8 @@ def _call(
     )
     try:
         dist.barrier()  # a rank that has connected, and is through at once, would leave while others still connect
-        return function(*args)
+        with _gil.free_for_others():
+            return function(*args)
     finally:
         dist.destroy_process_group()
         for cache in CACHES:

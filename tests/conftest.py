@@ -89,6 +89,15 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _others_go_on() -> Iterator[None]:
+    """Whatever a test does, the core makes no system call with the GIL held."""
+    import _gil
+
+    with _gil.free_for_others():
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers() -> Iterator[None]:
     yield

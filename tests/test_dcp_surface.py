@@ -901,7 +901,7 @@ def test_async_save_in_a_process(tmp_path: Path) -> None:
 
 
 def test_a_save_uses_no_global_lock(tmp_path: Path) -> None:
-    """Python goes on while C writes: the GIL is released around all I/O."""
+    """Python goes on while C computes (test_gil.py has the calls that it makes)."""
     state = {"x": torch.ones(64 << 20)}  # 256 MiB
     writer = RingWriter(tmp_path, sync_files=False)
     future = dcp.async_save(state, storage_writer=writer)

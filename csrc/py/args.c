@@ -98,3 +98,14 @@ void gil_take(struct gil *gil) {
     if (gil->thread)
         PyEval_RestoreThread(gil->thread);
 }
+
+/* What takes some milliseconds, as Python itself keeps the GIL for. */
+enum { TURNS_WITH_GIL = 1 << 14 };
+
+int gil_turn(size_t turn) {
+    if (turn % TURNS_WITH_GIL != TURNS_WITH_GIL - 1)
+        return 0;
+    Py_BEGIN_ALLOW_THREADS
+    Py_END_ALLOW_THREADS
+    return PyErr_CheckSignals();
+}

@@ -38,8 +38,11 @@ static PyObject *barrier_end(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "w*", &memory))
         return NULL;
     atomic_uint *word = word_of(&memory, 1);
-    if (word)
+    if (word) {
+        Py_BEGIN_ALLOW_THREADS
         dr_barrier_end(word, 1);
+        Py_END_ALLOW_THREADS
+    }
     PyBuffer_Release(&memory);
     return word ? Py_NewRef(Py_None) : NULL;
 }

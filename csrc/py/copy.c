@@ -158,7 +158,10 @@ static PyObject *advise(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Kns", &address, &size, &what))
         return NULL;
     enum dr_advice advice = strcmp(what, "huge pages") == 0 ? DR_ADVICE_HUGE_PAGES : DR_ADVICE_GIVE_BACK;
-    int rc = dr_sys.advise((void *)(uintptr_t)address, (size_t)size, advice);
+    int rc;
+    Py_BEGIN_ALLOW_THREADS
+    rc = dr_sys.advise((void *)(uintptr_t)address, (size_t)size, advice);
+    Py_END_ALLOW_THREADS
     return PyBool_FromLong(rc == 0);
 }
 

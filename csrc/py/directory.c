@@ -91,19 +91,20 @@ static PyObject *write_file(PyObject *module, PyObject *args) {
                           &set))
         return NULL;
     DR_NEW_ERROR(error);
-    int rc = parse_syncs(module_state(module), set, &syncs);
-    bool parsed = rc == 0;
-    if (parsed) {
+    int rc = syncs_take(module_state(module), set, &syncs);
+    bool taken = rc == 0;
+    if (taken) {
         struct gil gil;
         gil_release(&gil);
         rc = dr_directory_write(PyBytes_AsString(directory), PyBytes_AsString(name), data.buf, (size_t)data.len, syncs,
                                 &gil.control, &error);
         gil_take(&gil);
+        syncs_give(set);
     }
     PyBuffer_Release(&data);
     Py_DECREF(directory);
     Py_DECREF(name);
-    return parsed ? finish_call(module, rc, &error) : NULL;
+    return taken ? finish_call(module, rc, &error) : NULL;
 }
 
 typedef int move_file(const char *directory, const char *tmp, const char *name, bool sync, struct dr_error *error);
@@ -157,8 +158,10 @@ static PyObject *link_file(PyObject *module, PyObject *args) {
                           PyUnicode_FSConverter, &ends.dir, PyUnicode_FSConverter, &ends.name, &size, &is_durable,
                           &set))
         return NULL;
-    if (parse_syncs(module_state(module), set, &syncs) == 0)
+    if (syncs_take(module_state(module), set, &syncs) == 0) {
         is_clone = link_paths(module, &ends, size, is_durable, syncs);
+        syncs_give(set);
+    }
     Py_DECREF(ends.from_dir);
     Py_DECREF(ends.from);
     Py_DECREF(ends.dir);

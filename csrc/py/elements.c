@@ -14,7 +14,12 @@ static PyObject *convert(PyObject *module, PyObject *args) {
     if (from && to && (size_t)data.len % from->item_size == 0) {
         size_t count = (size_t)data.len / from->item_size * (dr_is_packed(from) ? 2 : 1);
         result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * to->item_size));
-        if (result && !dr_convert(from, to, data.buf, PyBytes_AsString(result), count))
+        char *out = result ? PyBytes_AsString(result) : NULL;
+        struct gil gil;
+        gil_release_for(&gil, (size_t)data.len);
+        bool is_converted = out && dr_convert(from, to, data.buf, out, count);
+        gil_take(&gil);
+        if (!is_converted)
             Py_CLEAR(result);
     }
     if (!result && !PyErr_Occurred())

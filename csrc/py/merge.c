@@ -37,6 +37,10 @@ static void end(struct merge *self, struct gil *gil) {
 
 static size_t bytes_of_rows(const struct merge *self) { return self->core.row_count * sizeof(struct dr_row); }
 
+static size_t bytes_of_rank(const struct dr_merge *merge, uint32_t rank) {
+    return (merge->rank_rows[rank + 1] - merge->rank_rows[rank]) * sizeof(struct dr_row);
+}
+
 static PyObject *merge_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned world;
     if (refuse_keywords(type, kwargs) || !PyArg_ParseTuple(args, "I", &world))
@@ -142,7 +146,11 @@ static PyObject *differing(PyObject *object, PyObject *most_object) {
     Py_ssize_t most = PyLong_AsSsize_t(most_object), count = 0;
     if (PyErr_Occurred() || !is_checked((struct merge *)object))
         return NULL;
-    if (dr_merge_differing(merge, &different, &error) < 0)
+    struct gil gil;
+    begin((struct merge *)object, &gil, bytes_of_rows((struct merge *)object));
+    int rc = dr_merge_differing(merge, &different, &error);
+    end((struct merge *)object, &gil);
+    if (rc < 0)
         return fail(state_of(object), &error);
     PyObject *list = PyList_New(0);
     for (uint32_t g = 0; list && g < merge->groups.count; g++) {
@@ -203,13 +211,17 @@ static const struct dr_merge *assigned(PyObject *object, PyObject *rank_object, 
 }
 
 static PyObject *reply(PyObject *object, PyObject *rank_object) {
+    struct merge *self = (struct merge *)object;
     uint32_t rank;
     const struct dr_merge *merge = assigned(object, rank_object, &rank);
     if (!merge)
         return NULL;
     struct dr_buffer out;
     DR_NEW_ERROR(error);
+    struct gil gil;
+    begin(self, &gil, bytes_of_rank(merge, rank));
     int rc = dr_merge_reply(merge, rank, &out, &error);
+    end(self, &gil);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
@@ -221,7 +233,11 @@ static PyObject *items(PyObject *object, PyObject *rank_object) {
         return NULL;
     DR_NEW_ERROR(error);
     PyObject *bytes = NULL;
-    if (dr_merge_items(merge, rank, &pieces, &count, &error) < 0)
+    struct gil gil;
+    begin((struct merge *)object, &gil, bytes_of_rank(merge, rank));
+    int rc = dr_merge_items(merge, rank, &pieces, &count, &error);
+    end((struct merge *)object, &gil);
+    if (rc < 0)
         fail(state_of(object), &error);
     else
         bytes = PyBytes_FromStringAndSize((const char *)pieces, (Py_ssize_t)(count * sizeof *pieces));
@@ -241,16 +257,18 @@ static int add_shared(void *list, const struct dr_shared_row *shared) {
                             : NULL;
     int rc = row ? PyList_Append(list, row) : -1;
     Py_XDECREF(row);
-    return rc;
+    return rc < 0 ? rc : gil_turn(shared->row);
 }
 
 static PyObject *shared(PyObject *object, PyObject *unused) {
     (void)unused;
+    struct merge *self = (struct merge *)object;
     uint32_t rank;
     const struct dr_merge *merge = assigned(object, NULL, &rank);
     uint64_t *before = merge ? dr_merge_shared_bytes(merge) : NULL;
     if (!before)
         return merge ? PyErr_NoMemory() : NULL;
+    self->busy = true;
     PyObject *ranks = PyList_New(merge->world);
     for (rank = 0; ranks && rank < merge->world; rank++) {
         PyObject *rows = PyList_New(0);
@@ -259,6 +277,7 @@ static PyObject *shared(PyObject *object, PyObject *unused) {
             Py_CLEAR(ranks);
         Py_XDECREF(rows);
     }
+    self->busy = false;
     free(before);
     return ranks;
 }
@@ -269,8 +288,14 @@ static PyObject *table(PyObject *object, PyObject *unused) {
     const struct dr_merge *merge = assigned(object, NULL, &rank);
     struct module_state *state = state_of(object);
     PyObject *result = merge ? table_new(state) : NULL;
+    if (!result)
+        return NULL;
     DR_NEW_ERROR(error);
-    if (result && dr_merge_table(merge, &((struct table *)result)->core, &error) < 0) {
+    struct gil gil;
+    begin((struct merge *)object, &gil, merge->piece_count * sizeof(struct dr_row));
+    int rc = dr_merge_table(merge, &((struct table *)result)->core, &error);
+    end((struct merge *)object, &gil);
+    if (rc < 0) {
         Py_CLEAR(result);
         fail(state, &error);
     }

@@ -2,8 +2,9 @@
  * What the bindings share: module state, errors, options and the GIL.
  *
  * The bindings turn Python's arguments into the core's arrays, let go of the
- * GIL, call the core once, and turn the result back. They make no system call
- * and hold no state outside of the module.
+ * GIL, call the core once, and turn the result back. They make no system call,
+ * let the core make none while they hold the GIL (tests/test_gil.py), and hold
+ * no state outside of the module.
  */
 #ifndef DCPRING_MODULE_H
 #define DCPRING_MODULE_H
@@ -93,6 +94,11 @@ void gil_release(struct gil *gil);
 /* The same for work on so many bytes: for what takes no longer than Python itself keeps the GIL, it is kept. */
 void gil_release_for(struct gil *gil, size_t bytes);
 void gil_take(struct gil *gil);
+/*
+ * For turn `turn` of a loop over Python's objects: now and then lets other threads run, and looks for signals. -1 with
+ * an exception. Whatever others can reach may have changed then, lists that were passed in as well.
+ */
+int gil_turn(size_t turn);
 
 /* ---- watch.c ---- */
 
@@ -101,8 +107,11 @@ int parse_watch(struct module_state *state, PyObject *object, struct dr_watch **
 
 /* ---- syncs.c ---- */
 
-/* The core's side of a Syncs, borrowed, which the caller keeps; NULL for None. */
-int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **out);
+/*
+ * The core's side of a Syncs, which nobody else can take until syncs_give; NULL for None, of which both take no notice.
+ */
+int syncs_take(struct module_state *state, PyObject *object, struct dr_syncs **out);
+void syncs_give(PyObject *object);
 
 /* ---- one per exposed part ---- */
 

@@ -19,8 +19,23 @@ const struct dr_table *table_of(struct module_state *state, PyObject *object) {
 
 const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object) {
     struct storage_index *self = wrapped(object, state->storage_index_type, "StorageIndex");
+    if (self && self->busy) {
+        PyErr_SetString(PyExc_ValueError, "the storage index is in use by another thread");
+        return NULL;
+    }
     return self ? &self->core : NULL;
 }
+
+/* From here to leave() nobody else can use it; NULL with an exception where somebody does. */
+static struct dr_storage_index *enter(PyObject *object) {
+    struct storage_index *self = (struct storage_index *)object;
+    if (!storage_index_of(state_of(object), object))
+        return NULL;
+    self->busy = true;
+    return &self->core;
+}
+
+static void leave(PyObject *object) { ((struct storage_index *)object)->busy = false; }
 
 static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t count;
@@ -75,7 +90,7 @@ static int set_entry(struct dr_storage_index *storage, Py_ssize_t index, PyObjec
 
 /* Which entry the i-th of a list is for; -1 with an exception. */
 static Py_ssize_t index_of(const struct dr_storage_index *storage, PyObject *indices, Py_ssize_t i) {
-    PyObject *number = indices ? PyList_GetItem(indices, i) : NULL;
+    PyObject *number = indices ? PyList_GetItem(indices, i) : NULL; /* other threads may have shortened the list */
     if (indices && !number)
         return -1;
     Py_ssize_t index = number ? PyLong_AsSsize_t(number) : i;
@@ -86,41 +101,69 @@ static Py_ssize_t index_of(const struct dr_storage_index *storage, PyObject *ind
     return -1;
 }
 
+static int put_all(struct module_state *state, struct dr_storage_index *storage, PyObject *list, PyObject *indices) {
+    if (PyList_Size(list) != (indices ? PyList_Size(indices) : (Py_ssize_t)storage->count)) {
+        PyErr_SetString(PyExc_ValueError, "expected a list of as many entries as indices, or as there are");
+        return -1;
+    }
+    DR_NEW_ERROR(error);
+    int rc = 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(list); i++) {
+        Py_ssize_t index = index_of(storage, indices, i);
+        rc = index < 0 ? -1 : set_entry(storage, index, PyList_GetItem(list, i), &error);
+        if (rc == 0)
+            rc = gil_turn((size_t)i);
+        else if (!PyErr_Occurred())
+            fail(state, &error);
+    }
+    return rc;
+}
+
 static PyObject *put(PyObject *object, PyObject *args) {
-    struct dr_storage_index *storage = &((struct storage_index *)object)->core;
     PyObject *list, *indices = NULL;
     if (!PyArg_ParseTuple(args, "O!|O!", &PyList_Type, &list, &PyList_Type, &indices))
         return NULL;
-    if (PyList_Size(list) != (indices ? PyList_Size(indices) : (Py_ssize_t)storage->count))
-        return PyErr_Format(PyExc_ValueError, "expected a list of as many entries as indices, or as there are");
-    DR_NEW_ERROR(error);
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        Py_ssize_t index = index_of(storage, indices, i);
-        if (index < 0)
-            return NULL;
-        if (set_entry(storage, index, PyList_GetItem(list, i), &error) < 0)
-            return PyErr_Occurred() ? NULL : fail(state_of(object), &error);
-    }
-    Py_RETURN_NONE;
+    struct dr_storage_index *storage = enter(object);
+    if (!storage)
+        return NULL;
+    int rc = put_all(state_of(object), storage, list, indices);
+    leave(object);
+    return rc < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static size_t bytes_of_entries(const struct dr_storage_index *storage) {
+    return storage->count * sizeof *storage->entries + storage->crcs.size;
+}
+
+static int merge_into(struct dr_storage_index *into, const struct dr_storage_index *from, const Py_buffer *indices,
+                      struct dr_error *error) {
+    uint32_t *aligned = PyMem_Malloc((size_t)indices->len + 4);
+    if (!aligned)
+        return dr_error_memory(error);
+    memcpy(aligned, indices->buf, (size_t)indices->len);
+    struct gil gil;
+    gil_release_for(&gil, bytes_of_entries(from));
+    int rc = dr_storage_index_merge(into, from, aligned, (size_t)indices->len / 4, error);
+    gil_take(&gil);
+    PyMem_Free(aligned);
+    return rc;
 }
 
 static PyObject *merge(PyObject *object, PyObject *args) {
     PyObject *other;
     Py_buffer indices;
+    struct module_state *state = state_of(object);
     if (!PyArg_ParseTuple(args, "Oy*", &other, &indices))
         return NULL;
-    const struct dr_storage_index *from = storage_index_of(state_of(object), other);
+    struct dr_storage_index *into = storage_index_of(state, other) ? enter(object) : NULL;
+    struct dr_storage_index *from = into ? enter(other) : NULL; /* an error where it is the same */
     DR_NEW_ERROR(error);
-    uint32_t *aligned = from ? PyMem_Malloc((size_t)indices.len + 4) : NULL;
-    if (aligned) {
-        memcpy(aligned, indices.buf, (size_t)indices.len);
-        struct dr_storage_index *into = &((struct storage_index *)object)->core;
-        if (dr_storage_index_merge(into, from, aligned, (size_t)indices.len / 4, &error) < 0)
-            fail(state_of(object), &error);
-    } else if (from) {
-        PyErr_NoMemory();
-    }
-    PyMem_Free(aligned);
+    if (from && merge_into(into, from, &indices, &error) < 0)
+        fail(state, &error);
+    if (from)
+        leave(other);
+    if (into)
+        leave(object);
     PyBuffer_Release(&indices);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
@@ -129,7 +172,14 @@ static PyObject *encode(PyObject *object, PyObject *unused) {
     (void)unused;
     struct dr_buffer out;
     DR_NEW_ERROR(error);
-    int rc = dr_storage_index_encode(&((struct storage_index *)object)->core, &out, &error);
+    const struct dr_storage_index *storage = enter(object);
+    if (!storage)
+        return NULL;
+    struct gil gil;
+    gil_release_for(&gil, bytes_of_entries(storage));
+    int rc = dr_storage_index_encode(storage, &out, &error);
+    gil_take(&gil);
+    leave(object);
     return bytes_of(state_of(object), rc, &out, &error);
 }
 
@@ -139,8 +189,10 @@ static PyObject *file_object(const struct dr_storage_index *storage, uint32_t fi
 }
 
 static PyObject *get(PyObject *object, PyObject *argument) {
-    const struct dr_storage_index *storage = &((struct storage_index *)object)->core;
+    const struct dr_storage_index *storage = storage_index_of(state_of(object), object);
     Py_ssize_t i = PyLong_AsSsize_t(argument);
+    if (!storage)
+        return NULL;
     if (i < 0 || (size_t)i >= storage->count)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "place %zd", i);
     const struct dr_storage_entry *p = &storage->entries[i];
@@ -156,7 +208,9 @@ static PyObject *get(PyObject *object, PyObject *argument) {
 /* Where each file must reach to at least. */
 static PyObject *file_sizes(PyObject *object, PyObject *unused) {
     (void)unused;
-    const struct dr_storage_index *storage = &((struct storage_index *)object)->core;
+    const struct dr_storage_index *storage = storage_index_of(state_of(object), object);
+    if (!storage)
+        return NULL;
     size_t count = storage->files.name_count;
     uint64_t *ends = PyMem_Calloc(count + 1, sizeof *ends);
     PyObject *dict = ends ? PyDict_New() : PyErr_NoMemory();

@@ -355,12 +355,16 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     PyObject *length_object, *set;
     struct dr_syncs *syncs;
     uint64_t length = DR_ANY_LENGTH;
-    if (!PyArg_ParseTuple(args, "OO", &length_object, &set) || parse_syncs(state_of(object), set, &syncs) < 0)
+    if (!PyArg_ParseTuple(args, "OO", &length_object, &set))
         return NULL;
     if (length_object != Py_None)
         length = PyLong_AsUnsignedLongLong(length_object);
     if (PyErr_Occurred() || !enter(self))
         return NULL;
+    if (syncs_take(state_of(object), set, &syncs) < 0) {
+        self->busy = false;
+        return NULL;
+    }
     DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
@@ -368,6 +372,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     if (rc == 0)
         rc = dr_output_close_file(&self->core, &error);
     gil_take(&gil);
+    syncs_give(set);
     self->removed = rc < 0;
     self->busy = false;
     if (rc < 0)

@@ -5,12 +5,12 @@ struct syncs {
     PyObject_HEAD
     struct dr_syncs core;
     PyObject *watch; /* which the spans go to when they are waited for, or None */
-    bool busy;       /* a wait is under way, with the GIL released */
+    bool busy;       /* it is taken by a call that has released the GIL */
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
-int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **out) {
+int syncs_take(struct module_state *state, PyObject *object, struct dr_syncs **out) {
     *out = NULL;
     if (object == Py_None)
         return 0;
@@ -23,8 +23,14 @@ int parse_syncs(struct module_state *state, PyObject *object, struct dr_syncs **
         PyErr_SetString(PyExc_ValueError, "the Syncs are in use by another thread");
         return -1;
     }
+    self->busy = true;
     *out = &self->core;
     return 0;
+}
+
+void syncs_give(PyObject *object) {
+    if (object != Py_None)
+        ((struct syncs *)object)->busy = false;
 }
 
 static PyObject *syncs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -52,10 +58,19 @@ static PyObject *add(PyObject *object, PyObject *path,
                      int (*begin)(struct dr_syncs *, const char *, struct dr_error *)) {
     PyObject *encoded;
     struct dr_syncs *core;
-    if (parse_syncs(state_of(object), object, &core) < 0 || !PyUnicode_FSConverter(path, &encoded))
+    if (!PyUnicode_FSConverter(path, &encoded))
         return NULL;
+    int rc = syncs_take(state_of(object), object, &core);
+    if (rc < 0) {
+        Py_DECREF(encoded);
+        return NULL;
+    }
+    const char *name = PyBytes_AsString(encoded);
     DR_NEW_ERROR(error);
-    int rc = begin(core, PyBytes_AsString(encoded), &error);
+    Py_BEGIN_ALLOW_THREADS
+    rc = begin(core, name, &error);
+    Py_END_ALLOW_THREADS
+    syncs_give(object);
     Py_DECREF(encoded);
     if (rc < 0)
         return raise_error(state_of(object), &error);
@@ -71,15 +86,14 @@ static PyObject *wait_for_all(PyObject *object, PyObject *unused) {
     struct syncs *self = (struct syncs *)object;
     struct dr_syncs *core;
     struct dr_watch *watch;
-    if (parse_syncs(state_of(object), object, &core) < 0 || parse_watch(state_of(object), self->watch, &watch) < 0)
+    if (parse_watch(state_of(object), self->watch, &watch) < 0 || syncs_take(state_of(object), object, &core) < 0)
         return NULL;
     DR_NEW_ERROR(error);
-    self->busy = true;
     struct gil gil;
     gil_release(&gil);
     int rc = dr_syncs_wait(core, &gil.control, watch, &error);
     gil_take(&gil);
-    self->busy = false;
+    syncs_give(object);
     if (rc < 0)
         return raise_error(state_of(object), &error);
     Py_RETURN_NONE;

@@ -272,7 +272,7 @@ static PyObject *names(PyObject *object, PyObject *unused) {
     for (size_t i = 0; list && i < table->count; i++) {
         bool same = last && table->rows[i].name == table->rows[i - 1].name;
         PyObject *name = same ? Py_NewRef(last) : table_name(table, table->rows[i].name);
-        if (!name || PyList_SetItem(list, (Py_ssize_t)i, name) < 0)
+        if (!name || PyList_SetItem(list, (Py_ssize_t)i, name) < 0 || gil_turn(i) < 0)
             Py_CLEAR(list);
         last = name;
     }

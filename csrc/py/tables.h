@@ -16,11 +16,12 @@ struct table {
 struct storage_index {
     PyObject_HEAD
     struct dr_storage_index core;
+    bool busy; /* a call that changes it, or reads it without the GIL, is under way */
 };
 
 PyObject *table_new(struct module_state *state);
 
-/* What an object wraps, NULL with an exception when it is another kind of object. */
+/* What an object wraps; NULL with an exception where it is another kind of object, or in use by another thread. */
 const struct dr_table *table_of(struct module_state *state, PyObject *object);
 
 /* A name as a str, and a str in UTF-8, with surrogates that stand alone as pickles have them: then the bytes are

@@ -240,13 +240,18 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
     PyObject *set = Py_None;
     struct dr_syncs *syncs;
-    if (!PyArg_ParseTuple(args, "|O", &set) || parse_syncs(state_of(object), set, &syncs) < 0 || !enter(self))
+    if (!PyArg_ParseTuple(args, "|O", &set) || !enter(self))
         return NULL;
+    if (syncs_take(state_of(object), set, &syncs) < 0) {
+        self->busy = false;
+        return NULL;
+    }
     DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
     int rc = dr_writer_finish(self->core, syncs, &gil.control, &error);
     gil_take(&gil);
+    syncs_give(set);
     self->busy = false;
     if (rc < 0)
         return raise_error(state_of(object), &error);

@@ -12,6 +12,12 @@
 static struct dr_fault armed;
 static char armed_call[32];
 static atomic_uint_fast64_t calls;
+static void (*watch)(const char *call);
+
+static void look(const char *call) {
+    if (watch)
+        watch(call);
+}
 
 /* Counts a call; true when it is the one to hit. */
 static bool hit(const char *call) {
@@ -26,10 +32,14 @@ static bool hit(const char *call) {
     return is_hit;
 }
 
-static bool fails(const char *call) { return hit(call) && armed.err != 0; }
+static bool fails(const char *call) {
+    look(call);
+    return hit(call) && armed.err != 0;
+}
 
 /* A transfer of size bytes: its length after the fault, or -errno. */
 static ssize_t shorten(const char *call, size_t size) {
+    look(call);
     if (!hit(call))
         return (ssize_t)size;
     if (armed.err)
@@ -56,7 +66,10 @@ static ssize_t shorten(const char *call, size_t size) {
     static result fault_##name parameters { return fails(#name) ? NULL : dr_sys_real.name arguments; }
 
 #define FAIL_NEVER(result, name, parameters, arguments) \
-    static result fault_##name parameters { return dr_sys_real.name arguments; }
+    static result fault_##name parameters { \
+        look(#name); \
+        return dr_sys_real.name arguments; \
+    }
 
 #define FAIL_OWN(result, name, parameters, arguments) static result fault_##name parameters;
 
@@ -66,8 +79,9 @@ DR_SYS_CALLS(FAULT)
 
 /* As on Linux: the descriptor is gone even when close reports an error. */
 static int fault_close(int fd) {
+    bool has_failed = fails("close");
     int rc = dr_sys_real.close(fd);
-    return fails("close") ? -armed.err : rc;
+    return has_failed ? -armed.err : rc;
 }
 
 /* Transfers are shortened; an error that came by itself stays. */
@@ -81,7 +95,7 @@ static int fault_uring_result(const struct io_uring_cqe *cqe) {
 
 static const struct dr_sys fault_calls = {DR_SYS_CALLS(FAULT_ENTRY)};
 
-static bool memory_fails(void) { return fails("malloc"); }
+static bool memory_fails(void) { return hit("malloc") && armed.err != 0; }
 
 void dr_fault_arm(const struct dr_fault *fault) {
     if (!fault->warm)
@@ -97,7 +111,14 @@ void dr_fault_arm(const struct dr_fault *fault) {
 }
 
 uint64_t dr_fault_disarm(void) {
-    dr_sys = dr_sys_real;
+    uint64_t counted = atomic_load(&calls);
+    armed = (struct dr_fault){.nth = 0};
+    dr_sys = watch ? fault_calls : dr_sys_real;
     dr_memory_fails = NULL;
-    return atomic_load(&calls);
+    return counted;
+}
+
+void dr_fault_watch(void (*watcher)(const char *call)) {
+    watch = watcher;
+    dr_fault_disarm();
 }

@@ -24,6 +24,12 @@ struct dr_fault {
 
 void dr_fault_arm(const struct dr_fault *fault);
 
+/*
+ * From now on, whatever is armed: this is called before each call, with its name and by the thread that makes it.
+ * NULL: no longer.
+ */
+void dr_fault_watch(void (*watcher)(const char *call));
+
 /* Restores the real calls; returns how many calls were counted. */
 uint64_t dr_fault_disarm(void);
 

@@ -638,8 +638,9 @@ def test_compressed_data_is_refused(tmp_path: Path) -> None:
     ):
         for info in good.infolist():
             bad.writestr(info.filename, good.read(info))
-    with pytest.raises(CheckpointError, match=r"a\.pt"):
-        convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    for trusted in (False, True):
+        with pytest.raises(CheckpointError, match=r"'good/data\.pkl' is compressed.*a\.pt"):
+            convert(tmp_path / "a.pt", tmp_path / "b.pt", trusted=trusted)
 
 
 @pytest.mark.parametrize("size", [0, 1, 30, 500, -1])

@@ -890,6 +890,21 @@ def test_archives_that_others_read_otherwise() -> None:
     assert not _RAN
 
 
+@pytest.mark.parametrize("around", [b"", b"a comment"])
+def test_a_pickle_that_is_compressed_is_not_unpacked(around: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would: 44 kB of these are 43 MB of a pickle, which takes 650 MB to run. It never sees them."""
+    import zipfile
+
+    monkeypatch.setattr(torch, "load", None)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = around
+        archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]0" * 1_000_000 + rebuilt(storage_of(4))[3:])
+        archive.writestr("archive/data/0", bytes(16))
+    with pytest.raises(ValueError, match="directory is damaged" if around else "is compressed"):
+        load(packed, Safe())
+
+
 _RAN: list[int] = []
 
 
@@ -901,7 +916,7 @@ class _Evil:
 def test_torchscript_is_refused(tmp_path: Path) -> None:
     script = torch.jit.script(torch.nn.Linear(1, 1))
     torch.jit.save(script, tmp_path / "script.pt")
-    with pytest.raises((RefusedError, RuntimeError)):
+    with pytest.raises(ValueError, match=r"torch\.jit\.save"):
         load(io.BytesIO((tmp_path / "script.pt").read_bytes()), Safe())
 
 

@@ -195,16 +195,24 @@ def is_saved(file: io.BytesIO) -> bool:
 
 
 def entries_of(data: memoryview) -> dict[str, slice] | None:
-    """Where the entries of an archive lie, by their names in it; None for what is not as ``torch.save`` makes it.
+    """Where the entries of an archive lie, by their names in it; None for what is no archive, or TorchScript.
 
-    All of the file must be what torch finds there, too: nothing lies before the archive or behind it.
+    All of the file must be what torch finds there, too: nothing lies before the archive or behind it. And nothing is
+    compressed: torch unpacks whatever it is given.
+
+    Raises:
+        ValueError: it is not as ``torch.save`` makes it.
     """
+    if data[:2] != b"PK":
+        return None
     try:
         listed = list(_listed(data))
-    except (struct.error, ValueError):
-        return None
+    except struct.error as error:
+        raise ValueError("the archive is cut off") from error
     found = dict(listed)
-    return found if len(found) == len(listed) and _PICKLE in found and _SCRIPT not in found else None
+    if len(found) < len(listed) or _PICKLE not in found:
+        raise ValueError(f"the archive has no entry {_PICKLE!r}, or has one twice")
+    return None if _SCRIPT in found else found
 
 
 def _pickle_of(data: memoryview) -> memoryview | None:
@@ -227,7 +235,9 @@ def _listed(data: memoryview) -> Iterator[tuple[str, slice]]:
             plain, packed, header = _large(bytes(data[at : at + extra]), plain, packed, header)
         at += extra + more
         begin = header + _LOCAL.size + sum(_LOCAL.unpack_from(data, header))
-        if magic != b"PK\1\2" or method or packed != plain or begin + plain > len(data):
+        if method:
+            raise ValueError(f"its entry {name!r} is compressed: torch.jit.save does that, torch.save never")
+        if magic != b"PK\1\2" or packed != plain or begin + plain > len(data):
             raise ValueError("the archive has an entry that torch.save does not make")
         yield name, slice(begin, begin + plain)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from dcpring import _C
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe
-from dcpring.format.zip import ZipStream
+from dcpring.format.zip import ZipStream, compressed_entry
 from dcpring.move.crc import RunningCrcs, buffer_at
 from dcpring.move.objects import archive_of, entries_of, load_with_torch
 from dcpring.options import IOOptions
@@ -359,9 +359,11 @@ def _records(path: FilePath) -> dict[int, _ZipEntry]:
     """The stored entries of a zip file, by where their data begin."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            entries = [info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
+            if compressed := compressed_entry(archive):
+                cure = "another's file can be packed again with zip -0"
+                raise CorruptCheckpointError(f"{compressed}; {cure}", str(path))
             found = {}
-            for info in entries:
+            for info in archive.infolist():
                 file.seek(info.header_offset)
                 name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes

@@ -599,7 +599,7 @@ MACHINE = {
     "a deep member of a list": b"cbuiltins\nset\n](" + nested(100000) + b"e\x85R.",
     "a key that is shared": b"}" + shared(60) + b"Ns.",
     "a shared key of an ordered dict": called("collections.OrderedDict") + shared(60) + b"Ns.",
-    "a key of many": b"}(" + b"N" * 20000 + b"tNs.",
+    "a slice of a set": b"cbuiltins\nset\n](" + called("builtins.slice", b"N", b"N", b"N") + b"e\x85R.",
 }
 
 
@@ -610,6 +610,78 @@ def test_the_machine(name: str) -> None:
     refused(MACHINE[name])
     assert time.perf_counter() - started < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "KiB"
+
+
+LONG_TUPLE = b"(" + b"N" * 20000 + b"t"
+LONG_SIZE = b"(" + b"K\x01" * 20000 + b"t"
+LONG_LIST = b"](" + b"".join(b"M" + struct.pack("<H", number) for number in range(20000)) + b"e"
+LONG_DICT = b"}(" + b"".join(b"\x8c\x06%06dN" % number for number in range(20000)) + b"u"
+LONG_TEXT = b"X" + struct.pack("<I", 200000) + b"a" * 200000
+LONG_BYTES = b"B" + struct.pack("<I", 200000) + b"a" * 200000
+LONG_INT = b"\x8b" + struct.pack("<I", 200000) + b"a" * 200000
+OFTEN = {
+    "a tuple as a key": (LONG_TUPLE, b"}h\x00Ns"),
+    "a tuple in a set": (LONG_TUPLE, b"\x8f(h\x00\x90"),
+    "a tuple in a frozenset": (LONG_TUPLE, b"(h\x00\x91"),
+    "a tuple in a list for a set": (LONG_TUPLE, b"cbuiltins\nset\n](h\x00e\x85R"),
+    "a tuple as a key of another dict": (LONG_TUPLE, b"ccollections\nOrderedDict\n)Rh\x00Ns"),
+    "a size as a key": (b"ctorch\nSize\n" + LONG_SIZE + b"\x85R", b"}h\x00Ns"),
+    "an int as a key": (LONG_INT, b"}h\x00Ns"),
+    "an int in a key": (LONG_INT, b"}h\x00\x85Ns"),
+    "a list made a set": (LONG_LIST, b"cbuiltins\nset\nh\x00\x85R"),
+    "a list made a deque": (LONG_LIST, b"ccollections\ndeque\nh\x00\x85R"),
+    "a list made an array": (LONG_LIST, b"carray\narray\n\x8c\x01lh\x00\x86R"),
+    "a dict made a counter": (LONG_DICT, b"ccollections\nCounter\nh\x00\x85R"),
+    "a tuple made a size": (LONG_SIZE, b"ctorch\nSize\nh\x00\x85R"),
+    "a text made bytes": (LONG_TEXT, b"c_codecs\nencode\nh\x00\x8c\x06latin1\x86R"),
+    "bytes made a bytearray": (LONG_BYTES, b"cbuiltins\nbytearray\nh\x00\x85R"),
+    "a text made a path": (LONG_TEXT, b"cpathlib\nPurePath\nh\x00\x85R"),
+    "a state of a record": (LONG_DICT, b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81h\x00b"),
+    "a state of another": (LONG_DICT, b"ctypes\nSimpleNamespace\n)Rh\x00b"),
+    "a state in a tuple": (LONG_TEXT, b"c_io\nStringIO\n)\x81(h\x00\x8c\x00K\x00Ntb"),
+}
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_what_is_long_is_not_used_often(name: str) -> None:
+    """Once it may be: hashing and copying take time and memory each time, for the few bytes of a memo's number."""
+    what, then = OFTEN[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(unpickle(b"\x80\x04" + what + b"q\x000](" + then + b"e.")) == 1
+    with pytest.raises(ValueError, match="too often"):
+        unpickle(b"\x80\x04" + what + b"q\x000](" + then * 20000 + b"e.")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "KiB"
+
+
+def test_what_is_short_is_used_as_often_as_anyone_likes() -> None:
+    key, number = ("a", 1, (2, None)), 1 << 63
+    values = {"dicts": [{key: 1, number: 2} for _ in range(20000)], "keys": {(at, "b", 1.5): at for at in range(20000)}}
+    for protocol in (0, 2, 4):
+        assert unpickle(pickle.dumps(values, protocol)) == values
+    assert unpickle(pickle.dumps({tuple(range(5000)): 1}, 4)) == {tuple(range(5000)): 1}
+
+
+@pytest.mark.parametrize("field, longest", [("offset", torch.Size([1] * 64)), ("index", (1 << 64) - 2)])
+def test_what_an_index_of_metadata_has_is_no_longer_than_a_tensor_s(field: str, longest: Any) -> None:
+    """It is hashed as a key, again and again if many share it: 2 MB of metadata took 9 s."""
+    index = dcp_metadata.MetadataIndex("x", torch.Size([0]), 0)
+    index.__dict__[field] = longest
+    assert unpickle(pickle.dumps({index: 1}, 4)) == {index: 1}
+    index.__dict__[field] = torch.Size([1] * 65) if field == "offset" else 1 << 65
+    with pytest.raises(ValueError, match="longer than what a tensor has"):
+        unpickle(pickle.dumps({index: 1}, 4))
+
+
+def test_long_ints_whose_hashes_are_the_same_are_few() -> None:
+    """Each would be compared with all before it."""
+    same = [at * ((1 << 61) - 1) for at in range(100, 60000)]
+    assert len({hash(number) for number in same}) == 1
+    with pytest.raises(ValueError, match="too often"):
+        unpickle(pickle.dumps(dict.fromkeys(same[:5]), 4)[:-2] + b"(" + b"".join(map(_entry, same)) + b"u.")
+
+
+def _entry(number: int) -> bytes:
+    return pickle.dumps(number, 2)[2:-1] + b"N"
 
 
 def test_a_memo_with_gaps_takes_no_memory() -> None:

@@ -8,20 +8,32 @@
  * what a pickle can do is what the reader's methods do.
  *
  * The stack and the memo hold references. Both grow by at most one entry for
- * each opcode, and a text lies in the pickle, so memory is bounded by the
- * pickle's size.
+ * each opcode, an opcode makes at most one object, and a text lies in the
+ * pickle. But a few bytes can name again and again what is long, to have it
+ * copied by a call, set as a state, or hashed as a key. So what these are given
+ * is charged for each time, by its length, and in all that may be no more than
+ * a multiple of the pickle's size: nor are memory and time, then.
  */
 #include "module.h"
 
 #include "base/bytes.h"
 #include "base/pickle_read.h"
+#include "plan/table.h"
 
 #include <stdlib.h>
 
+/* Charges, and what there is of them. What lies in the pickle once, and is used once, is never charged for more. */
+enum {
+    CHARGE_PER_BYTE = 64, /* of the pickle */
+    CHARGE_FREE = 1 << 20,
+    ITEM_CHARGE = 64, /* of a container that may be copied */
+    PART_CHARGE = 8,  /* of a tuple that is hashed */
+    KEY_CHARGE = 256, /* whatever else is hashed and does not keep its hash */
+};
+
 enum {
     KEY_DEPTH = 100,
-    KEY_PARTS = 1000,
-    OPCODES_BETWEEN_SIGNALS = 1 << 16,
+    LONG_KEYS = 1 << 13, /* whose hashes anybody can let be the same */
 };
 
 struct refs {
@@ -36,6 +48,8 @@ struct machine {
     PyObject *reader; /* borrowed */
     size_t *marks, mark_count, mark_room; /* heights of the stack */
     bool stopped;
+    uint64_t charges; /* that are left */
+    unsigned long_keys;
     /* Metadata has many of these, so they are made here: the reader's set of classes that are called with one tuple,
      * and its dict of those of nothing but attributes, with the types that some of these must have. */
     PyObject *tuples, *records, *dict_name;
@@ -134,39 +148,76 @@ static int replace(struct machine *m, size_t count, PyObject *result) {
     return push(m, result);
 }
 
+/* ---- what is used again and again ---- */
+
+static bool charge(struct machine *m, uint64_t amount) {
+    bool is_enough = amount <= m->charges;
+    m->charges -= is_enough ? amount : m->charges;
+    return is_enough;
+}
+
+/* Bytes of an int beyond the 64 bits that most have, 0 for those. */
+static uint64_t long_bytes(PyObject *number) {
+    int overflow;
+    long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    if (overflow > 0 && PyLong_AsUnsignedLongLong(number) != (unsigned long long)-1)
+        return 0;
+    PyErr_Clear();
+    PyObject *bits = overflow ? PyObject_CallMethod(number, "bit_length", NULL) : NULL;
+    value = bits ? PyLong_AsLongLong(bits) : 0;
+    Py_XDECREF(bits);
+    return (uint64_t)value / 8;
+}
+
+static uint64_t length_charge(PyObject *object) {
+    if (PyUnicode_Check(object))
+        return (uint64_t)PyUnicode_GetLength(object);
+    if (PyBytes_Check(object))
+        return (uint64_t)PyBytes_Size(object);
+    if (PyByteArray_Check(object))
+        return (uint64_t)PyByteArray_Size(object);
+    if (PyTuple_Check(object))
+        return ITEM_CHARGE * (uint64_t)PyTuple_Size(object);
+    if (PyList_Check(object))
+        return ITEM_CHARGE * (uint64_t)PyList_Size(object);
+    if (PyDict_Check(object))
+        return ITEM_CHARGE * (uint64_t)PyDict_Size(object);
+    if (PyAnySet_Check(object))
+        return ITEM_CHARGE * (uint64_t)PySet_Size(object);
+    return PyLong_Check(object) ? long_bytes(object) : 0;
+}
+
+/* For arguments of a call, or the state of an instance: what is in a tuple counts, too. */
+static int charge_for(struct machine *m, PyObject *given) {
+    bool is_enough = charge(m, length_charge(given));
+    for (Py_ssize_t i = 0; is_enough && PyTuple_Check(given) && i < PyTuple_Size(given); i++)
+        is_enough = charge(m, length_charge(PyTuple_GetItem(given, i)));
+    return is_enough ? 0 : damaged(m, "it uses what is long too often");
+}
+
 /* ---- keys ---- */
 
-/* Hashing a tuple hashes all in it, again and again where it is shared: neither deep nor many may that be. */
-static bool is_small(PyObject *object, int depth, int *parts) {
-    if (!PyTuple_Check(object))
+/* Hashing a tuple hashes all in it, each time. */
+static bool charge_hash(struct machine *m, PyObject *object, int depth) {
+    if (PyUnicode_CheckExact(object) || PyBytes_CheckExact(object)) /* which keep their hashes */
         return true;
+    if (PyLong_Check(object)) {
+        uint64_t bytes = long_bytes(object);
+        m->long_keys += bytes > 0;
+        return charge(m, bytes) && m->long_keys <= LONG_KEYS;
+    }
+    if (!PyTuple_Check(object))
+        return charge(m, object == Py_None || PyFloat_CheckExact(object) ? PART_CHARGE : KEY_CHARGE);
     Py_ssize_t count = PyTuple_Size(object);
-    if (depth == 0 || count > *parts)
-        return false;
-    *parts -= (int)count;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!is_small(PyTuple_GetItem(object, i), depth - 1, parts))
-            return false;
-    return true;
+    bool is_enough = depth > 0 && charge(m, PART_CHARGE * ((uint64_t)count + 1));
+    for (Py_ssize_t i = 0; is_enough && i < count; i++)
+        is_enough = charge_hash(m, PyTuple_GetItem(object, i), depth - 1);
+    return is_enough;
 }
 
-static bool is_key(PyObject *object) {
-    int parts = KEY_PARTS;
-    return !PySlice_Check(object) && is_small(object, KEY_DEPTH, &parts);
-}
-
-static int check_key(const struct machine *m, PyObject *object) {
-    return is_key(object) ? 0 : damaged(m, "a key has too many parts");
-}
-
-static PyObject *are_keys(PyObject *module, PyObject *list) {
-    (void)module;
-    if (!PyList_Check(list))
-        Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
-        if (!is_key(PyList_GetItem(list, i)))
-            Py_RETURN_FALSE;
-    Py_RETURN_TRUE;
+static int check_key(struct machine *m, PyObject *object) {
+    bool is_key = !PySlice_Check(object) && charge_hash(m, object, KEY_DEPTH);
+    return is_key ? 0 : damaged(m, "a key has too many parts, or keys that are long come too often");
 }
 
 /* ---- numbers and texts ---- */
@@ -300,11 +351,11 @@ static int set_items(struct machine *m, PyObject *dict, size_t start) {
     return 0;
 }
 
-static int check_pairs(const struct machine *m, size_t start) {
+static int check_pairs(struct machine *m, size_t start) {
     if ((m->stack.count - start) % 2)
         return damaged(m, "a key has no value");
     for (size_t i = start; i < m->stack.count; i += 2)
-        if (!PyUnicode_CheckExact(m->stack.items[i]) && check_key(m, m->stack.items[i]) < 0)
+        if (check_key(m, m->stack.items[i]) < 0)
             return -1;
     return 0;
 }
@@ -528,8 +579,18 @@ static int run_made(struct machine *m, PyObject *method, size_t count) {
     PyObject **args = m->stack.items + m->stack.count - count;
     if (!PyTuple_CheckExact(args[1]))
         return damaged(m, "arguments are no tuple");
+    if (charge_for(m, args[1]) < 0 || (count == 3 && charge_for(m, args[2]) < 0))
+        return -1;
     PyObject *made = PyObject_CallFunctionObjArgs(method, args[0], args[1], count == 3 ? args[2] : NULL, NULL);
     return replace(m, count, made);
+}
+
+/* Of what a set is to be made of. */
+static int check_members(struct machine *m, PyObject *list) {
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+        if (check_key(m, PyList_GetItem(list, i)) < 0)
+            return -1;
+    return 0;
 }
 
 static int run_reduce(struct machine *m, const struct dr_opcode *op) {
@@ -537,9 +598,15 @@ static int run_reduce(struct machine *m, const struct dr_opcode *op) {
     if (require(m, 2) < 0)
         return -1;
     PyObject *function = m->stack.items[m->stack.count - 2], *args = top(m);
-    bool direct = PyType_CheckExact(function) && PySet_Contains(m->tuples, function) == 1 && PyTuple_CheckExact(args) &&
-                  PyTuple_Size(args) == 1 && PyTuple_CheckExact(PyTuple_GetItem(args, 0));
-    return direct ? replace(m, 2, PyObject_CallObject(function, args)) : run_made(m, m->call, 2);
+    PyObject *only = PyTuple_CheckExact(args) && PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+    bool is_set = function == (PyObject *)&PySet_Type || function == (PyObject *)&PyFrozenSet_Type;
+    if (only && is_set && PyList_CheckExact(only) && check_members(m, only) < 0)
+        return -1;
+    bool direct =
+        only && PyTuple_CheckExact(only) && PyType_CheckExact(function) && PySet_Contains(m->tuples, function) == 1;
+    if (!direct)
+        return run_made(m, m->call, 2);
+    return charge_for(m, args) < 0 ? -1 : replace(m, 2, PyObject_CallObject(function, args));
 }
 
 /* The types of a record's attributes, borrowed; NULL for all other classes. */
@@ -573,8 +640,12 @@ static bool are_attributes(PyObject *state) {
     return true;
 }
 
-/* What is missing is as the class has it: pickles leave out None. */
+/* What is missing is as the class has it: pickles leave out None. It is hashed: it is no longer than what tensors have.
+ */
 static bool is_one_of(PyObject *object, PyObject *types) {
+    if (object && ((PyTuple_Check(object) && PyTuple_Size(object) > DR_TABLE_MAX_DIMS) ||
+                   (PyLong_Check(object) && long_bytes(object) > 0)))
+        return false;
     for (Py_ssize_t i = 0; object && i < PyTuple_Size(types); i++)
         if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(types, i))
             return true;
@@ -590,7 +661,22 @@ static bool have_types(PyObject *state, PyObject *types) {
     return true;
 }
 
-static int set_attributes(const struct machine *m, PyObject *instance, PyObject *state) {
+/* A record's attributes that have to have a type are what it is hashed by. */
+static bool are_short(PyObject *state, PyObject *types) {
+    PyObject *name, *ignored;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(types, &at, &name, &ignored)) {
+        PyObject *value = PyDict_GetItem(state, name);
+        if (value && PyTuple_Check(value) ? PyTuple_Size(value) > DR_TABLE_MAX_DIMS
+                                          : value && PyLong_Check(value) && long_bytes(value) > 0)
+            return false;
+    }
+    return true;
+}
+
+static int set_attributes(const struct machine *m, PyObject *instance, PyObject *state, PyObject *types) {
+    if (!are_short(state, types))
+        return damaged(m, "what it hashes is longer than what a tensor has");
     PyObject *own = PyObject_GetAttr(instance, m->dict_name);
     int rc = own ? PyDict_Update(own, state) : -1;
     Py_XDECREF(own);
@@ -603,10 +689,10 @@ static int run_build(struct machine *m, const struct dr_opcode *op) {
         return -1;
     PyObject *state = pop(m), *instance = top(m), *done = NULL;
     PyObject *types = record_types(m, (PyObject *)Py_TYPE(instance));
-    int rc;
-    if (types && are_attributes(state) && have_types(state, types)) {
-        rc = set_attributes(m, instance, state);
-    } else {
+    int rc = charge_for(m, state);
+    if (rc == 0 && types && are_attributes(state) && have_types(state, types)) {
+        rc = set_attributes(m, instance, state, types);
+    } else if (rc == 0) {
         done = PyObject_CallFunctionObjArgs(m->build, instance, state, NULL);
         rc = done ? 0 : -1;
     }
@@ -707,7 +793,7 @@ static int run(struct machine *m) {
             return damaged(m, problem);
         if ((steps[op.code] ? steps[op.code] : run_refused)(m, &op) < 0)
             return -1;
-        if (done % OPCODES_BETWEEN_SIGNALS == 0 && PyErr_CheckSignals() < 0)
+        if (gil_turn(done) < 0)
             return -1;
     }
     return 0;
@@ -750,7 +836,9 @@ static PyObject *unpickle(PyObject *module, PyObject *args) {
     PyObject *reader, *result = NULL;
     if (!PyArg_ParseTuple(args, "y*O", &data, &reader))
         return NULL;
-    struct machine m = {.pickle = {data.buf, (size_t)data.len, 0}, .reader = reader};
+    struct machine m = {.pickle = {data.buf, (size_t)data.len, 0},
+                        .reader = reader,
+                        .charges = CHARGE_FREE + CHARGE_PER_BYTE * (uint64_t)data.len};
     if (bind(&m, reader) == 0 && run(&m) == 0)
         result = pop(&m);
     clear(&m);
@@ -805,6 +893,5 @@ PyMethodDef unpickle_methods[] = {
     {"unpickle", unpickle, METH_VARARGS, "unpickle(data, reader): what was pickled, as far as the reader allows it"},
     {"names_in_pickle", names_in_pickle, METH_O,
      "names_in_pickle(data): the set of pairs (module, name) that it names, None if not all can be seen"},
-    {"are_keys", are_keys, METH_O, "are_keys(list): whether hashing all of them is a matter of moments"},
     {NULL, NULL, 0, NULL},
 };

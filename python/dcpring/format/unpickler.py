@@ -47,7 +47,7 @@ from dcpring.torchside.dcp import MEMORY_FORMATS, OLD_METADATA, StorageInfo, Sto
 from dcpring.torchside.serialization import LAYOUT_GETTER, QUANTIZATIONS, REBUILD_AS_TYPE, REBUILDERS
 from dcpring.torchside.versions import say_once
 
-_MOST_BITS = 1 << 16
+_MOST_BITS = 1 << 13
 """Of the parts of a Fraction, which are divided by their greatest common divisor."""
 
 
@@ -164,16 +164,6 @@ def _set_attributes(instance: Any, state: Any) -> None:
     instance.__dict__.update(state)
 
 
-def _with_keys(make: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Of a list of what will be hashed."""
-
-    def checked(values: list[Any]) -> Any:
-        require(_C.are_keys(values))
-        return make(values)
-
-    return typed(checked, list)
-
-
 # ---- Python ----
 
 _NUMBER = (int, float, bool)
@@ -205,8 +195,9 @@ know(
     complex, "builtins:complex", call=typed(complex, _NUMBER, _NUMBER), make=typed(complex, _NUMBER, _NUMBER),
     plain=True,
 )  # fmt: skip
-know(set, "builtins:set", call=_with_keys(set), plain=True)
-know(frozenset, "builtins:frozenset", call=_with_keys(frozenset))
+# The machine has looked at what will be in them.
+know(set, "builtins:set", call=typed(set, list), plain=True)
+know(frozenset, "builtins:frozenset", call=typed(frozenset, list))
 know(range, "builtins:range", call=typed(range, int, int, int))
 know(slice, "builtins:slice", call=typed(slice, object, object, object))
 

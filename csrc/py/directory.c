@@ -87,8 +87,9 @@ static PyObject *write_file(PyObject *module, PyObject *args) {
     PyObject *directory = NULL, *name = NULL, *set;
     Py_buffer data;
     struct dr_syncs *syncs;
-    if (!PyArg_ParseTuple(args, "O&O&y*O", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name, &data,
-                          &set))
+    int is_there;
+    if (!PyArg_ParseTuple(args, "O&O&py*O", PyUnicode_FSConverter, &directory, PyUnicode_FSConverter, &name, &is_there,
+                          &data, &set))
         return NULL;
     DR_NEW_ERROR(error);
     int rc = syncs_take(module_state(module), set, &syncs);
@@ -96,8 +97,8 @@ static PyObject *write_file(PyObject *module, PyObject *args) {
     if (taken) {
         struct gil gil;
         gil_release(&gil);
-        rc = dr_directory_write(PyBytes_AsString(directory), PyBytes_AsString(name), data.buf, (size_t)data.len, syncs,
-                                &gil.control, &error);
+        rc = dr_directory_write(PyBytes_AsString(directory), PyBytes_AsString(name), is_there, data.buf,
+                                (size_t)data.len, syncs, &gil.control, &error);
         gil_take(&gil);
         syncs_give(set);
     }
@@ -204,7 +205,9 @@ PyMethodDef directory_methods[] = {
     {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},
     {"write_file", write_file, METH_VARARGS,
-     "write_file(directory, name, data, syncs or None): creates it; it is durable once the Syncs were waited for"},
+     "write_file(directory, name, is there, data, syncs or None): creates it, or fills the empty one; it is durable "
+     "once "
+     "the Syncs were waited for"},
     {"rename_file", rename_file, METH_VARARGS,
      "rename_file(directory, tmp, name, sync): the commit of what is durable"},
     {"replace", replace, METH_VARARGS,

@@ -104,9 +104,9 @@ static int write_all(int fd, const char *path, const uint8_t *data, size_t size,
     return 0;
 }
 
-static int write_file(int dirfd, const char *name, const char *path, const void *data, size_t size,
+static int write_file(int dirfd, const char *name, const char *path, int flags, const void *data, size_t size,
                       struct dr_syncs *syncs, const struct dr_control *control, struct dr_error *error) {
-    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | O_CREAT | O_EXCL, 0666));
+    int fd = DR_RETRY(dr_sys.open_below(dirfd, name, O_WRONLY | flags, flags & O_CREAT ? 0666 : 0));
     if (fd < 0)
         return dr_error_system(error, -fd, DR_CALL_OPEN, path);
     int rc = write_all(fd, path, data, size, error);
@@ -130,13 +130,14 @@ static int rename_durably(int dirfd, const char *dir, const char *tmp, const cha
     return sync ? dr_directory_sync_open(dirfd, dir, DR_CALL_FSYNC_OF_COMMIT, error) : 0;
 }
 
-int dr_directory_write(const char *dir, const char *name, const void *data, size_t size, struct dr_syncs *syncs,
-                       const struct dr_control *control, struct dr_error *error) {
+int dr_directory_write(const char *dir, const char *name, bool is_there, const void *data, size_t size,
+                       struct dr_syncs *syncs, const struct dr_control *control, struct dr_error *error) {
+    int flags = is_there ? O_NOFOLLOW | O_NONBLOCK : O_CREAT | O_EXCL;
     int dirfd = DR_RETRY(dr_sys.open_dir(dir));
     if (dirfd < 0)
         return dr_error_system(error, -dirfd, DR_CALL_OPEN, dir);
     char *path = dr_path_join(dir, name);
-    int rc = path ? write_file(dirfd, name, path, data, size, syncs, control, error)
+    int rc = path ? write_file(dirfd, name, path, flags, data, size, syncs, control, error)
                   : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     free(path);
     dr_sys.close(dirfd);
@@ -165,7 +166,7 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
     static const struct dr_control never;
     struct dr_syncs syncs;
     dr_syncs_init(&syncs);
-    int rc = dr_directory_write(dir, tmp, data, size, sync ? &syncs : NULL, &never, error);
+    int rc = dr_directory_write(dir, tmp, false, data, size, sync ? &syncs : NULL, &never, error);
     int waited = dr_syncs_wait(&syncs, &never, NULL, error);
     if (rc < 0)
         return rc;

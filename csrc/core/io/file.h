@@ -23,9 +23,12 @@ enum dr_names { DR_NAMES_LATER, DR_NAMES_ABOVE, DR_NAMES_ALL };
 /* mkdir -p */
 int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error);
 
-/* Creates a file, which must not exist. With a set of syncs it is complete and durable once these are over. */
-int dr_directory_write(const char *dir, const char *name, const void *data, size_t size, struct dr_syncs *syncs,
-                       const struct dr_control *control, struct dr_error *error);
+/*
+ * Creates a file, which must not exist, or with is_there fills an empty one, which must. With a set of syncs it is
+ * complete and durable once these are over.
+ */
+int dr_directory_write(const char *dir, const char *name, bool is_there, const void *data, size_t size,
+                       struct dr_syncs *syncs, const struct dr_control *control, struct dr_error *error);
 
 /* Renames tmp, which is complete and durable, over the file called name, or removes it. With sync that is durable, too.
  */

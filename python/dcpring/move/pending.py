@@ -15,6 +15,7 @@ class Pending:
     Args:
         path: the directory.
         is_synced: whether anything is made durable at all.
+        claim: a file that is removed, too, if anything fails; "" for none.
 
     Attributes:
         watch: notes the syncs.
@@ -23,11 +24,12 @@ class Pending:
         syncs: for what is written, None without.
     """
 
-    def __init__(self, path: str, watch: _C.Watch | None, is_synced: bool) -> None:
+    def __init__(self, path: str, watch: _C.Watch | None, is_synced: bool, claim: str = "") -> None:
         self.names: list[str] = []
         self.synced: list[str] = []
         self.syncs = _C.Syncs(watch) if is_synced else None
         self._path = path
+        self._claim = [claim] if claim else []
         self.watch = watch
 
     @contextlib.contextmanager
@@ -36,12 +38,13 @@ class Pending:
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # the next save removes them
-                _C.remove_files(self._path, self.names)
+                _C.remove_files(self._path, [*self.names, *self._claim])
             raise
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, is_there: bool = False) -> None:
+        """Creates a file, or fills one that is there and empty."""
         self.names.append(name)
-        _C.write_file(self._path, name, data, self.syncs)
+        _C.write_file(self._path, name, is_there, data, self.syncs)
         self.synced.append(name)
 
     def sync_names(self) -> None:

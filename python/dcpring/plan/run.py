@@ -75,6 +75,8 @@ class SaveRun(Run):
         report: what RingSavePlanner has planned.
         group_id: with ``use_collectives=False``, what all ranks call the save.
         world_size: how many they are then.
+        there: names in the directory when the save began, and ``before`` the state of its metadata.
+        claim: the file that is to become the metadata.
         pending: what is written and becomes durable while the metadata is written, where no other rank is waited for.
     """
 
@@ -83,6 +85,9 @@ class SaveRun(Run):
     report: PlanReport = field(default_factory=PlanReport)
     group_id: str = ""
     world_size: int = 0
+    there: list[str] = field(default_factory=list)
+    before: tuple[int, ...] | None = None
+    claim: str = ""
     pending: Any = None
 
     def written(self, stats: IOStats) -> None:

@@ -3,6 +3,10 @@
 Data files are called ``__{rank}_{n}.{tag}.distcp``. Every rank draws a fresh tag for every save, so no save ever
 touches a file that a committed ``.metadata`` refers to, and a file with a tag that no metadata refers to is what a
 failed save has left. With ``file_names="torch"`` there is no tag: nothing is saved over a checkpoint then.
+
+Of several saves to one directory one is committed, also by other machines, whose locks nobody would see. A save
+*claims* the directory by an empty file, which becomes its metadata: it writes no data before, and its commit renames
+that file. A save that begins removes the claims of all others before their data, and so their commits fail.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dcpring import _C
-from dcpring.base.files import names_in
+from dcpring.base.files import names_in, unfinished_name, with_cure
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import METADATA_NAME, referenced_files
@@ -129,6 +133,12 @@ def _all_referenced(directory: Path, names: list[str]) -> set[str] | None:
         return None
 
 
+def _unreferenced(directory: Path, names: list[str], files: set[str]) -> set[str]:
+    """Of data files those that nothing refers to; none where that cannot be told."""
+    referenced = _all_referenced(directory, names) if files else None
+    return set() if referenced is None else files - referenced
+
+
 def _ours(names: list[str], pattern: re.Pattern[str], rank: int | None) -> set[str]:
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return {name for name, match in matches if match and (rank is None or match[1] == str(rank))}
@@ -140,19 +150,45 @@ def unneeded(names: Iterable[str], referenced: set[str]) -> list[str]:
     return [name for name in names if name not in referenced and any(p.fullmatch(name) for p in patterns)]
 
 
-def remove_leftovers(directory: Path, rank: int | None = None) -> None:
-    """Removes data files of failed saves, before a save writes any: those with a tag that no metadata refers to.
+def remove_leftovers(directory: Path, rank: int | None = None) -> list[str]:
+    """Removes what other saves have begun and not committed, before a save writes anything: their claims, and then
+    the data files with a tag that no metadata refers to.
 
     Args:
         directory: the checkpoint.
         rank: only those that this rank wrote (``use_collectives=False``); None for all.
+
+    Returns:
+        The names that stay.
     """
     names = names_in(directory)
-    doomed = _ours(names, _UNFINISHED, rank)
+    claims = _ours(names, _UNFINISHED, rank)
     tagged = _ours(names, _TAGGED, rank)
-    if tagged and (referenced := _all_referenced(directory, names)) is not None:
-        doomed |= tagged - referenced
-    remove_files(directory, sorted(doomed))
+    lost = _unreferenced(directory, names, tagged)
+    if lost:  # a listing that has a file may have missed its claim
+        claims |= _ours(names_in(directory), _UNFINISHED, rank)
+    is_alone = remove_files(directory, sorted(claims))
+    if lost and is_alone:  # unless its save was committed just before its claim could be removed
+        lost = _unreferenced(directory, names_in(directory), lost)
+        remove_files(directory, sorted(lost))
+    return sorted(set(names) - claims - lost)
+
+
+def claim(directory: Path, metadata_name: str) -> str:
+    """Gives a save the right to commit, until another begins; the name of the file that is to become its metadata."""
+    name = unfinished_name(metadata_name)
+    path = directory / name
+    with with_cure(path):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return name
+
+
+def state_of(metadata: Path) -> tuple[int, ...] | None:
+    """What is another once another save has committed; None: nothing is there."""
+    with contextlib.suppress(FileNotFoundError), with_cure(metadata):
+        found = os.stat(metadata)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def superseded_files(directory: Path, names: list[str], rank: int | None = None) -> set[str]:
@@ -197,10 +233,15 @@ def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None
             size = os.stat(path).st_size
         if size < needed[name]:
             state = "was removed" if size < 0 else f"has {size} of {needed[name]} bytes"
-            raise CheckpointError(
-                f"{path} {state} before the save could be committed: another save to the same directory is under way, "
-                "or something else removes files there; wait for one save before the next begins"
-            )
+            raise overtaken(path, state)
+
+
+def overtaken(path: Path, state: str) -> CheckpointError:
+    """Why a save cannot be committed: what has become of a file."""
+    return CheckpointError(
+        f"{path} {state} before the save could be committed: another save to the same directory is under way, or "
+        "something else removes files there; wait for one save before the next begins"
+    )
 
 
 def remove_superseded(directory: Path, superseded: set[str], needed: Iterable[str]) -> None:
@@ -209,8 +250,13 @@ def remove_superseded(directory: Path, superseded: set[str], needed: Iterable[st
     remove_files(directory, sorted(doomed, key=lambda name: (not name.endswith(METADATA_NAME), name)))
 
 
-def remove_files(directory: Path, names: list[str]) -> None:
-    """Removes files in order, those in folders first. What cannot be removed stays, and harms nobody."""
+def remove_files(directory: Path, names: list[str]) -> bool:
+    """Removes files in order, those in folders first. What cannot be removed stays, and harms nobody.
+
+    Returns:
+        Whether all are gone.
+    """
+    are_gone = True
     folders: dict[str, list[str]] = {}
     for name in names:
         folder, _, file = name.rpartition("/")
@@ -220,6 +266,8 @@ def remove_files(directory: Path, names: list[str]) -> None:
             _C.remove_files(str(directory / folder), files)
         except OSError as error:
             logger.warning("files of earlier saves stay in %s: %s", directory, error)
+            are_gone = False
+    return are_gone
 
 
 def newest_beside(directory: Path, metadata_name: str) -> Path | None:

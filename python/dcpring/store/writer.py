@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C
-from dcpring.base.files import names_in, new_tag, unfinished_name
+from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
@@ -72,6 +72,7 @@ __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
 
+_KEPT_TABLES = 2
 Unchanged = Literal["write", "link", "trust"]
 FileNames = Literal["unique", "torch"]
 
@@ -305,9 +306,20 @@ class RingWriter(FileSystemWriter):
     @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._phases.span(_trace.CLEAN_UP):
-            layout.remove_leftovers(self._directory, self._own_rank_only)
+            self._claim()
         self._run.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
         return self._run.plans
+
+    @property
+    def _metadata_name(self) -> str:
+        return METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
+
+    def _claim(self) -> None:
+        """From here on this save is the one that may commit, and no other that has begun before."""
+        run, name = self._run, self._metadata_name
+        run.there = layout.remove_leftovers(self._directory, self._own_rank_only)
+        run.before = layout.state_of(self._directory / name) if name in run.there else None
+        run.claim = layout.claim(self._directory, name)
 
     @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -338,7 +350,7 @@ class RingWriter(FileSystemWriter):
         self._run.meter.begin(saving.planned_bytes)
         rank, numbers = self._plan_rank(plan), itertools.count()
         tag = new_tag() if self.file_names == "unique" else None
-        pending = Pending(str(self.path), watch, self.sync_files)
+        pending = Pending(str(self.path), watch, self.sync_files, self._run.claim)
         keeping, earlier = self._compared(saving, planner, rank)
 
         def new_name() -> str:
@@ -475,37 +487,47 @@ class RingWriter(FileSystemWriter):
         return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
-        layout.check_data_files(self._directory, sizes, self.rank or 0)
-        there = names_in(self._directory)
-        superseded = layout.tables(there, self._own_rank_only)
+        run, own, metadata = self._run, self._own_rank_only, self._directory / self._metadata_name
+        if not run.claim:  # the caller makes no plan of all ranks
+            self._claim()
+        superseded = layout.tables(run.there, own)
         if not self.keep_superseded:
-            superseded |= layout.superseded_files(self._directory, there, self._own_rank_only)
-        name = METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
-        table_name = self._commit_table(name, table)
-        pending, self._run.pending = self._run.pending or Pending(str(self.path), None, self.sync_files), None
-        unfinished = unfinished_name(name)
-        with pending.removed_on_failure():
-            pending.write(unfinished, data)
-        pending.wait(self._phases)
-        _C.rename_file(str(self.path), unfinished, name, self.sync_files)
+            superseded |= layout.superseded_files(self._directory, run.there, own)
+        pending = run.pending or Pending(str(self.path), None, self.sync_files, run.claim)
+        run.pending = None
+        try:
+            with pending.removed_on_failure():
+                layout.check_data_files(self._directory, sizes, self.rank or 0)
+                table_name = self._commit_table(metadata, table)
+                pending.write(run.claim, data, is_there=True)
+            pending.wait(self._phases)
+            with pending.removed_on_failure():
+                if layout.state_of(metadata) not in (run.before, None):
+                    raise layout.overtaken(metadata, "was replaced")
+            _C.rename_file(str(self.path), run.claim, metadata.name, self.sync_files)
+        except FileNotFoundError:
+            raise layout.overtaken(self._directory / run.claim, "was removed") from None
         self._phases.begin(_trace.CLEAN_UP)
         layout.remove_superseded(self._directory, superseded, [*sizes, table_name or ""])
 
-    def _commit_table(self, metadata_name: str, table: KeyTable | None) -> str | None:
+    def _commit_table(self, metadata: Path, table: KeyTable | None) -> str | None:
         """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.
 
-        Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own.
+        Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own. Those
+        that were added last stay, too: another save may be about to commit.
         """
         if table is None:
             return None
         name = layout.table_name(self._own_rank_only)
-        tables = {self.save_id: table}
+        tables: dict[str, KeyTable] = {}
         with contextlib.suppress(OSError, ValueError, CheckpointError):
-            current = read_trailer(self._directory / metadata_name)
-            kept = load_tables(self._directory / name)
-            if current is not None and current.save_id in kept:
-                tables[current.save_id] = kept[current.save_id]
-        data = dump_tables(tables)
+            kept, current = load_tables(self._directory / name), read_trailer(metadata)
+            tables = {
+                save_id: kept[save_id]
+                for at, save_id in enumerate(kept, start=_KEPT_TABLES - len(kept))
+                if at >= 0 or (current is not None and save_id == current.save_id)
+            }
+        data = dump_tables(tables | {self.save_id: table})
         _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
         return name
 

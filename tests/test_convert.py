@@ -231,7 +231,7 @@ def test_tied_tensors_stay_tied(tmp_path: Path, origin: str) -> None:
     _kinds.assert_same_bits(load_file(tmp_path / "c.safetensors"), {"a": shared, "b": tensors["b"]})
     assert report.tied == 1 and report.bytes == shared.nbytes + 12
     with safe_open(tmp_path / "c.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "c": "a"}
+        assert file.metadata() == {"format": "pt", "c": "a", "dcpring.tied": '["c"]'}
     convert(tmp_path / "c.safetensors", tmp_path / "d.pt")
     loaded = torch.load(tmp_path / "d.pt", weights_only=True)
     assert loaded["a"].data_ptr() == loaded["c"].data_ptr()
@@ -447,6 +447,7 @@ def test_shards_as_hubs_have_them(tmp_path: Path) -> None:
     assert list(report.files) == names
     assert sorted(path.name for path in (tmp_path / "hub").iterdir()) == [*names, "model.safetensors.index.json"]
     index = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())
+    assert index["metadata"].pop("dcpring.crc32")
     assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
     loaded = {name: load_file(tmp_path / "hub" / file)[name] for name, file in index["weight_map"].items()}
     _kinds.assert_same_bits({name: loaded[name] for name in tensors}, tensors)

@@ -100,6 +100,7 @@ def check_crcs(path: Path) -> None:
     for file in path.glob("*.safetensors"):
         header, data = headers.read_header(file), file.read_bytes()
         noted = json.loads(header.notes["dcpring.crcs"])
+        assert noted.pop("__metadata__") == "" and header.notes["dcpring.crc32"]
         assert noted.keys() == header.tensors.keys()
         for name, stored in header.tensors.items():
             block = 1 << 20

@@ -7,12 +7,13 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """As ``json.loads``; an object that names a thing twice is an error, where Python takes the last.
+    """As ``json.loads``; bytes are UTF-8, where Python guesses, and an object that names a thing twice is an error,
+    where Python takes the last.
 
     Raises:
         ValueError: it is no JSON, or a name is there twice.
     """
-    return json.loads(text, object_pairs_hook=_without_twice)
+    return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_without_twice)
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -19,13 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.collector import collection_paused
 from dcpring.base.files import names_in, open_regular, read_regular
-from dcpring.base.text import some
+from dcpring.base.text import some, some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.boxes import wrong_boxes
 from dcpring.format.metadata import MOST_DIMENSIONS, block_count
+
+logger = logging.getLogger("dcpring")
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -88,8 +92,21 @@ CRCS = "dcpring.crcs"
 """The note that has, by the name of each tensor, in hexadecimal the little-endian CRC-32 of every block of the file's
 1 MiB grid that its bytes touch."""
 
-NOT_TIED = ("format", CRCS, *OF_SHARDS)
-"""Notes that never say what another name of a tensor is. All others do, where they are the name of one."""
+TIED = "dcpring.tied"
+"""The note that lists, as JSON, which other notes say what tensor a name stands for. Where it is missing, as in what
+safetensors' ``save_model`` has written, those do that may be a parameter's name and that of the one it is tied to."""
+
+SEAL = "dcpring.crc32"
+"""The first note of a header, and the first of an index's metadata: the CRC-32 of all its bytes, in eight hexadecimal
+digits that are taken for zeros. A note of ``CRCS`` that has an entry for ``NOTES`` says that it is there."""
+
+_SEALED = re.compile(rb'\{\s*"(?:__)?metadata(?:__)?":\s*\{\s*"dcpring\.crc32":\s*"([0-9a-f]{8})"')
+_NO_DIGITS = "0" * 8
+
+_OWN_NOTES = (CRCS, TIED, SEAL, *OF_SHARDS)
+
+NOT_TIED = ("format", *_OWN_NOTES)
+"""Notes that never say what another name of a tensor is."""
 
 _NUMBERED = re.compile(r".*-\d{5}-of-(?!00001)\d{5}\.safetensors")
 
@@ -120,6 +137,7 @@ class Header(NamedTuple):
 
     Attributes:
         tensors: by their names.
+        unknown: the dtypes of tensors that are not among these, as they are not known here.
         tied: the names in ``tensors`` that other names stand for.
         notes: all texts.
         begin: of the data in the file.
@@ -127,6 +145,7 @@ class Header(NamedTuple):
     """
 
     tensors: dict[str, TensorInfo]
+    unknown: dict[str, str]
     tied: dict[str, str]
     notes: dict[str, str]
     begin: int
@@ -163,8 +182,15 @@ def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
     try:
         entries = strict_json.loads(data)
         notes = _checked_notes(entries.pop(NOTES, {}))
-        tensors = {name: _tensor_info(name, entry, begin) for name, entry in entries.items()}
-        described = _described(tensors, begin)
+        _check_seal(data, notes.get(SEAL))
+        extents = {name: _extent(name, entry) for name, entry in entries.items()}
+        described = _described(extents)
+        unknown = {name: entry["dtype"] for name, entry in entries.items() if entry["dtype"] not in DTYPES}
+        tensors = {
+            name: _tensor_info(name, entry["dtype"], *extents[name], begin)
+            for name, entry in entries.items()
+            if name not in unknown
+        }
         if described < about.st_size - begin:
             raise ValueError(f"it describes {described} bytes of data, and there are {about.st_size - begin}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -179,12 +205,54 @@ def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
         tensors = _with_note(tensors, notes, SHARDING, _with_offsets, path)
     if CRCS in notes:
         tensors = _with_note(tensors, notes, CRCS, _with_crcs, path)
-    tied = {
+    return Header(tensors, unknown, _tied(notes, tensors, path), notes, begin, _version_of(about))
+
+
+def _check_seal(data: bytes, noted: str | None) -> None:
+    """Raises ValueError where a header or an index has a CRC-32 that is not its own."""
+    if noted is None:
+        return
+    found = _SEALED.match(data)
+    crc = "" if found is None else _crc_around(data, found.start(1))
+    if crc != noted:
+        raise ValueError(
+            f"its CRC-32 is {crc or 'not where it was'}, was {noted}; fetch or save it again. A program that changes "
+            f"it on purpose has to leave out the notes that begin with 'dcpring'"
+        )
+
+
+def _crc_around(data: bytes, at: int) -> str:
+    """The CRC-32 of all bytes, with zeros for the eight digits that begin there."""
+    view = memoryview(data)
+    crc = _C.crc32(_NO_DIGITS.encode(), _C.crc32(view[:at]))
+    return f"{_C.crc32(view[at + len(_NO_DIGITS) :], crc):08x}"
+
+
+def _sealed(data: bytes) -> bytes:
+    """The same with its CRC-32, for which there are zeros in it."""
+    found = _SEALED.match(data)
+    assert found is not None
+    return data[: found.start(1)] + _crc_around(data, found.start(1)).encode() + data[found.end(1) :]
+
+
+def _tied(notes: Mapping[str, str], tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, str]:
+    """Of the notes those that say what tensor another name stands for."""
+    found = {
         name: first
         for name, first in notes.items()
-        if name not in NOT_TIED and first in tensors and name not in tensors
+        if first in tensors and name not in NOT_TIED and name not in tensors
     }
-    return Header(tensors, tied, notes, begin, _version_of(about))
+    if TIED not in notes:
+        return {name: first for name, first in found.items() if _last_part(name) == _last_part(first)}
+    try:
+        listed = set(strict_json.loads(notes[TIED]))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"its {TIED} is damaged ({error!s:.200})", str(path)) from error
+    return {name: first for name, first in found.items() if name in listed}
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _version_of(about: os.stat_result) -> tuple[int, int]:
@@ -197,33 +265,39 @@ def _checked_notes(notes: Any) -> dict[str, str]:
     return dict(notes)
 
 
-def _tensor_info(name: str, entry: Any, data_begin: int) -> TensorInfo:
-    """A tensor's entry, of which types and sizes are checked; raises ValueError."""
-    (begin, end), shape, called = entry["data_offsets"], entry["shape"], entry["dtype"]
+def _extent(name: str, entry: Any) -> tuple[int, int, tuple[int, ...]]:
+    """Where a tensor's bytes begin and end, and its shape: numbers, whatever they are. Raises ValueError."""
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
     if len(shape) > MOST_DIMENSIONS:  # the product of very many numbers takes for ever
         raise ValueError(f"{name!r} has {len(shape)} dimensions")
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (begin, end, *shape)):
+    numbers = begin, end, *shape
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 62 or begin > end:
         raise ValueError(f"{name!r} has the shape {shape!r:.100} at {begin!r:.50} to {end!r:.50}")
-    if called not in DTYPES:
-        raise ValueError(f"{name!r} has the dtype {called!r:.50}, which is not known here")
-    sizes = tuple(shape)
-    if called == _PACKED:
-        if not sizes or sizes[-1] % 2:
-            raise ValueError(f"{name!r} has the shape {shape!r:.100}, of which two elements cannot share each byte")
-        sizes = (*sizes[:-1], sizes[-1] // 2)
-    if math.prod(sizes) * DTYPES[called].itemsize != end - begin:
-        raise ValueError(f"{name!r} has {end - begin} bytes for {called} of shape {shape!r:.100}")
-    return TensorInfo(DTYPES[called], sizes, data_begin + begin, data_begin + end, None)
+    if not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name!r} has the dtype {entry['dtype']!r:.50}")
+    return begin, end, numbers[2:]
 
 
-def _described(tensors: Mapping[str, TensorInfo], begin: int) -> int:
+def _described(extents: Mapping[str, tuple[int, int, tuple[int, ...]]]) -> int:
     """The bytes of all tensors, which lie side by side; raises ValueError where they do not."""
-    at = begin
-    for first, last, name in sorted((info.begin, info.end, name) for name, info in tensors.items()):
-        if first != at:
-            raise ValueError(f"{name!r} begins at byte {first - begin} of the data, where {at - begin} was expected")
-        at = last
-    return at - begin
+    at = 0
+    for begin, end, name in sorted((begin, end, name) for name, (begin, end, _) in extents.items()):
+        if begin != at:
+            raise ValueError(f"{name!r} begins at byte {begin} of the data, where {at} was expected")
+        at = end
+    return at
+
+
+def _tensor_info(name: str, called: str, begin: int, end: int, shape: tuple[int, ...], data_begin: int) -> TensorInfo:
+    """A tensor of a dtype that is known; raises ValueError where its bytes are not as many as its elements need."""
+    dtype, sizes = DTYPES[called], shape
+    if called == _PACKED:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name!r} has the shape {list(shape)}, of which two elements cannot share each byte")
+        sizes = (*shape[:-1], shape[-1] // 2)
+    if math.prod(sizes) * dtype.itemsize != end - begin:
+        raise ValueError(f"{name!r} has {end - begin} bytes for {called} of shape {list(shape)!s:.100}")
+    return TensorInfo(dtype, sizes, data_begin + begin, data_begin + end)
 
 
 def _with_note(
@@ -236,6 +310,8 @@ def _with_note(
     """The same, with what a note, which is JSON itself, says of each."""
     try:
         said = strict_json.loads(notes[note])
+        if NOTES in said and SEAL not in notes:
+            raise ValueError(f"it says that the header has a CRC-32, and there is no {SEAL}")
         return {name: add(name, info, said[name]) for name, info in tensors.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"its {note} is damaged ({error!s:.200})", str(path)) from error
@@ -259,7 +335,10 @@ def _with_crcs(name: str, info: TensorInfo, said: Any) -> TensorInfo:
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each name, of those that an index lists. Files lie beside it, or in folders there."""
     try:
-        listed = strict_json.loads(read_regular(index))["weight_map"]
+        data = read_regular(index)
+        said = strict_json.loads(data)
+        about, listed = said.get("metadata", {}), said["weight_map"]
+        _check_seal(data, about.get(SEAL) if isinstance(about, dict) else None)
         bad = [name for name in dict.fromkeys(listed.values()) if not _is_below(index.parent, name)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
@@ -416,6 +495,7 @@ class Model(NamedTuple):
         path: the file, the index, or the directory of shards.
         files: in which it lies.
         tensors: by name, tied ones under each of their names.
+        unknown: the dtypes of tensors that are not among these, as they are not known here.
         notes: of the files, but for what they say of their tensors.
         begins: of the data in each file.
     """
@@ -423,6 +503,7 @@ class Model(NamedTuple):
     path: Path
     files: Files
     tensors: dict[str, Whole]
+    unknown: dict[str, str]
     notes: dict[str, str]
     begins: dict[str, int]
 
@@ -444,18 +525,22 @@ def read_model(path: Path) -> Model:
     with collection_paused():
         headers = {name: _parsed(directory / name, *one) for name, one in zip(names, found, strict=True)}
         tensors = _joined(headers, listed, path)
-    lost = [name for name in listed or () if name not in tensors]
+    unknown = {name: dtype for header in headers.values() for name, dtype in header.unknown.items()}
+    if unknown:
+        dtypes = ", ".join(sorted(set(unknown.values())))
+        logger.warning("%s: %s cannot be loaded: torch has no dtype %s", path, some_keys(unknown), dtypes)
+    lost = [name for name in listed or () if name not in tensors and name not in unknown]
     if listed and lost:
         raise CorruptCheckpointError(f"{lost[0]!r} is not in {listed[lost[0]]!r}, where the index says", str(path))
     notes = {
         name: text
         for header in headers.values()
         for name, text in header.notes.items()
-        if name not in (CRCS, *OF_SHARDS) and name not in header.tied
+        if name not in _OWN_NOTES and name not in header.tied
     }
     versions = {name: header.version for name, header in headers.items()}
     files = Files(directory, versions, _links(directory, names))
-    return Model(path, files, tensors, notes, {name: header.begin for name, header in headers.items()})
+    return Model(path, files, tensors, unknown, notes, {name: header.begin for name, header in headers.items()})
 
 
 def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[bytes, os.stat_result]]:
@@ -492,7 +577,7 @@ def _infos_under(header: Header) -> dict[str, TensorInfo]:
 def _whole(name: str, parts: list[Shard], path: Path) -> Whole:
     """The tensor that parts make up."""
     first = parts[0].info
-    if len(parts) == 1 and not any(parts[0].offsets):
+    if first.offsets is None and len(parts) == 1:
         return Whole(first.dtype, first.shape, parts)
     others = [part.info.dtype for part in parts if part.info.dtype != first.dtype]
     if others or len({len(part.offsets) for part in parts}) > 1:
@@ -551,14 +636,14 @@ def check_entries(entries: Mapping[str, torch.dtype | None], cures: Cures = CONV
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
     notes: Mapping[str, str],
-    alignment: int = _ALIGNMENT,
+    ties: Mapping[str, str] | None = None,
     cures: Cures = CONVERTING,
 ) -> bytes:
     """The bytes of a file before its data, in which tensors (name, dtype, shape) lie side by side in this order.
 
-    Their number is a multiple of the alignment.
+    Their number is a multiple of 8. Notes and ties are as for ``join_header``.
     """
-    return join_header(header_entries(tensors, cures), notes, alignment, cures)
+    return join_header(header_entries(tensors, cures), notes_with(notes, ties or {}), _ALIGNMENT, cures)
 
 
 def header_entries(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], cures: Cures) -> bytes:
@@ -573,14 +658,34 @@ def header_entries(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], cu
     return _encoded(f"{{{','.join(texts)}}}", cures)
 
 
+def notes_with(
+    notes: Mapping[str, str], ties: Mapping[str, str], crcs: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """All notes of a header.
+
+    Args:
+        notes: texts by names.
+        ties: the names of tensors that are stored under another name, with that one.
+        crcs: of each tensor, as ``CRCS`` has them; the header gets one as well then. None: there are none.
+    """
+    sealed = {} if crcs is None else {SEAL: _NO_DIGITS}
+    listed = {TIED: _compact(list(ties))} if ties else {}
+    summed = {} if crcs is None else {CRCS: _compact({NOTES: "", **crcs})}
+    return {**sealed, **ties, **notes, **listed, **summed}
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def join_header(entries: bytes, notes: Mapping[str, str], alignment: int, cures: Cures) -> bytes:
     """The header of these tensors, with notes."""
-    data = _encoded(json.dumps({NOTES: dict(notes)}, separators=(",", ":"), ensure_ascii=False), cures)
+    data = _encoded(_compact({NOTES: dict(notes)}), cures)
     data = data[:-1] + b"," * (len(entries) > 2) + entries[1:]
     data += b" " * (-(8 + len(data)) % alignment)
     if len(data) > _MOST_HEADER_BYTES:
         raise CheckpointError(f"there are too many tensors for one safetensors file; {cures.split}")
-    return len(data).to_bytes(8, "little") + data
+    return len(data).to_bytes(8, "little") + (_sealed(data) if SEAL in notes else data)
 
 
 def _encoded(text: str, cures: Cures) -> bytes:
@@ -600,8 +705,8 @@ def _shape_written(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Seque
 
 def make_index(files: Mapping[str, str], total_bytes: int) -> bytes:
     """An index: the file of each name."""
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
-    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    index = {"metadata": {SEAL: _NO_DIGITS, "total_size": total_bytes}, "weight_map": dict(files)}
+    return _sealed(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
 def file_name(number: int, count: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcpring import _C
-from dcpring.base.text import ranges
+from dcpring.base.text import ranges, some
 from dcpring.torchside.dcp import flatten_state_dict
 from dcpring.torchside.tensors import global_size
 
@@ -29,6 +29,9 @@ _COMPARED_CHARACTERS = 4096
 
 _MOST_ON_A_LINE = 4
 """Names, each perhaps for many that differ in a number."""
+
+_MOST_LISTED = 20
+"""Of these, in one list of a report. Errors go to every rank, and into logs."""
 
 WRAPPER_PARTS = {
     "_orig_mod": "a compiled module",
@@ -330,8 +333,14 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def compressed(keys: Sequence[str]) -> str:
-    """All the keys on one line, those that differ in one number as "layers.0-31.weight"."""
-    return ", ".join(_patterns(keys))
+    """The keys on one line, those that differ in one number as "layers.0-31.weight"; of many the first."""
+    return some(_patterns(keys), _MOST_LISTED)
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    """The first lines, and how many more there are."""
+    more = len(lines) - _MOST_LISTED
+    return [*lines[:_MOST_LISTED], f"and {more} more"] if more > 0 else list(lines)
 
 
 def _patterns(keys: Sequence[str]) -> list[str]:
@@ -347,7 +356,8 @@ def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
     varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if len(members) == 1 or len(varying) != 1:
         return [repr(shown(key)) for key, _ in members]
-    spans = ranges(sorted(set(columns[varying[0]])), ",")
+    runs = ranges(sorted(set(columns[varying[0]])), ",").split(",")
+    spans = ",".join(runs if len(runs) <= _MOST_LISTED else [*runs[:_MOST_LISTED], "...", runs[-1]])
     counter = iter(range(len(columns)))
     text = _NUMBER.sub(lambda match: spans if next(counter) == varying[0] else match[0], members[0][0])
     return [repr(text)]
@@ -366,10 +376,10 @@ def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
             yield f"{line}: {cause}" if cause else line
             continue
         yield f"  {cause or 'for no known reason'} ({len(members)}):"
-        yield from (f"    {name}" for name in keys)
+        yield from (f"    {name}" for name in _listed(keys))
         if candidates:
             yield f"  {other} has:"
-            yield from (f"    {name}" for name in candidates)
+            yield from (f"    {name}" for name in _listed(candidates))
 
 
 def _report(diff: KeyDiff, store: str) -> Iterator[str]:
@@ -386,12 +396,14 @@ def _report(diff: KeyDiff, store: str) -> Iterator[str]:
             names = _patterns([item.key for item in left])
         if len(names) <= _MOST_ON_A_LINE:
             names = [", ".join(names)] if names else []
-        yield from (f"  {name}" for name in names)
+        yield from (f"  {name}" for name in _listed(names))
     for title, items in (("shapes", diff.shapes), ("dtypes", diff.dtypes)):
         if items:
             yield f"different {title} ({len(items)}):"
-            for item in items:
-                yield f"  {shown(item.key)!r}: the state dict has {item.wanted}, the {store} {item.stored}"
+            lines = [
+                f"{shown(item.key)!r}: the state dict has {item.wanted}, the {store} {item.stored}" for item in items
+            ]
+            yield from (f"  {line}" for line in _listed(lines))
 
 
 def describe_names(missing: Sequence[str], unexpected: Sequence[str], store: str = "state dict") -> str:

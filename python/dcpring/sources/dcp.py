@@ -53,6 +53,7 @@ class ContentsSource:
         model = self._contents.model
         self.format = "dcp" if model is None else "safetensors"
         self.notes: Mapping[str, str] = {} if model is None else model.notes
+        self.unreadable: Mapping[str, str] = {} if model is None else model.unknown
         self.files = len(self._contents.files)
         paths = {} if model is not None else _paths(self._contents)
         whole = _not_in_parts(self._contents)

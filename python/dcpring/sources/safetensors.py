@@ -80,6 +80,6 @@ class SafetensorsTarget:
         entries = [(item.name, item.dtype, item.shape) for item in items if item.dtype and item.shape is not None]
         here = {item.name for item in items}
         tied = {name: first for name, first in self._first.items() if name != first and first in here}
-        out.write_bytes([safetensors.make_header(entries, {**tied, **self._notes})])
+        out.write_bytes([safetensors.make_header(entries, self._notes, tied)])
         for runs in stream(source, map(TargetPart.all_of, items)):
             out.write_bytes([run.part.memory for run in runs])

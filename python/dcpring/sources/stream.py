@@ -116,12 +116,14 @@ class Source(Protocol):
         format: "dcp", "torch" or "safetensors".
         items: in order; ``name`` is ``source`` and ``dtype`` is ``stored``.
         notes: what a safetensors file says of itself, by name.
+        unreadable: tensors that are no items, as torch lacks their dtypes, which these are.
         files: how many there are.
     """
 
     format: str
     items: list[SourceItem]
     notes: Mapping[str, str]
+    unreadable: Mapping[str, str]
     files: int
 
     def read(self, parts: Sequence[SourcePart]) -> None:

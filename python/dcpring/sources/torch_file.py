@@ -110,6 +110,7 @@ class TorchSource:
         self._checked: set[_ZipEntry] = set()
         self._held: tuple[str, Tensor] | None = None
         self.notes: Mapping[str, str] = {}
+        self.unreadable: Mapping[str, str] = {}
         for record in self._records.values():
             if not record.is_data:
                 self._check_record("what describes its values", record)

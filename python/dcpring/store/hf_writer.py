@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import logging
 import math
 import os
@@ -95,7 +94,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     ``model.safetensors.index.json``; every byte is written once, by the rank that holds it or one beside. The model
     that is there stays good until the new one is complete and durable. Files that are no part of it stay.
 
-    The header holds a CRC-32 of each tensor's every 1 MiB block: ``dcpring verify`` and loads check them.
+    The header holds a CRC-32 of each tensor's every 1 MiB block, and one of itself: ``dcpring verify`` and loads check
+    them.
 
     Tied tensors are written once with RingSavePlanner, as transformers does: the header notes the other names. Stock's
     planner writes them under each name.
@@ -271,9 +271,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             head_bytes = needed
 
     def _header(self, entries: bytes, model: _Model, crcs: Mapping[str, str], alignment: int) -> bytes:
-        notes = {**model.ties, "format": "pt"}
-        if self.options.checksum:
-            notes[safetensors.CRCS] = json.dumps(dict(crcs), separators=(",", ":"), ensure_ascii=False)
+        notes = safetensors.notes_with({"format": "pt"}, model.ties, crcs if self.options.checksum else None)
         return safetensors.join_header(entries, notes, alignment, _CURES)
 
     def _create(self, layouts: Sequence[Layout]) -> None:

@@ -84,8 +84,7 @@ def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
         places += [(file, kind, at, size, at, size, crcs) for _, _, (file, at, size), crcs in parts]
         chunks.append([(shape, offsets, sizes, properties(dtype)) for offsets, sizes, _, _ in parts])
     try:
-        codes = [path_code({name: (name,)}, name) for name in model.tensors]
-        table = table_of_chunks(list(model.tensors), codes, chunks)
+        table = table_of_chunks(list(model.tensors), [path_code({"": ("",)}, "")] * len(model.tensors), chunks)
         storage = _C.StorageIndex(len(table))
         storage.put(places)
     except (ValueError, OverflowError) as error:

@@ -54,10 +54,9 @@ def main() -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
 
-    dcpring.save_pretrained_weights(model, trained)
+    dcpring.save_pretrained_weights(model, trained, config=True)
     whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.state_dict().items()}
     if is_first:
-        config.save_pretrained(trained)
         loaded = AutoModelForCausalLM.from_pretrained(trained).state_dict()
         assert loaded.keys() == whole.keys() and all(torch.equal(loaded[name], whole[name]) for name in whole)
         before = AutoModelForCausalLM.from_pretrained(pretrained).state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dcpring import Checkpointer, CheckpointError, Replicated, load_pretrained
+from dcpring import Checkpointer, CheckpointError, Replicated, load_pretrained, save_pretrained_weights
 
 
 class Config:
+    """As transformers' are."""
+
+    def __init__(self) -> None:
+        self.dtype, self.architectures = "float32", None
+
     def save_pretrained(self, path: Path) -> None:
-        (path / "config.json").write_text("{}")
+        (path / "config.json").write_text(json.dumps(vars(self)))
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
 
 
 def net() -> nn.Sequential:
@@ -48,7 +59,7 @@ def test_one_process(tmp_path: Path, blocking: bool) -> None:
             model[0].weight.zero_()  # type: ignore[union-attr]
         handle.wait()
         assert_weights(tmp_path / "step-1", wanted)
-        assert (tmp_path / "step-1" / "hf" / "config.json").exists()
+        assert config_in(tmp_path / "step-1" / "hf") == {"dtype": "float32", "architectures": ["Sequential"]}
         other = net()
         load_pretrained(other, tmp_path / "step-1" / "hf")
         assert torch.equal(other[0].weight, wanted[0].weight)  # type: ignore[arg-type, union-attr]
@@ -76,7 +87,42 @@ def test_several_models_and_casts(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, models, export_options={"dtype": torch.bfloat16}) as checkpointer:
         checkpointer.save(1, export="hf")
     assert weights_of(tmp_path / "step-1", "a")["0.weight"].dtype == torch.bfloat16
+    assert config_in(tmp_path / "step-1" / "hf" / "a")["dtype"] == "bfloat16"
+    assert models["a"].config.dtype == "float32" and models["a"].config.architectures is None
+    assert not (tmp_path / "step-1" / "hf" / "b" / "config.json").exists()
     assert torch.equal(weights_of(tmp_path / "step-1", "b")["weight"], models["b"].weight.to(torch.bfloat16))
+
+
+def save_config(path: str, kind: str, dtype: Any) -> None:
+    model: nn.Module = net()
+    if kind == "sharded":
+        fully_shard(model[0])  # type: ignore[index]
+        fully_shard(model)
+    elif kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    save_pretrained_weights(model, path, config=True, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ("sharded", "ddp"))
+@pytest.mark.parametrize(
+    "dtype, expected", ((None, "float32"), (torch.float16, "float16"), ({"0.*": torch.bfloat16}, "bfloat16"))
+)
+def test_save_pretrained_weights_writes_the_configuration(tmp_path: Path, kind: str, dtype: Any, expected: str) -> None:
+    _distributed.run(2, save_config, str(tmp_path), kind, dtype)
+    assert config_in(tmp_path) == {"dtype": expected, "architectures": ["Sequential"]}
+
+
+def cannot_write_config(path: str) -> str:
+    (Path(path) / "config.json").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        save_pretrained_weights(net(), path, config=True)
+    return str(caught.value)
+
+
+def test_a_configuration_that_cannot_be_written(tmp_path: Path) -> None:
+    first, second = _distributed.run(2, cannot_write_config, str(tmp_path))
+    assert first == second and "the configuration cannot be written" in first
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import (
     Inkling2TextConfig,
     Kimi_K25Config,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     MarianConfig,
     MixtralConfig,
@@ -174,6 +176,45 @@ def test_tied_weights_that_are_parallelised(tmp_path: Path) -> None:
     again = auto.from_pretrained(tmp_path / "ours")
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert_same(again.state_dict(), model.state_dict())
+
+
+def config_in(path: Path) -> Any:
+    return json.loads((path / "config.json").read_text())
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("kind, sharded", (("llama", False), ("llama", True), ("clip", False), ("llava", True)))
+def test_the_configuration_is_that_of_save_pretrained(tmp_path: Path, kind: str, sharded: bool) -> None:
+    auto, config = (AutoModelForCausalLM, LlamaConfig(**TEXT)) if kind == "llama" else kinds(kind)
+    model = auto.from_config(config)
+    before = config.to_dict()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    dcpring.save_pretrained_weights(model, tmp_path / "ours", config=True, dtype=torch.bfloat16)
+    with dcpring.Checkpointer(tmp_path / "all", {"model": model}, export_options={"dtype": torch.bfloat16}) as saving:
+        saving.save(1, export="hf")
+    assert model.config.to_dict() == before, "the model's own is not touched"
+    auto.from_config(copy.deepcopy(config)).to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    theirs = config_in(tmp_path / "theirs")
+    assert config_in(tmp_path / "ours") == config_in(tmp_path / "all" / "step-1" / "hf") == theirs
+    has_generation = (tmp_path / "theirs" / "generation_config.json").exists()
+    assert (tmp_path / "ours" / "generation_config.json").exists() == has_generation
+    assert auto.from_pretrained(tmp_path / "ours").dtype == torch.bfloat16
+
+
+class Custom(LlamaForCausalLM):  # type: ignore[misc]
+    """A class of somebody's own, whose code goes with the weights."""
+
+
+def test_code_of_a_custom_model_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Custom, "_auto_class", "AutoModelForCausalLM")
+    model = Custom(LlamaConfig(**TEXT))
+    dcpring.save_pretrained_weights(model, tmp_path / "ours", config=True)
+    model.save_pretrained(tmp_path / "theirs")
+    assert config_in(tmp_path / "ours") == config_in(tmp_path / "theirs")
+    assert "auto_map" in config_in(tmp_path / "ours")
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
 
 
 @pytest.mark.parametrize("storage", ("safetensors", "DCP"))

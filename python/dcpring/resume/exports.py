@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dcpring.errors import CheckpointError
 from dcpring.plan.rearrange import rearranged_by
 from dcpring.resume.components import Component
+from dcpring.resume.configs import write_configs
 from dcpring.resume.conversions import conversion_of_save
 from dcpring.resume.sharded import ModelState
 from dcpring.store.hf_writer import RingHFWriter
@@ -43,10 +44,7 @@ class Export(NamedTuple):
 
     def finish(self) -> None:
         """Puts what else ``save_pretrained`` writes of a model of transformers beside its weights. On one rank."""
-        for name in ("config", "generation_config"):
-            part: Any = getattr(self.model, name, None)
-            if hasattr(part, "save_pretrained"):
-                part.save_pretrained(self.path)
+        write_configs(self.model, self.path, self.writer.dtype_in_files(self.tensors))
 
 
 def checked(export: Any, components: Mapping[str, Component]) -> None:

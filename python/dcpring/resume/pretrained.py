@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.plan.sharing import Share
+from dcpring.resume.configs import write_configs
 from dcpring.resume.conversions import conversion_of_load, conversion_of_save, tied_names
 from dcpring.resume.manifest import OnceReader
 from dcpring.resume.ranks import Operation, Ranks
@@ -139,19 +141,22 @@ def save_pretrained_weights(
     *,
     key_map: KeyMapLike = None,
     rearrange: Sequence[Rearrange] | None = None,
+    config: bool = False,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
     """Saves a model's weights as the directory of safetensors that ``from_pretrained`` loads, in place by all ranks.
 
-    The names are those of the model without any wrapper. Tied tensors are written once. Files that are no weights stay:
-    a configuration or tokenizer is saved by its own ``save_pretrained``, on one rank.
+    The names are those of the model without any wrapper. Tied tensors are written once. Files that are no weights stay;
+    a tokenizer is saved by its own ``save_pretrained``, on one rank.
 
     Args:
         model: sharded, compiled and wrapped in whatever ways; all ranks of the process group call this.
         path: of the directory, made if missing.
         key_map: from the model's names to those in the files.
         rearrange: as for ``load_pretrained``; the same rules.
+        config: write the configuration of a model of transformers as well, as its ``save_pretrained`` does, with the
+            dtype that the files have.
         process_group: the ranks; None for all.
         options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16`` or ``max_shard_bytes``.
 
@@ -168,9 +173,14 @@ def save_pretrained_weights(
             known = conversion_of_save(model, state)
             writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
             stored = _rearranged(joint, known.in_order(state), known.rules if rearrange is None else rearrange)
+        dcp.save(stored, writer, RingSavePlanner(), group)
+        if config:
+            what = f"the weights are in {path}, but the configuration cannot be written"
+            with ranks.operation("save_pretrained_weights, config") as joint, joint.doing(what):
+                if joint.rank == 0:
+                    write_configs(model, Path(writer.path), writer.dtype_in_files(stored))
     finally:
         ranks.close()
-    dcp.save(stored, writer, RingSavePlanner(), group)
 
 
 def _check_module(model: Any, call: str, others: str) -> None:

@@ -230,6 +230,15 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             return self.dtype
         return next((dtype for pattern, dtype in self.dtype.items() if fnmatch.fnmatchcase(name, pattern)), stored)
 
+    def dtype_in_files(self, state: Mapping[str, Any]) -> torch.dtype | None:
+        """The dtype of a model's files, as transformers has it: that of the first tensor that is floating-point."""
+        dtypes = {name: getattr(value, "dtype", None) for name, value in state.items()}
+        first = next((name for name, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point), None)
+        if first is None:
+            return None
+        stored = first if self.key_map is None else self.key_map.rename([first])[first]
+        return self._dtype_of(stored, state[first].dtype)
+
     def _by_size(self, tensors: Mapping[str, Saved], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
         def size_of(name: str) -> int:
             return math.prod(tensors[name].shape) * dtypes[name].itemsize

@@ -156,6 +156,8 @@ def test_the_rule_sees(source: str, said: str) -> None:
 # ---- what this torch has ----
 
 CALLS: dict[str, tuple[Any, ...]] = {
+    "torch.distributed._composable_state._get_module_state": ("module",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded": ("self",),
     "torch.distributed.checkpoint.planner_helpers._create_write_items": ("fqn", "value"),
     "torch.distributed.checkpoint.planner_helpers._create_chunk_list": ("value",),
     "torch.distributed.checkpoint.planner_helpers._init_state_dict": ("state_dict",),

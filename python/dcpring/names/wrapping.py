@@ -323,13 +323,14 @@ class ModelKeys:
 
 
 def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys:
-    """Walks through a model once.
+    """Walks through a model once. What FSDP2 has gathered is resharded, as ``state_dict()`` would do it.
 
     Args:
         model: any module.
         modifiers: the method by which modules tell which children their hooks keep out of raw names
             (``StateDictOptions.dsd_fqn_modifiers``).
     """
+    modules.reshard(model)
     # FSDP1's own hooks look its parameters up by raw names: nothing may be renamed before them.
     has_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     view = _View(modifiers, frozenset(() if has_fsdp1 else _below_hooks(model)))

@@ -23,6 +23,7 @@ from dcpring.resume.optimizers import OptimizerState, OptimizerStates
 from dcpring.resume.schedules import LRSchedule, LRSchedules
 from dcpring.resume.sharded import ModelState, Sharded
 from dcpring.resume.whole import Elastic, PerRank, Replicated
+from dcpring.torchside.modules import reshard
 
 _RECOGNISED = (nn.Module, Optimizer, LRScheduler, ElasticLoader)
 
@@ -165,6 +166,7 @@ def _optimizer(name: str, optimizer: Optimizer, models: Sequence[nn.Module], str
         )
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
+        reshard(model)
         if own <= {id(parameter) for parameter in model.parameters()}:
             return OptimizerState(optimizer, model, strict)
     return None

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dcpring.torchside.versions import required
+from dcpring.torchside.versions import function, required
 
 EXTRA_STATE: str = required("torch.nn.modules.module", "_EXTRA_STATE_KEY_SUFFIX")
 """The name under which a module keeps what is no tensor."""
+
+_state_of = function("torch.distributed._composable_state", "_get_module_state")
+"""What torch keeps of a module that it has sharded."""
+_to_sharded = function("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "_to_sharded")
 
 WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module", False),
@@ -48,6 +52,22 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             yield name, tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts back the parameters that FSDP2 has sharded, which are the optimizer's, as hooks of ``state_dict()`` do.
+
+    After a forward without a backward, one that raised, or ``unshard()``, modules have whole parameters instead.
+    ``FSDPModule.reshard()`` leaves these where a forward raised and ``reshard_after_forward`` is False.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = _state_of(module)  # FSDP1's, where both wrap the module
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # a torch that has one at most, or FSDP1's state
+                groups = [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                _to_sharded(group)
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import json
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -365,6 +367,94 @@ def test_a_rank_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(_distributed.RankFailure) as caught:
         _distributed.run(3, one_is_gone, tmp_path, timeout=60, grace=20)
     assert caught.value.tracebacks == {1: "died, exit code -9\n"}, "the others have raised, and ended"
+
+
+# ---- ranks that do not answer ----
+
+
+def timeouts(folder: Path) -> list[float]:
+    """Of groups whose parents have other timeouts than torch's default, and of Checkpointers that are given one."""
+    other = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    found = []
+    for parent in (None, other):
+        ranks = Ranks(parent)
+        twin = ranks.twin()
+        found += [waits_for(ranks.group), waits_for(twin.group)]
+        dist.barrier()  # the other is connected as well
+        twin.close()
+        ranks.close()
+    for timeout in (55, timedelta(minutes=3)):
+        with Checkpointer(folder, some_state(), timeout=timeout) as checkpointer:
+            checkpointer.save(1, blocking=False)
+            checkpointer.wait()
+            found += [waits_for(checkpointer._ranks.group), waits_for(checkpointer._background._ranks.group)]
+    return found
+
+
+def waits_for(group: Any) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_group_waits_as_long_as_the_job_has_said(tmp_path: Path) -> None:
+    """It waited for 30 minutes, whatever was said."""
+    for found in _distributed.run(2, timeouts, tmp_path, timeout=100):
+        assert found == [100, 100, 77, 77, 55, 55, 180, 180]
+
+
+def wrong_timeouts(folder: Path) -> list[str]:
+    wrong = (0, -1, timedelta(0), "soon")
+    return [error_of(Checkpointer, folder, some_state(), timeout=each if dist.get_rank() else None) for each in wrong]
+
+
+def test_a_timeout_that_is_none(tmp_path: Path) -> None:
+    results = _distributed.run(2, wrong_timeouts, tmp_path)
+    assert results[0] == results[1]
+    assert results[0][0] == "rank 1: ValueError: timeout=0: must be more than 0 seconds, or None"
+    assert all(text.startswith("rank 1: ") for text in results[0])
+
+
+def wait_until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def one_is_late(folder: Path, where: str, blocking: bool) -> tuple[str, list[int]]:
+    """Rank 2 comes when the others have waited in vain for as long as was said."""
+    rank, begun = dist.get_rank(), time.monotonic()
+    write_data = RingWriter.write_data
+
+    def late(*args: Any) -> Any:
+        wait_until_there(folder / "given-up")
+        return write_data(*args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("dcpring.base.groups.host_id", lambda: f"node{rank // 2}/boot-{rank // 2}"))
+        for name, seconds in (("_QUIET_SECONDS", 30.0), ("_ROLL_SECONDS", 5.0)):
+            stack.enter_context(mock.patch.object(groups, name, seconds))
+        checkpointer = stack.enter_context(Checkpointer(folder, some_state(), timeout=3))
+        if rank == 2 and where == "writing":
+            stack.enter_context(mock.patch.object(RingWriter, "write_data", late))
+        if rank == 2 and where == "before":
+            wait_until_there(folder / "given-up")
+        text = error_of(lambda: checkpointer.save(1, blocking).wait())
+        assert rank == 2 or time.monotonic() > begun + 3
+        (folder / "given-up").touch()
+        checkpointer._ranks.set_timeout(timedelta(seconds=60))  # time to come together again
+        if checkpointer._background is not None:
+            checkpointer._background._ranks.set_timeout(timedelta(seconds=60))
+        wait_until_there(folder / "given-up")
+        RingWriter.write_data = write_data
+        checkpointer.save(2, blocking).wait()
+        return text, checkpointer.steps()
+
+
+@pytest.mark.parametrize(("where", "blocking"), (("writing", True), ("writing", False), ("before", True)))
+def test_who_does_not_answer_is_named_with_its_host(tmp_path: Path, where: str, blocking: bool) -> None:
+    """It was said that another rank had ended, or closed its Checkpointer, which was not so."""
+    (text, steps), *others = _distributed.run(3, one_is_late, tmp_path, where, blocking)
+    assert others == [(text, steps)] * 2
+    assert "rank 2 did not answer for 3 s" in text and text.endswith("(rank 2 on host node1)")
+    assert 2 in steps
 
 
 def interrupted_before_dcp() -> tuple[str, list[int]]:

@@ -13,24 +13,24 @@ import functools
 import hashlib
 import logging
 import pathlib
-import re
 import signal
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dcpring.base.text import ranges
 from dcpring.errors import CheckpointError
 from dcpring.torchside.dcp import is_thread_for_all_ranks
-from dcpring.torchside.groups import default_store, device_of, group_of_caller, members_of_caller
+from dcpring.torchside.groups import default_store, device_of, group_of_caller
 
 logger = logging.getLogger("dcpring")
+
+T = TypeVar("T")
 
 _attempts_lock = threading.Lock()
 _attempts: Counter[str] = Counter()
@@ -88,26 +88,6 @@ class GroupBefore:
 def rank_here() -> int:
     """This process's rank in the group of the ``dcp.save`` or ``dcp.load`` that is calling, as DCP's errors name it."""
     return rank_in(group_of_caller())
-
-
-def whose_ranks(members: Sequence[int]) -> str:
-    """What a text that names ranks of a group ends with, where these are other processes' numbers among all."""
-    if list(members) == list(range(len(members))):
-        return ""
-    return f" (ranks are those of the process group, which has the global ranks {ranges(members)} in this order)"
-
-
-@contextlib.contextmanager
-def saying_whose(members: Callable[[], Sequence[int]] = members_of_caller) -> Iterator[None]:
-    """Errors that name ranks of a group, by default that of the ``dcp.save`` or ``dcp.load`` that calls, say so."""
-    try:
-        yield
-    except CheckpointError as error:
-        text, *others = error.args or ("",)
-        whose = whose_ranks(members()) if re.search(r"\branks? \d", str(text)) else ""
-        if whose and whose not in text:
-            error.args = (f"{text}{whose}", *others)
-        raise
 
 
 def host_id() -> str:
@@ -255,41 +235,101 @@ def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = la
     return name
 
 
+_ANSWER_SECONDS = 10.0
+"""How long the store may take to answer. A process whose network is cut would wait for it for ever."""
+
+_unanswered: list[threading.Thread] = []
+"""What has asked, and waits. It keeps all others from asking."""
+
+
+def _answer(ask: Callable[[dist.Store], T], otherwise: T) -> T:
+    """What the store answers; ``otherwise`` where there is none, or it cannot be reached."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = _store()
+            if store is not None:
+                answers.append(ask(store))
+
+    if any(thread.is_alive() for thread in _unanswered):
+        return otherwise
+    thread = threading.Thread(target=run, name="dcpring-ask", daemon=True)
+    try:
+        thread.start()
+        thread.join(_ANSWER_SECONDS)
+    except RuntimeError:  # there can be no more threads
+        run()
+    _unanswered[:] = [thread] if thread.is_alive() else []
+    return answers[0] if answers else otherwise
+
+
 def leave_note(key: str, text: str) -> str:
     """Leaves a text for ranks that will look for it; gives what another has left first."""
-    try:
-        store = _store()
-        return text if store is None else bytes(store.compare_set(key, "", text)).decode()
-    except (RuntimeError, ValueError):
-        return text
+    return _answer(lambda store: bytes(store.compare_set(key, "", text)).decode(), text)
 
 
 def find_note(key: str) -> str:
     """A text that a rank has left; "" if none has, or the store cannot be reached."""
-    try:
-        store = _store()
-        return bytes(store.get(key)).decode() if store is not None and store.check([key]) else ""
-    except (RuntimeError, ValueError):
-        return ""
+    return _answer(lambda store: bytes(store.get(key)).decode() if store.check([key]) else "", "")
 
 
 def remove_note(key: str) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):
-        store = _store()
-        if store is not None:
-            store.delete_key(key)
+    _answer(lambda store: store.delete_key(key), False)
 
 
-def name_for(members: Sequence[int]) -> str:
+_QUIET_SECONDS, _ROLL_SECONDS = 2.0, 10.0
+"""A roll call is over when nobody has come for so long, or after so long in all."""
+
+
+def roll_call(key: str, rank: int, size: int, verdict_of: Callable[[list[int] | None], str]) -> str:
+    """What has become of ranks that others have lost. Each that has comes, and all get the verdict of one.
+
+    Args:
+        key: of this roll call alone.
+        verdict_of: says what it means that these ranks have not come; None: the store cannot be reached.
+    """
+    verdict, by, came = f"{key}/verdict", f"{key}/by", f"{key}/came"
+    leave_note(f"{key}/{rank}", "here")
+    count = _answer(lambda store: int(store.add(came, 1)), 0)
+    if not count:
+        return verdict_of(None)
+    began = last = time.monotonic()
+    while count < size and time.monotonic() < min(last + _QUIET_SECONDS, began + _ROLL_SECONDS):
+        found = find_note(verdict)
+        if found:
+            return found
+        before, count = count, _answer(lambda store: int(store.add(came, 0)), count)
+        last = last if count == before else time.monotonic()
+        time.sleep(0.1)
+    while leave_note(by, str(rank)) != str(rank) and time.monotonic() < began + 2 * _ROLL_SECONDS:
+        found = find_note(verdict)  # of the one that looks
+        if found:
+            return found
+        time.sleep(0.1)
+    missing = [each for each in range(size) if not find_note(f"{key}/{each}")]
+    return leave_note(verdict, verdict_of(None if rank in missing else missing))  # the store may have gone meanwhile
+
+
+def end_roll_call(key: str, size: int) -> None:
+    """Removes what was left at one."""
+    for name in ("verdict", "by", "came", *range(size)):
+        remove_note(f"{key}/{name}")
+
+
+def name_for(members: Sequence[int], seconds: float) -> str:
     """A name for a group of these ranks that none has had, whatever groups each has been in. All members call this.
 
     ``dist.new_group`` names a group by how many there are in this process: ranks that are members of different numbers
     of groups wait for each other by different names, for ever.
 
+    Args:
+        seconds: how long they wait for each other.
+
     Raises:
         TimeoutError: some have not come.
     """
-    return assemble(f"dcpring/group/{digest(members)}", len(members), dist.default_pg_timeout.total_seconds())
+    return assemble(f"dcpring/group/{digest(members)}", len(members), seconds)
 
 
 # ---- collectives ----
@@ -356,6 +396,26 @@ def gather(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[],
         RuntimeError: by torch: the connection to a rank has ended, or it did not come within the group's timeout.
         Interrupted: Ctrl-C is urgent.
     """
+    wait = _waiting(held, look)
+    body = len(data).to_bytes(8, "little") + data
+    heads = _all_gather(group, body[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), wait)
+    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+    tails = [b""] * len(heads)
+    if max(sizes) > _FIRST_BYTES:
+        tails = _all_gather(group, body[_FIRST_BYTES:].ljust(max(sizes) - _FIRST_BYTES, b"\0"), wait)
+    return [(head + tail)[8:size] for head, tail, size in zip(heads, tails, sizes, strict=True)]
+
+
+def common_bits(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[], None] | None = None) -> bytes:
+    """The bits that all ranks of a group have set, of as many bytes on each. Else as ``gather``."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
+    work = dist.all_reduce(own, dist.ReduceOp.BAND, group=group, async_op=True)
+    _finish(work, _waiting(held, look), group, own)
+    return own.cpu().numpy().tobytes()
+
+
+def _waiting(held: Held, look: Callable[[], None] | None) -> Callable[[], None]:
+    """What is called in the wait for a collective."""
     forget_finished()
     looked = time.monotonic()
 
@@ -366,20 +426,19 @@ def gather(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[],
             look()
             looked = time.monotonic()
 
-    body = len(data).to_bytes(8, "little") + data
-    heads = _all_gather(group, body[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), wait)
-    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
-    tails = [b""] * len(heads)
-    if max(sizes) > _FIRST_BYTES:
-        tails = _all_gather(group, body[_FIRST_BYTES:].ljust(max(sizes) - _FIRST_BYTES, b"\0"), wait)
-    return [(head + tail)[8:size] for head, tail, size in zip(heads, tails, sizes, strict=True)]
+    return wait
 
 
 def _all_gather(group: dist.ProcessGroup, data: bytes, wait: Callable[[], None]) -> list[bytes]:
     device = device_of(group)
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     parts = [torch.empty(len(data), dtype=torch.uint8, device=device) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(parts, own, group=group, async_op=True)
+    _finish(dist.all_gather(parts, own, group=group, async_op=True), wait, group, own, parts)
+    return [part.cpu().numpy().tobytes() for part in parts]
+
+
+def _finish(work: dist.Work | None, wait: Callable[[], None], *used: Any) -> None:
+    """Waits for a collective, with all that it uses."""
     assert work is not None
     try:
         for pause in _pauses():
@@ -388,10 +447,9 @@ def _all_gather(group: dist.ProcessGroup, data: bytes, wait: Callable[[], None])
             wait()
             time.sleep(min(pause, 0.02))
     except BaseException:
-        _unfinished.append((work, (group, own, parts)))
+        _unfinished.append((work, used))
         raise
     work.wait()
-    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def forget_finished() -> None:

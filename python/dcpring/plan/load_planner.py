@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcpring import _C
-from dcpring.base.groups import host_id, rank_here, rank_in, saying_whose
+from dcpring.base.groups import host_id, rank_here, rank_in
 from dcpring.base.text import some, spans
 from dcpring.errors import KeyMismatchError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -41,6 +41,7 @@ from dcpring.plan.table import make_table, memory_of_rows, part_of, rows_of_stor
 from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
 from dcpring.torchside.tensors import ShardedTensor
+from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
 
 __all__ = ["RingLoadPlanner"]
@@ -177,7 +178,6 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
 
     @_trace.step()
-    @saying_whose()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         chunks = _chunks_of(self._run.stored or self.metadata)
@@ -204,7 +204,6 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return self._own_plan
 
     @_trace.step(_trace.GLOBAL_PLAN)
-    @saying_whose()
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         _warn_of_several(global_plan)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
@@ -221,7 +220,6 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     @_trace.step(_trace.READ)
-    @saying_whose()
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
@@ -357,8 +355,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
             remote = strategy.remote_storage(about.checkpoint_id) if about and about.checkpoint_id else ""
         except (OSError, ValueError):
             remote = ""
-        if remote:
-            logger.info("ranks of a host hand on what they read, as %s", remote)
+        if remote and rank_in(self.process_group) == 0:
+            say_once(logging.INFO, f"ranks of a host hand on what they read, as {remote}")
         return "host" if remote else "off"
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
-from dcpring.base.groups import GroupBefore, host_id, rank_here, saying_whose, whose_ranks, world_size
+from dcpring.base.groups import GroupBefore, host_id, rank_here, world_size
 from dcpring.base.text import some_keys
+from dcpring.base.whose import about_ranks
 from dcpring.errors import CheckpointError, PlanError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path, one_map
@@ -200,7 +201,6 @@ class RingSavePlanner(DefaultSavePlanner):
         return overrides(self, (RingSavePlanner,), methods)
 
     @_trace.step(_trace.GLOBAL_PLAN)
-    @saying_whose()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._plans_by_items:
             plans, metadata = super().create_global_plan(all_plans)
@@ -212,7 +212,6 @@ class RingSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     @_trace.step()
-    @saying_whose()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         save = self._save
         if self._plans_by_items:
@@ -296,7 +295,7 @@ class RingSavePlanner(DefaultSavePlanner):
             raise CheckpointError(text)
         if text and text not in self._warned:
             self._warned.add(text)
-            logger.warning(text + whose_ranks(members_of_caller()))
+            logger.warning(text + about_ranks(text, members_of_caller()))
 
     def _note_plan(
         self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -72,6 +73,8 @@ class Checkpointer:
             everything. See docs/resume.md.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
+        timeout: how long ranks wait for each other in a call, seconds or a timedelta, before that is an error: longer
+            than one may write while the others have nothing left to do. None: as long as in the process group.
         writer_options: for ``RingWriter``.
         reader_options: for ``RingReader``.
         planner_options: for the planners: ``writers``, ``check_replicas`` and ``split_bytes`` of ``RingSavePlanner``,
@@ -94,6 +97,7 @@ class Checkpointer:
         unchanged: Unchanged = "write",
         busy: Literal["wait", "skip"] = "wait",
         process_group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta | None = None,
         writer_options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
         planner_options: Mapping[str, Any] | None = None,
@@ -109,6 +113,8 @@ class Checkpointer:
                 if busy not in ("wait", "skip"):
                     raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
                 check_unchanged(unchanged)
+                if timeout is not None:
+                    self._ranks.set_timeout(_checked_timeout(timeout))
                 problem = unusable(folder)
                 if problem:
                     raise CheckpointError(problem)
@@ -528,6 +534,13 @@ class Checkpointer:
             raise ValueError("this Checkpointer has been closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this Checkpointer belongs to process {self._pid}; make another in a forked process")
+
+
+def _checked_timeout(timeout: float | timedelta) -> timedelta:
+    given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if given <= timedelta(0):
+        raise ValueError(f"timeout={timeout!r}: must be more than 0 seconds, or None")
+    return given
 
 
 def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -63,9 +63,9 @@ class ComponentPlan:
         """How it comes back, in words."""
         return f"{self.change}, but {'; '.join(self.notes)}" if self.notes else self.change
 
-    def without_targets(self) -> ComponentPlan:
+    def without_keys(self) -> ComponentPlan:
         """What other ranks are told."""
-        return replace(self, target={}, in_place={})
+        return replace(self, target={}, in_place={}, unexpected=set())
 
 
 class Component:

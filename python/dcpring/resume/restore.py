@@ -99,8 +99,9 @@ class Restore:
             except Exception as error:
                 logger.debug("planning the load of %s", name, exc_info=True)
                 plans[name] = ComponentPlan(problems=[failure_of(error).text])
-        seen = self._joint.gather("plans", {name: plan.without_targets() for name, plan in plans.items()})
-        problems = {name: _problems(chosen[name], [each[name] for each in seen]) for name in plans}
+        seen = self._joint.gather("plans", {name: plan.without_keys() for name, plan in plans.items()})
+        nowhere = self._without_place(plans)
+        problems = {name: _problems(chosen[name], [each[name] for each in seen], nowhere[name]) for name in plans}
         for name, plan in plans.items():
             plan.change = "; ".join(_by_rank([[each[name].change] for each in seen]))
             plan.resharded = any(each[name].resharded for each in seen)
@@ -108,6 +109,18 @@ class Restore:
         if any(problems.values()):
             raise CheckpointError(self._refusal(plans, problems))
         return plans
+
+    def _without_place(self, plans: dict[str, ComponentPlan]) -> dict[str, set[str]]:
+        """The keys of each component that no rank has a place for. Each tells a bit for each key of the checkpoint."""
+        keys = [(name, key) for name in plans for key in self._stored.keys[name]]
+        bits = "1" + "".join("01"[key in plans[name].unexpected] for name, key in keys)
+        data = int(bits, 2).to_bytes((len(bits) + 7) // 8)
+        common = bin(int.from_bytes(self._joint.common_bits("keys without a place", data)))[3:]
+        found: dict[str, set[str]] = {name: set() for name in plans}
+        for (name, key), bit in zip(keys, common, strict=True):
+            if bit == "1":
+                found[name].add(key)
+        return found
 
     def _refusal(self, plans: dict[str, ComponentPlan], problems: dict[str, list[str]]) -> str:
         """One report for all ranks of why nothing was loaded."""
@@ -213,10 +226,9 @@ def _remarks(component: Component) -> list[str]:
         return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
 
 
-def _problems(component: Component, seen: Sequence[ComponentPlan]) -> list[str]:
+def _problems(component: Component, seen: Sequence[ComponentPlan], nowhere: set[str]) -> list[str]:
     """What any rank found wrong, and the keys that none has a place for."""
     found = _by_rank([plan.problems for plan in seen])
-    nowhere = set.intersection(*(plan.unexpected for plan in seen))
     if nowhere and not found and getattr(component, "strict", True):
         found.append(
             f"{some_are(nowhere)} in the checkpoint, but not here; Sharded(..., strict=False) passes them over"

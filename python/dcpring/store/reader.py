@@ -23,6 +23,7 @@ from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
 from dcpring.base.joint import Joint
 from dcpring.base.text import ranges
+from dcpring.base.whose import here
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
 from dcpring.format.metadata import (
@@ -264,6 +265,8 @@ class RingReader(FileSystemReader):
             data = read_regular(path)
         except FileNotFoundError:
             what = f"{os.strerror(errno.ENOENT)}: {layout.what_there_is(path.parent, path)}"
+            if here():
+                what += f" ({here()})"
             raise FileNotFoundError(errno.ENOENT, what, str(path)) from None
         parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):

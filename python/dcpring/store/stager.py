@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcpring.base.groups import GroupBefore, agree, digest, rank_in, whose_ranks
+from dcpring.base.groups import GroupBefore, agree, digest, rank_in
 from dcpring.base.joint import failure_of
+from dcpring.base.whose import about_ranks
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.torchside.dcp import (
@@ -440,10 +441,8 @@ def renew_background_process() -> bool:
     word = agree(f"dcpring/background/{digest(members)}", own) or own
     if word == "go" != own:
         was = "could not be started" if failure is None else f"has died, of {failure}"
-        raise CheckpointError(
-            f"the process of rank {rank} that saves in the background {was}; the next save starts another one"
-            f"{whose_ranks(members)}"
-        )
+        text = f"the process of rank {rank} that saves in the background {was}; the next save starts another one"
+        raise CheckpointError(text + about_ranks(text, members))
     if word not in ("go", "start"):
         logger.warning("the process that saves in the background has died %s; another one is started", word)
     if word != "go":

@@ -20,11 +20,13 @@ default_store: Callable[[], dist.Store] = function(_C10D, "_get_default_store")
 
 _new_process_group: Callable[..., Any] = function(_C10D, "_new_process_group_helper")
 _world: Any = optional(_C10D, "_world")
-_set_timeout: Callable[[timedelta, dist.ProcessGroup], None]
-_set_timeout = getattr(dist, "set_timeout", function(_C10D, "_set_pg_timeout"))
+set_timeout: Callable[[timedelta, dist.ProcessGroup], None]
+set_timeout = getattr(dist, "set_timeout", function(_C10D, "_set_pg_timeout"))
 """torch 2.15 has made it public, and warns of the private name."""
 
-_CONNECT_SECONDS = 300.0
+_NCCL_TIMEOUT: timedelta | None = optional(_C10D, "default_pg_nccl_timeout")
+
+_CONNECT_TIME = timedelta(seconds=300)
 """How long the members of a new group look for each other, once all of them have begun to."""
 
 
@@ -41,7 +43,20 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return bound if bound is not None and bound.type in kinds else torch.device(kinds[0])
 
 
-def new_group(members: Sequence[int], name: str) -> dist.ProcessGroup:
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long the ranks of a group, None for all, wait for each other, as the job has set it.
+
+    It is gloo's default where that is not known, and where NCCL has its own, which is short: nobody writes files then.
+    """
+    group = group or dist.group.WORLD
+    timeout = None
+    with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
+        backend = group._get_backend(device_of(group))  # type: ignore[union-attr]
+        timeout = getattr(backend, "wrapped_pg", backend).options._timeout
+    return dist.default_pg_timeout if timeout in (None, _NCCL_TIMEOUT) else timeout
+
+
+def new_group(members: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of these ranks, in this order. All members call this, and nobody else.
 
     ``dist.new_group`` names a group by how many there are in this process: ranks that are members of different numbers
@@ -50,24 +65,28 @@ def new_group(members: Sequence[int], name: str) -> dist.ProcessGroup:
     Args:
         members: global ranks.
         name: the same on all, and of no other group.
+        timeout: how long they wait for each other.
     """
     group: dist.ProcessGroup
     group, _ = _new_process_group(
         *(len(members), list(members).index(dist.get_rank()), list(members), "gloo", default_store(), name),
-        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        timeout=min(_CONNECT_TIME, timeout),
         group_desc="dcpring",
     )
     _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
-    _set_timeout(dist.default_pg_timeout, group)
+    set_timeout(timeout, group)
     return group
 
 
-def destroy_group(group: dist.ProcessGroup, name: str) -> None:
+def destroy_group(group: dist.ProcessGroup) -> None:
     """Gives back a group that ``new_group`` made, unless all groups have been destroyed since."""
     with contextlib.suppress(ValueError, RuntimeError):
-        place = dist.get_rank(group)
         dist.destroy_process_group(group)
-        default_store().delete_key(f"{name}//cpu//0/{place}")  # gloo leaves the address of each member
+
+
+def address_key(name: str, place: int) -> str:
+    """Where gloo leaves the address of a member in the store, by the name of the group and its rank there."""
+    return f"{name}//cpu//0/{place}"
 
 
 def group_of_caller() -> dist.ProcessGroup | None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from dcpring import _C
 from dcpring.base.groups import world_size
+from dcpring.base.whose import saying_whose, tell_host
 from dcpring.errors import CheckpointError
 from dcpring.torchside import profiling
 from dcpring.watch.trace_file import STEPS, Recorded, Span, TraceFile, Work, trace_file
@@ -317,6 +318,8 @@ Plan = TypeVar("Plan", SavePlan, LoadPlan)
 def step(phase: str = "", then: str = "") -> Callable[[Method], Method]:
     """Of what DCP calls, in a class with ``_phases``: a step of a save or a load, which fails with what this raises.
 
+    Errors say whose ranks they name, and on which host they were.
+
     Args:
         phase: that it begins; "" where it belongs to the one before.
         then: what this rank waits for when it is done, see ``Phases.wait``; "" where more of the phase follows.
@@ -325,10 +328,12 @@ def step(phase: str = "", then: str = "") -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tell_host()
             if phase:
                 self._phases.begin(phase)
             try:
-                result = method(self, *args, **kwargs)
+                with saying_whose():
+                    result = method(self, *args, **kwargs)
             except BaseException as error:
                 self._phases.fail(error)
                 if world_size() == 1 or _can_travel(error):

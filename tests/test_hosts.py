@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from _resume import error_of
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcpring import Checkpointer, Replicated, RingReader, RingSavePlanner, RingWriter
+from dcpring import Checkpointer, PerRank, Replicated, RingReader, RingSavePlanner, RingWriter, Sharded
 from dcpring.base import groups, whose
 from dcpring.base.whose import about_ranks
 
@@ -149,3 +150,96 @@ def test_stages_do_not_tell_each_other_all_keys_of_others(tmp_path: Path) -> Non
     for arrived, text in _distributed.run(4, stages, tmp_path):
         assert arrived < 4 * 2500, "words of four ranks, without names"
         assert "'model.layers.1.bias', 'model.layers.1.weight' are in the checkpoint, but not here" in text
+
+
+# ---- disks that are not shared ----
+
+
+def with_own_disks(folder: Path, hosts: Sequence[str], blocking: bool) -> tuple[list[str], list[str], list[str]]:
+    """Saves where each host has a directory of its own: what is said, what errors are, what is left on the disk."""
+    rank, said, errors = dist.get_rank(), Listener(), []
+    disk = folder / hosts[rank]
+    for missing in range(2):
+        (disk / f"step-{missing}").mkdir(parents=True, exist_ok=True)
+    if rank == dist.get_world_size() - 1:
+        (disk / "step-0" / "mine.txt").touch()
+    state = {"w": Sharded(Weights()), "n": PerRank(Counter(rank))}
+    with on_hosts(hosts), said, mock.patch("dcpring.resume.retention._MOMENT_SECONDS", 0.2):
+        with Checkpointer(disk, state, keep_last=2) as checkpointer:
+            for step in range(1, 6):
+                checkpointer.save(step, blocking).wait()
+        with Checkpointer(disk, state) as checkpointer:
+            errors += [error_of(checkpointer.load), error_of(checkpointer.load, 5)]
+            errors.append(error_of(checkpointer.load, missing_ok=True))
+    dist.barrier()
+    names = sorted(f"{path.relative_to(disk)}" for path in disk.glob("**/*"))
+    return said.texts, errors, [name for name in names if "/" not in name or name.endswith(".txt")]
+
+
+class Weights(Counter):
+    def __init__(self) -> None:
+        self.tensors = {"w": torch.full((100,), 1.0 + dist.get_rank()), f"own_{dist.get_rank()}": torch.ones(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: tensor for name, tensor in self.tensors.items() if name != "w"}
+
+
+class Listener(logging.Handler):
+    """What dcpring warns of, in a ``with``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Listener:
+        logging.getLogger("dcpring").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("dcpring").removeHandler(self)
+
+
+@pytest.mark.parametrize("blocking", (True, False))
+def test_each_host_has_a_disk_of_its_own(tmp_path: Path, blocking: bool) -> None:
+    """The others' disks filled up, nothing was said, and a resume asked whether the save had been interrupted."""
+    results = _distributed.run(4, with_own_disks, tmp_path, ["a", "a", "b", "b"], blocking)
+    (text, *others), _, _ = results[0]
+    assert not others and all(not said for said, _, _ in results[1:])
+    assert "the hosts see different directories" in text and "is not there on host b (ranks 2-3)" in text
+    for _, errors, _ in results:
+        assert errors == results[0][1]
+        for error in errors:
+            assert "step-5 is a checkpoint for ranks 0-1, but not for ranks 2-3" in error
+            assert error.endswith("(ranks 0-1 on host a, ranks 2-3 on host b)")
+    assert [names for _, _, names in results[:2]] == [["step-4", "step-5"]] * 2
+    assert [names for _, _, names in results[2:]] == [["step-0", "step-0/mine.txt", "step-4", "step-5"]] * 2
+
+
+def test_all_hosts_have_one_disk(tmp_path: Path) -> None:
+    for said, errors, _ in _distributed.run(4, with_one_disk, tmp_path, ["a", "a", "b", "b"]):
+        assert not said and errors == [5]
+
+
+def with_one_disk(folder: Path, hosts: Sequence[str]) -> tuple[list[str], list[int | None], list[int]]:
+    state, said = {"n": PerRank(Counter(dist.get_rank()))}, Listener()
+    with on_hosts(hosts), said, Checkpointer(folder, state, keep_last=2) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step)
+        return said.texts, [checkpointer.load().step], checkpointer.steps()
+
+
+def rank_0_on_another_host(folder: Path) -> str:
+    """It is on a host whose disk is empty, and must not begin anew."""
+    disk, other = folder / "a", folder / "b"
+    with Checkpointer(disk, {"n": PerRank(Counter(dist.get_rank()))}) as checkpointer:
+        checkpointer.save(3)
+    with Checkpointer(disk if dist.get_rank() else other, {"n": PerRank(Counter())}) as checkpointer:
+        return error_of(checkpointer.load, missing_ok=True)
+
+
+def test_a_resume_on_an_empty_disk_does_not_begin_anew(tmp_path: Path) -> None:
+    for text in _distributed.run(2, rank_0_on_another_host, tmp_path):
+        assert "step-3 is a checkpoint for rank 1, but not for rank 0" in text

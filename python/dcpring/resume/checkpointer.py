@@ -21,15 +21,17 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpring.base import random_states
+from dcpring.base import groups, random_states
 from dcpring.base.text import some_keys, spans
 from dcpring.errors import CheckpointError
+from dcpring.format.metadata import METADATA_NAME
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import exports, trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, Member, some_are
+from dcpring.resume.disks import CURE, Disks
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
 from dcpring.resume.recognise import as_component, model_of, with_joined_parts
@@ -106,7 +108,7 @@ class Checkpointer:
         self._ranks = Ranks(process_group)
         self._member = Member(self._ranks.rank, self._ranks.world_size)
         try:
-            with self._ranks.operation("Checkpointer"):
+            with self._ranks.operation("Checkpointer") as joint:
                 for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
                     if value is not None and (not isinstance(value, int) or value < 1):
                         raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
@@ -122,6 +124,7 @@ class Checkpointer:
                 if self._member.rank == 0 and is_read_only(self.folder):
                     logger.warning("nothing can be written into %s: a save there will fail", self.folder)
                 self._steps = Steps(self.folder)
+                self._disks = Disks(self._steps, self._member.rank, joint.gather("hosts", groups.host_id()))
                 self._base: int | None = None  # the step that training comes from, where a load has told
                 self._last: int | None = None  # the step that was saved or loaded last
                 self.components = _recognised(components)
@@ -337,6 +340,7 @@ class Checkpointer:
             if staging is not None:
                 writer.note_staged(staging)
         joint.run_dcp("writing", what, lambda group: dcp.save(state, writer, planner, group))
+        self._disks.after_commit(joint, step, self.keep_last, self.keep_every)
         if self._base is not None:
             self._base = step
         self._last = step
@@ -423,9 +427,10 @@ class Checkpointer:
 
     def _remove_old(self, saved: int) -> None:
         """Removes what a checkpoint that was just committed makes superfluous; a failure is none of the save."""
-        if self._member.rank != 0:
-            return
         try:
+            if self._member.rank != 0:
+                self._disks.remove_old(self._syncs)
+                return
             self._steps.after(self._syncs)
             self._steps.remove_superfluous(saved, self.keep_last, self.keep_every, self._syncs)
         except Exception as error:
@@ -493,13 +498,26 @@ class Checkpointer:
         """The step that rank 0 sees, for all."""
         with joint.doing(f"cannot look into {self.folder}"):
             last = self.latest() if step is None else step
-            is_there = step is None or self._steps.metadata(step).is_file()
-        found = joint.gather("step", (step, last, is_there))
-        if len({asked for asked, _, _ in found}) > 1:
-            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _, _ in found})}")
-        if not all(there for _, _, there in found):
-            raise CheckpointError(f"there is no checkpoint in {self.path(last or 0)}; there are steps {self.steps()}")
-        return found[0][1]
+        found = joint.gather("step", (step, last))
+        if len({asked for asked, _ in found}) > 1:
+            raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _ in found})}")
+        chosen = found[0][1]
+        with joint.doing(f"cannot look into {self.folder}"):
+            if step is None:
+                is_seen = last is not None if chosen is None else self._steps.appears(chosen)
+            else:
+                is_seen = self._steps.metadata(step).is_file()
+        seen = joint.gather("is it there?", is_seen)
+        if len(set(seen)) > 1:
+            with_it, without = ([rank for rank, sees in enumerate(seen) if sees is it] for it in (True, False))
+            raise CheckpointError(
+                f"{self.path(chosen or found[with_it[0]][1] or 0)} is a checkpoint for {spans(with_it)}, but not for "
+                f"{spans(without)}, as it has no {METADATA_NAME} there: ranks see different directories. Where the "
+                f"files of a checkpoint lie on several hosts, {CURE}"
+            )
+        if chosen is not None and not is_seen:
+            raise CheckpointError(f"there is no checkpoint in {self.path(chosen)}; there are steps {self.steps()}")
+        return chosen
 
     # ---- the end ----
 

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ logger = logging.getLogger("dcpring")
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _DOOMED = re.compile(r"\.step-\d+\.removed")
+
+_MOMENT_SECONDS = 3.0
 
 LEFT_NAME = ".dcpring-left.json"
 _UNFINISHED = re.compile(rf"{re.escape(LEFT_NAME)}\.[0-9a-f]{{16}}\.tmp")
@@ -179,6 +182,15 @@ class Steps:
         """Ascending."""
         return [step for step in self._folders() if self.metadata(step).is_file()]
 
+    def appears(self, step: int) -> bool:
+        """Whether a step that was just committed is seen here, where a file system may take a moment to show it."""
+        deadline = time.monotonic() + _MOMENT_SECONDS
+        while not os.path.isfile(self.metadata(step)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def _folders(self) -> list[int]:
         """The steps that have a folder, committed or not."""
         try:
@@ -287,6 +299,33 @@ class Steps:
             layout.remove_leftovers(self.path(step))
             with contextlib.suppress(OSError):  # holds files that no save made
                 self.path(step).rmdir()
+
+    def there_and_superfluous(
+        self, saved: int, keep_last: int | None, keep_every: int | None
+    ) -> tuple[list[int], list[int]]:
+        """What is committed, and what of it ``remove_superfluous`` removes; none where that cannot be told."""
+        try:
+            there = self.committed()
+            return there, superfluous(there, self._left_of(there), saved, keep_last, keep_every)
+        except (OSError, CorruptCheckpointError):  # which is none of the save
+            return [], []
+
+    def remove_parts(self, there: Sequence[int], going: Sequence[int], sync: bool = True) -> None:
+        """Removes parts of steps, on a disk that another process's metadata is not on.
+
+        Args:
+            there: the steps that are committed; of others, unless they are checkpoints here, goes what a save has left.
+            going: those of them that are not to be kept.
+        """
+        parts = [step for step in self._folders() if there and not self.metadata(step).is_file()]
+        for step in parts:
+            if step in going:
+                self.path(step).rename(self.folder / f".step-{step}.removed")
+            elif step not in there:
+                layout.remove_leftovers(self.path(step))
+                with contextlib.suppress(OSError):  # holds files that no save made
+                    self.path(step).rmdir()
+        self._remove_doomed(sync)
 
     def _remove_doomed(self, sync: bool) -> None:
         """Removes folders that are no steps any more, once it is durable that they are none.

@@ -266,7 +266,7 @@ class RingReader(FileSystemReader):
         except FileNotFoundError:
             what = f"{os.strerror(errno.ENOENT)}: {layout.what_there_is(path.parent, path)}"
             if here():
-                what += f" ({here()})"
+                what += f" ({here()}; if it is there on others, hosts see different directories)"
             raise FileNotFoundError(errno.ENOENT, what, str(path)) from None
         parts = split_metadata(data, path)
         if parts.trailer is not None and has_known_tables(parts):

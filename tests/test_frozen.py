@@ -484,6 +484,44 @@ def test_staged_saves_are_written_and_linked_as_ever(tmp_path: Path, copied: Cop
     assert linked[:4] == ([0] * 4 if unchanged == "write" else [0, base, base, 0])
 
 
+def _change_of_a_row(way: str, folder: Path, model: nn.Module, row: Tensor) -> Path:
+    """Saves four times. What is trained changes each time, and before the third a row of what is not."""
+    stager, checkpointer = RingStager(unchanged="trust"), None
+    if way.startswith("Checkpointer"):
+        checkpointer = Checkpointer(folder, {"model": model}, unchanged="trust")
+    for step in range(4):
+        with torch.no_grad():
+            model.head.weight.add_(1)  # type: ignore[union-attr, operator]
+            if step == 2:
+                row.fill_(7)
+        if checkpointer is not None:
+            checkpointer.save(step, blocking=way.endswith("blocking"))
+            checkpointer.wait()
+            continue
+        response: Any = dcp.async_save(
+            {"model": model.state_dict(keep_vars=True)},
+            storage_writer=RingWriter(folder / f"step-{step}", unchanged="trust"),
+            planner=RingSavePlanner(),
+            async_stager=stager,
+        )
+        response.upload_completion.result(WAIT)
+    stager.close()
+    if checkpointer is not None:
+        checkpointer.close()
+    return folder / "step-3"
+
+
+@pytest.mark.parametrize("way", ["Checkpointer, blocking", "Checkpointer, in the background", "RingStager"])
+def test_a_counted_change_that_no_sample_sees_is_written(tmp_path: Path, way: str) -> None:
+    model = nn.ModuleDict({"base": nn.Embedding(8000, 64), "head": nn.Linear(64, 8)})
+    model.base.requires_grad_(False)
+    row = model.base.weight[17]  # type: ignore[index, union-attr]
+    path = _change_of_a_row(way, tmp_path, model, row)  # type: ignore[arg-type]
+    loaded = {"model.base.weight": torch.zeros(8000, 64)}
+    dcp.load(loaded, storage_reader=RingReader(path))
+    assert torch.equal(loaded["model.base.weight"], model.base.weight)  # type: ignore[arg-type, union-attr]
+
+
 def test_a_writer_that_keeps_its_copy(tmp_path: Path, copied: Copied) -> None:
     model = {"base": _frozen(), "adapter": nn.Parameter(torch.randn(SIZE))}
     writer = RingWriter(tmp_path / "0", unchanged="trust", cache_staged_state_dict=True)

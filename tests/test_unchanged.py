@@ -143,14 +143,13 @@ def test_signs_of_zeros_and_of_nan_count(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_can_be_trusted(tmp_path: Path) -> None:
-    """Then a few of their bytes decide; what is trained is read all the same."""
+    """Then a few of their bytes decide, where no change was counted; what is trained is read all the same."""
     base, adapters = hinted(base_of()), adapters_of()
     first = next(iter(base.values()))
     kept = state_of({name: tensor.clone() for name, tensor in base.items()}, adapters)
     for step in range(2):
         assert save(tmp_path / f"step-{step}", state_of(base, adapters), unchanged="trust").linked_files == step
-    with torch.no_grad():
-        first.view(-1)[77] += 1
+    first.data.view(-1)[77] += 1
     writer = RingWriter(tmp_path / "step-2", unchanged="trust")
     dcp.save(state_of(base, adapters), storage_writer=writer, planner=RingSavePlanner(), no_dist=True)
     check(tmp_path / "step-2", kept)  # as was promised
@@ -162,6 +161,40 @@ def test_frozen_parameters_can_be_trusted(tmp_path: Path) -> None:
     with torch.no_grad():
         list(trained.values())[1].view(-1)[77] += 1
     assert save(tmp_path / "step-5", state_of(trained, adapters), unchanged="trust").linked_files == 0
+
+
+def _compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each save has read to compare them."""
+    counts: list[int] = []
+    find_changed = _C.find_changed
+
+    def count(tensors: Any, indices: list[int], *others: Any) -> Any:
+        counts.append(len(indices))
+        return find_changed(tensors, indices, *others)
+
+    monkeypatch.setattr(_C, "find_changed", count)
+    return counts
+
+
+def test_what_is_trusted_is_what_this_process_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes that are counted, other memory and another earlier checkpoint are seen; what is as it was is not read."""
+    base, compared = hinted(base_of(layers=2)), _compared(monkeypatch)
+    first = base["layer.0.weight"]
+
+    def saved(step: int, **options: Any) -> int:
+        compared.clear()
+        return save(tmp_path / f"step-{step}", state_of(base, {}), unchanged="trust", **options).linked_files
+
+    assert saved(0) == 0 and saved(1) == 1 and compared == [0]
+    with torch.no_grad():
+        first.view(-1)[77] += 1
+    assert saved(2) == 0 and compared == [1]
+    assert saved(3) == 1 and compared == [0]
+    assert saved(4, unchanged_from=tmp_path / "step-1") == 0 and compared[0]
+    other = torch.nn.Parameter(base["layer.1.weight"].detach().clone(), requires_grad=False)
+    other.data.view(-1)[77] += 1
+    base["layer.1.weight"] = other
+    assert saved(5) == 0 and compared == [1]
 
 
 def test_a_file_goes_where_one_of_its_tensors_changes(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 What is not trained is taken for unchanged where its memory is the same, autograd has counted no change of it, and some
 hundred of its bytes are those of the copy. The count alone would not do: writes through ``.data`` and by NumPy, by
-collectives, and by the ``_foreach`` functions to DTensors, are not in it.
+collectives, and by the ``_foreach`` functions to DTensors, are not in it. Whoever writes a copy to a file asks by
+``sign_of_content`` what it is a copy of, so that a change is one for the writer, too, that only the buffer has seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,9 +65,49 @@ def signs_of(sources: Iterable[tuple[Tensor, Tensor]], known: Collection[Tensor]
     for number, (tensor, whole) in enumerate(sources):
         is_known = id(whole) in ids and not whole.requires_grad
         if (is_known or is_frozen(whole)) and _is_worth_it(tensor) and _can_be_told(tensor):
-            versions = tuple(version(one) for one in ((tensor,) if whole is tensor else (tensor, whole)))
-            signs[number] = Sign(weak_reference(tensor.untyped_storage()), tensor.data_ptr(), versions)
+            signs[number] = _sign_of(tensor, whole)
     return signs
+
+
+def _sign_of(tensor: Tensor, whole: Tensor) -> Sign:
+    versions = tuple(version(one) for one in ((tensor,) if whole is tensor else (tensor, whole)))
+    return Sign(weak_reference(tensor.untyped_storage()), tensor.data_ptr(), versions)
+
+
+_copied: dict[WeakReference, dict[int, Held]] = {}
+"""What the memory of buffers has of tensors with signs, by address."""
+
+
+def note_copies(held: Mapping[int, Held], copies: list[Tensor]) -> None:
+    """A buffer has copied a state: all that its memory holds of tensors with signs, by number."""
+    forget_expired(_copied, lambda storage: storage)
+    for storage in {weak_reference(copy.untyped_storage()) for copy in copies}:
+        _copied.pop(storage, None)
+    for number, one in held.items():
+        of_storage = _copied.setdefault(weak_reference(copies[number].untyped_storage()), {})
+        of_storage[copies[number].data_ptr()] = one
+
+
+def sign_of_content(tensor: Tensor, whole: Tensor) -> Sign | None:
+    """The sign of a tensor, or of that which it is a buffer's copy of; None where changes of it are not counted.
+
+    Args:
+        whole: the DTensor that it is a part of, or the tensor.
+    """
+    copied = _copied.get(weak_reference(tensor.untyped_storage()))
+    if copied is not None:
+        held = copied.get(tensor.data_ptr())
+        return held.sign if held is not None and held.version == version(tensor) else None
+    return None if tensor.is_inference() else _sign_of(tensor, whole)
+
+
+Key = TypeVar("Key")
+
+
+def forget_expired(known: dict[Key, Any], storage_of: Callable[[Key], WeakReference]) -> None:
+    """Removes what is about memory that is gone."""
+    for key in [key for key in list(known) if storage_of(key).expired()]:
+        known.pop(key, None)
 
 
 def _is_worth_it(tensor: Tensor) -> bool:

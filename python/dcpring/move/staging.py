@@ -38,7 +38,7 @@ from dcpring.move.device import (
     parts_of,
     side_by_side,
 )
-from dcpring.move.frozen import Held, Sign, same_signs, samples_of_devices, signs_of, with_equal_samples
+from dcpring.move.frozen import Held, Sign, note_copies, same_signs, samples_of_devices, signs_of, with_equal_samples
 from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
@@ -159,7 +159,9 @@ class StagingBuffer:
             mask = bytes(is_plain and n not in unchanged for n, is_plain in enumerate(mask))
         _C.copy_tensors(handles, places, mask, self._workers)
         self._put(opened, sources, distinct, same, hosts)
-        return {n: Held(sign, version(hosts[n])) for n, sign in signs.items()}
+        held = {n: Held(sign, version(hosts[n])) for n, sign in signs.items()}
+        note_copies(held, hosts)
+        return held
 
     @staticmethod
     def _put(

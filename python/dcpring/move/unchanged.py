@@ -3,16 +3,17 @@
 All is decided from the rank's own memory and its own ledger in the earlier checkpoint. A sample of some bytes finds
 most tensors that have changed. Those of which digests are known are compared with these, and are then known to be
 equal. Others whose sample is the same are expected to stay: they are put into a file of their own, with digests, so
-that the save after this one can link it.
+that the save after this one can link it. With "trust" a tensor that is not trained is not read where this process knows
+its digest: it has read the tensor before, and no change of it was counted since.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcpring import _C
 from dcpring.format.ledger import (
@@ -28,8 +29,9 @@ from dcpring.format.ledger import (
     new_seed,
 )
 from dcpring.format.metadata import TENSOR
+from dcpring.move.frozen import Sign, forget_expired, sign_of_content
 from dcpring.move.save.kinds import PLAIN
-from dcpring.move.save.saving import Saving
+from dcpring.move.save.saving import Looked, Saving
 
 LEAST_KEPT_BYTES = 1 << 20
 """Of tensors that are expected to stay: fewer do not get a file of their own."""
@@ -50,6 +52,22 @@ class Linkable(NamedTuple):
     digests: dict[int, bytes]
 
 
+class _Content(NamedTuple):
+    """What differs between two moments if a tensor's bytes are others, as far as that can be told without them.
+
+    Attributes:
+        sign: of the tensor, or of that which it is a copy of.
+        layout: dtype, shape and strides.
+    """
+
+    sign: Sign
+    layout: tuple[Any, ...]
+
+
+_known: dict[_Content, tuple[bytes, bytes]] = {}
+"""Digests of what this process has read, each with the seed of its key."""
+
+
 class Keeping:
     """One rank's save, seen against an earlier one: all is compared when it is made.
 
@@ -57,7 +75,8 @@ class Keeping:
         saving: the save.
         earlier: the rank's ledger in the earlier checkpoint, None where there is none.
         is_frozen: whether a tensor of that name is one that is not trained, and so expected to stay.
-        trusts: such tensors are taken for unchanged if their samples are; else all of each is compared.
+        wholes: by name, what the state dict has of tensors that this rank may have only parts of; None: such tensors
+            are compared, all of each; else they are taken for unchanged if their samples and signs are.
         workers: threads that compare.
         is_durable: what is saved is to be durable.
 
@@ -72,7 +91,7 @@ class Keeping:
         earlier: Ledger | None,
         *,
         is_frozen: Callable[[str], bool],
-        trusts: bool,
+        wholes: Mapping[str, Any] | None,
         workers: int,
         is_durable: bool,
     ) -> None:
@@ -84,7 +103,8 @@ class Keeping:
         self._items = items
         self._earlier = earlier
         self._is_frozen = is_frozen
-        self._trusts = trusts
+        self._wholes = wholes
+        self._contents: dict[int, _Content] = {}
         self._workers = workers
         self._is_durable = is_durable
         self._plan = items.plan()
@@ -114,9 +134,20 @@ class Keeping:
         else:
             self._decide(tensors, self._candidates(positions, rows))
 
+    def _note_contents(self, looked: Looked) -> None:
+        """What is told of tensors that are not trained by looking at their signs alone."""
+        if self._wholes is None:
+            return
+        for position, tensor in zip(looked.positions, looked.tensors, strict=True):
+            name = self._items.name(position)
+            sign = sign_of_content(tensor, self._wholes.get(name, tensor)) if self._is_frozen(name) else None
+            if sign is not None:
+                self._contents[position] = _Content(sign, (tensor.dtype, tuple(tensor.shape), tensor.stride()))
+
     def _plain(self) -> tuple[list[int], _C.Tensors]:
         """The tensors that lie as they are in CPU memory."""
         items, looked = self._items, self._saving.look(self._items.tensors)
+        self._note_contents(looked)
         fits = [
             kind == PLAIN and items.as_planned(position, tensor)
             for position, tensor, kind in zip(looked.positions, looked.tensors, looked.kinds, strict=True)
@@ -170,9 +201,10 @@ class Keeping:
         return found
 
     def _is_trusted(self, position: int, row: int) -> bool:
-        earlier = self._earlier
-        is_frozen = self._trusts and self._is_frozen(self._items.name(position))
-        return is_frozen and earlier is not None and self._offset(position, earlier.place(row)) is not None
+        earlier, content = self._earlier, self._contents.get(position)
+        if earlier is None or content is None or self._offset(position, earlier.place(row)) is None:
+            return False
+        return _known.get(content) == (earlier.seed, earlier.digests[row])
 
     def _miss(self, position: int) -> None:
         """It was expected to stay, and has not: the more often, the longer it is not expected to again."""
@@ -244,8 +276,11 @@ class Keeping:
     def ledger(self) -> bytes:
         """Encoded, once everything is written."""
         saving = self._saving
-        for position in saving.digests:
+        forget_expired(_known, lambda content: content.sign.storage)
+        for position, digest in saving.digests.items():
             self._states[position] = KEPT
+            if position in self._contents:
+                _known[self._contents[position]] = self.seed, digest
         return Ledger(
             self.seed,
             self._plan,

@@ -71,8 +71,8 @@ class Checkpointer:
         keep_every: keep every step that is a multiple of this too.
         unchanged: "link": tensors that the step before has, bit for bit, are not written again, but its files are
             linked: what is frozen is written once. "trust": the same, without reading parameters that require no
-            gradient to compare them, or to copy them for a save in the background. "write", the default, writes
-            everything. See docs/resume.md.
+            gradient to compare them, or to copy them for a save in the background, unless they are seen to have
+            changed. "write", the default, writes everything. See docs/resume.md.
         busy: what a save in the background does while an earlier one is being written: "wait" for it, or "skip" itself.
         process_group: whose ranks take part; default: all.
         timeout: how long ranks wait for each other in a call, seconds or a timedelta, before that is an error: longer

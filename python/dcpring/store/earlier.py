@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import NamedTuple
-
-from torch.distributed.checkpoint.planner import SavePlanner
+from typing import Any, NamedTuple
 
 from dcpring import _C
 from dcpring.base.files import read_regular
@@ -63,9 +61,8 @@ def find_earlier(directory: Path, given: Path | None, metadata_name: str, number
         return None
 
 
-def frozen_of(planner: SavePlanner, known: Set[str]) -> Callable[[str], bool]:
+def frozen_of(values: Mapping[str, Any], known: Set[str]) -> Callable[[str], bool]:
     """Says of tensors, by their names, whether they are not trained: parameters that require no gradient."""
-    values = getattr(planner, "state_dict", None) or {}
 
     def stays(name: str) -> bool:
         return name in known or is_frozen(values.get(name))

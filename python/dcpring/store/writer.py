@@ -115,8 +115,9 @@ class RingWriter(FileSystemWriter):
         safe_globals: classes that loads will be given as ``safe_globals``, which need no warning then.
         unchanged: "link": tensors that an earlier checkpoint has, bit for bit, are not written again; their files there
             become files of this one too, by hard links (see docs/resume.md). That they are equal is found by reading
-            them in memory; with "trust" parameters that require no gradient are not read, but a few bytes of each,
-            nor copied again into a copy that is kept (``cache_staged_state_dict``).
+            them in memory; with "trust" parameters that require no gradient are read once, and then but a few bytes of
+            each, unless they are seen to have changed; nor are they copied again into a copy that is kept
+            (``cache_staged_state_dict``).
             "write", the default, writes everything.
         unchanged_from: the directory of the earlier checkpoint; None: the newest in ``path`` and the directories beside
             it.
@@ -406,11 +407,12 @@ class RingWriter(FileSystemWriter):
         name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
         with self._phases.span("compare"):
             earlier = find_earlier(self._directory, self.unchanged_from, name, number)
+            wholes = getattr(planner, "state_dict", None) or {}
             keeping = Keeping(
                 saving,
                 None if earlier is None else earlier.ledger,
-                is_frozen=frozen_of(planner, self._frozen),
-                trusts=self.unchanged == "trust",
+                is_frozen=frozen_of(wholes, self._frozen),
+                wholes=wholes if self.unchanged == "trust" else None,
                 workers=self.options.workers,
                 is_durable=self.sync_files,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,43 @@ def _saves_alone(path: str) -> None:
 
 def test_saves_of_one_rank(tmp_path: Path) -> None:
     run(2, _saves_alone, str(tmp_path / "checkpoint"))
+
+
+# ---- two at a time ----
+
+
+def _overtakes(path: str, way: str) -> None:
+    """On the first rank DCP's thread begins late, when the calling thread is at what comes next."""
+    rank, save = dist.get_rank(), saver.save
+    main = threading.current_thread()
+
+    def late(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is not main and rank == 0:
+            time.sleep(0.5)
+        return save(*args, **options)
+
+    state = {"model": {f"w{rank}": torch.full((1000,), float(rank))}}
+    with pytest.MonkeyPatch.context() as patch, RingStager() as stager, RingStager() as other:
+        dcp.save(state, storage_writer=RingWriter(f"{path}0"), planner=RingSavePlanner())
+        patch.setattr(saver, "save", late)
+        first = _save(state, f"{path}1", None if way == "the writer stages" else stager, planner=RingSavePlanner())
+        if way == "a load":
+            dcp.load({"model": {f"w{rank}": torch.zeros(1000)}}, storage_reader=RingReader(f"{path}0"))
+            _save(state, f"{path}2", stager).result(WAIT)
+        elif way == "another stager":
+            _save(state, f"{path}2", other).result(WAIT)
+        elif way == "stock's writer":
+            dcp.save(state, storage_writer=FileSystemWriter(f"{path}2"), planner=RingSavePlanner())
+        else:
+            dcp.save(state, storage_writer=RingWriter(f"{path}2"))
+        first.result(WAIT)
+    for number in (1, 2):
+        loaded = {"model": {f"w{rank}": torch.zeros(1000)}}
+        dcp.load(loaded, storage_reader=RingReader(f"{path}{number}"))
+        assert torch.equal(loaded["model"][f"w{rank}"], state["model"][f"w{rank}"])
+
+
+@pytest.mark.parametrize("way", ["a blocking save", "the writer stages", "stock's writer", "another stager", "a load"])
+def test_saves_and_loads_of_a_group_wait_for_each_other(tmp_path: Path, way: str) -> None:
+    """Their collectives met each other's, and all ranks waited until the group's timeout."""
+    run(2, _overtakes, str(tmp_path / "checkpoint"), way, timeout=60)

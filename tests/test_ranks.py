@@ -28,7 +28,7 @@ from fault._support import open_descriptors, run_python
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
-from dcpring.base import groups
+from dcpring.base import groups, untold
 from dcpring.base.joint import Joint
 from dcpring.resume.ranks import Ranks
 from dcpring.torchside.frames import callers, local
@@ -611,6 +611,24 @@ def test_exceptions_that_cannot_be_sent_are_told_in_words(tmp_path: Path, planne
 
 
 # ---- what nobody hears of ----
+
+
+def test_a_save_that_failed_keeps_nothing_of_a_checkpointer_that_is_dropped(tmp_path: Path) -> None:
+    """What is said at the end of the program is text."""
+    model = torch.nn.Linear(3, 3)
+    dropped = weakref.ref(model)
+    checkpointer = Checkpointer(tmp_path, {"model": model}, writer_options={"overwrite": False})
+    checkpointer.save(1)
+    handle = checkpointer.save(1, blocking=False)
+    assert handle._written is not None
+    error = handle._written.exception()
+    thread = checkpointer._background._executor._threads.copy().pop()  # type: ignore[union-attr]
+    del checkpointer, handle, model
+    gc.collect()
+    thread.join(60)
+    assert "overwrite=False" in str(error) and dropped() is None and not thread.is_alive()
+    untold._untold.clear()  # as if somebody had asked
+
 
 ENDS: dict[str, tuple[str, int]] = {
     "ends": ("", 120),

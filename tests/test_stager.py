@@ -6,8 +6,11 @@ import ctypes
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -288,6 +291,63 @@ def test_no_thread_to_copy_in_is_an_error_of_the_save(tmp_path: Path, monkeypatc
 
 def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_an_error_that_is_kept_keeps_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, kept = _state(1), []
+    dropped = weakref.ref(state["model"]["w"])
+    with RingStager() as stager:
+        with monkeypatch.context() as patch:
+            patch.setattr(staging._C, "copy_tensors", _no_copy)
+            kept.append(_save(state, tmp_path, stager).upload_completion.exception(WAIT))
+            kept.append(stager.stage(state).exception(WAIT))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _no_thread)
+            patch.setattr(stager, "_executor", None)
+            kept.append(stager.stage(state).exception(WAIT))
+        del state
+        _save(_state(2), tmp_path, stager).upload_completion.result(WAIT)
+        gc.collect()
+        assert all(kept) and dropped() is None
+
+
+def _no_copy(*_: Any) -> None:
+    raise MemoryError("there is none")
+
+
+ENDS = {"": 120, "response.upload_completion.exception()": 0, "response.upload_completion.add_done_callback(ask)": 0}
+"""What a program does whose save fails, and its exit status."""
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from dcpring import RingSavePlanner, RingStager, RingWriter
+
+def ask(future):
+    future.exception()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+path, body, has_stager = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+os.dup2(os.open(f"{path}.txt", os.O_CREAT | os.O_WRONLY), 2)
+open(path, "w").close()  # where the directory should be
+stager = RingStager() if has_stager else None
+response = dcp.async_save(
+    {"w": torch.ones(3)}, storage_writer=RingWriter(path), planner=RingSavePlanner(), async_stager=stager
+)
+exec(body if has_stager else body.replace(".upload_completion", ""))
+"""
+
+
+@pytest.mark.parametrize("has_stager", [True, False])
+@pytest.mark.parametrize("body", ENDS)
+def test_a_save_that_failed_and_nobody_asked(tmp_path: Path, body: str, has_stager: bool) -> None:
+    """It is logged at once, and said at the end."""
+    path = tmp_path / "checkpoint"
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(path), body, str(has_stager)], timeout=300)
+    said = path.with_suffix(".txt").read_text()
+    assert ended.returncode == ENDS[body], said
+    assert "a save in the background has failed, and asking for its result raises this: rank 0: NotADirect" in said
+    assert ("and no call has raised it:\nTraceback" in said) == (not body)
 
 
 @pytest.mark.parametrize("options", [{"buffers": 0}, {"buffers": 1.5}, {"workers": 0}, {"workers": 65}])

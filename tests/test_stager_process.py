@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _background import ending_process, process
 from _distributed import run
+from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -36,6 +37,7 @@ from dcpring.move.sending import Staged
 from dcpring.move.staging import StagingBuffer
 from dcpring.store import stager as stager_module
 from dcpring.torchside.composed import Composed
+from dcpring.torchside.dcp import ThreadSave
 from dcpring.torchside.groups import default_store
 
 TENSORS = 3000
@@ -331,13 +333,38 @@ def test_who_hears_of_a_failure_finds_the_process_ended(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(stager_module, "background_process_failure", lambda: "")
     monkeypatch.setattr(stager_module, "end_background_process", end)
-    with ThreadPoolExecutor(1) as executor:
-        sent = executor.submit(send)
-        monkeypatch.setattr(stager_module, "future_of_process_save", lambda: sent)
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(send)
+        monkeypatch.setattr(stager_module, "save_of_thread", lambda: ThreadSave(None, sent, True, True))
         is_submitted.set()
         error, was_ended = sent.exception(), is_ended.is_set()
     assert isinstance(error, ConnectionResetError)
     assert was_ended
+
+
+def _starts_slowly(path: str) -> int:
+    made: list[int] = []
+    start = executor._AsyncCheckpointProcess.__init__
+
+    def slow(process: Any, *args: Any, **options: Any) -> None:
+        made.append(1)
+        time.sleep(1)
+        start(process, *args, **options)
+
+    with ending_process(), RingStager(buffers=2) as stager, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor._AsyncCheckpointProcess, "__init__", slow)
+        patch.setattr(stager_module, "_UNASKED_SECONDS", 0.1)
+        responses = [_save(_state(n), f"{path}{n}", async_stager=stager) for n in (1, 2, 3)]
+        for n, response in enumerate(responses, 1):
+            response.upload_completion.result()
+            _assert_holds(f"{path}{n}", n)
+        assert stager.allocations == 2
+    return len(made)
+
+
+def test_a_process_that_is_slow_to_start_is_started_once(tmp_path: Path) -> None:
+    """Its first save had not asked for its copy by the time that the next ones began."""
+    assert run(1, _starts_slowly, str(tmp_path / "checkpoint")) == [1]
 
 
 def test_a_process_that_has_died_before_a_save_costs_no_save(tmp_path: Path) -> None:

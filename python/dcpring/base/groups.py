@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dcpring.errors import CheckpointError
-from dcpring.torchside.dcp import is_thread_for_all_ranks
+from dcpring.torchside.dcp import save_of_thread
 from dcpring.torchside.groups import default_store, device_of, group_of_caller
 
 logger = logging.getLogger("dcpring")
@@ -76,13 +76,14 @@ class GroupBefore:
     def require(self) -> None:
         """Raises CheckpointError if the group was destroyed before that thread came to save for all ranks."""
         before = getattr(_of_thread, "group", self)
-        if before._size > 1 and not has_group() and is_thread_for_all_ranks():
-            text = (
+        if before._size == 1 or has_group():
+            return
+        here = save_of_thread()
+        if here is not None and not here.is_sent and here.is_of_all:
+            raise CheckpointError(
                 f"rank {before._rank}: the process group of {before._size} ranks was destroyed before this save in the "
                 "background had begun; ask for its result before that (or save with no_dist=True, for a rank alone)"
             )
-            logger.error("%s", text)  # who destroys the group first may never ask
-            raise CheckpointError(text)
 
 
 def rank_here() -> int:

@@ -19,7 +19,13 @@ from dcpring.torchside.tensors import PLAIN_TYPES, frozen_parameter, is_frozen
 
 
 class Staged(dict[Any, Any]):
-    """A state dict that lies in an arena: to everything but a pipe between processes a dict like any other."""
+    """A state dict that lies in an arena: to everything but a pipe between processes a dict like any other.
+
+    Attributes:
+        save: that it was copied for, where there is one.
+    """
+
+    save: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
 from dcpring.base.groups import GroupBefore, host_id, rank_here, world_size
+from dcpring.base.order import wait_for_turn
 from dcpring.base.text import some_keys
 from dcpring.base.whose import about_ranks
 from dcpring.errors import CheckpointError, PlanError
@@ -145,6 +146,7 @@ class RingSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._save = _Save(run_of(storage_meta, SaveRun))
         if self._run is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
+            wait_for_turn()
             self._group.require()
         self._phases.begin(_trace.LOCAL_PLAN)
         self._save.flat = self._flat(state_dict)

@@ -1,26 +1,19 @@
 """A save in the background: one thread that writes a copy of the state over a process group of its own.
 
-The calling thread starts it, and hears how it went with its next call. What goes wrong before that is logged at once.
-If there is no next call, that is said when the program ends, and the program's exit status is not 0.
+The calling thread starts it, and hears how it went with its next call. What goes wrong before that is logged at once,
+and said when the program ends if there is no next call (``base.untold``).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import itertools
-import logging
-import os
-import sys
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TextIO, cast
 
 from dcpring.base.joint import failure_of
+from dcpring.base.untold import has_heard, note_failure, without_frames
 from dcpring.resume.ranks import Operation, Ranks
-
-logger = logging.getLogger("dcpring")
 
 
 class SaveHandle:
@@ -80,7 +73,7 @@ class Background:
         self._ranks = ranks.twin()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
         self._pending: Future[None] | None = None
-        self._number = 0
+        self._failed = -1
         self._is_abandoned = False
 
     @property
@@ -95,24 +88,22 @@ class Background:
 
     def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> Future[None]:
         """Has ``work`` done as an operation of all ranks, and then ``after``."""
-        self._number = next(_numbers)
-        self._pending = self._executor.submit(self._run, self._number, work, after)
+        self._pending = self._executor.submit(self._run, work, after)
         return self._pending
 
     def awaits(self, written: Future[None]) -> bool:
         """Nobody has asked yet how this save went."""
         return self._pending is written
 
-    def _run(self, number: int, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
         try:
             with self._ranks.operation("save in the background") as joint:
                 work(joint)
         except BaseException as error:
             if not self._is_abandoned:
-                _untold[number] = (os.getpid(), error)
-                logger.error(
-                    "a save in the background has failed, and the next call will raise this: %s", failure_of(error).text
-                )
+                self._failed = note_failure(error, "the next call will raise this")
+            without_frames(error)
+            del self, work, after  # the frame of this function is added again
             raise
         after()
 
@@ -129,7 +120,7 @@ class Background:
             raise
         finally:
             if self._pending is None:
-                _untold.pop(self._number, None)
+                has_heard(self._failed)
 
     def abandon(self, error: BaseException) -> None:
         """Ends a save that was started, if it was, as not all ranks have started it; returns once it has ended."""
@@ -143,40 +134,3 @@ class Background:
         """Gives back the thread and the group; nothing may be pending."""
         self._executor.shutdown()
         self._ranks.close()
-
-
-# ---- at the end of the program ----
-
-_numbers = itertools.count()
-
-_untold: dict[int, tuple[int, BaseException]] = {}
-"""Saves that have failed, and of which no caller has heard: the process, and why."""
-
-
-class _FailingStream:
-    """Standard error, whose last flush fails: Python then ends with status 120, as it does when output was lost."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise OSError("a save in the background has failed")
-
-
-def _tell_at_exit() -> None:
-    """Says what nobody has heard. Python has waited for the threads that write by then."""
-    untold = [error for process, error in _untold.values() if process == os.getpid()]
-    if not untold or sys.stderr is None:
-        return
-    for error in untold:
-        print("a save in the background has failed, and no call has raised it:", file=sys.stderr, flush=True)
-        sys.excepthook(type(error), error, error.__traceback__)
-    sys.stderr = cast(TextIO, _FailingStream(sys.stderr))
-
-
-atexit.register(_tell_at_exit)

@@ -22,6 +22,7 @@ from torch.futures import Future
 from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
 from dcpring.base.joint import Joint
+from dcpring.base.order import wait_for_turn
 from dcpring.base.text import ranges
 from dcpring.base.whose import here
 from dcpring.errors import CheckpointError
@@ -197,6 +198,7 @@ class RingReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
+        wait_for_turn()
         if not drops_metadata_errors:
             return self._metadata_of(kwargs.get("rank"))
         load, rank = self._load, kwargs.get("rank")

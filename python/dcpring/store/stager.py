@@ -5,8 +5,8 @@ its own, or hands it to a process. A buffer is written to again when that save i
 ways: nobody refers to what lies in the buffer, or the thread has ended in which DCP asked for the copy. (A planner or
 the traceback of an error may refer to the copy for long after its save.)
 
-DCP's threads are held back until the save before is over. Two that saved at the same time would mix up the collectives
-of one group, and its process in the background takes saves in any order and answers whoever reads first.
+DCP's threads are held back until the save before is over (``base.order``). Its process in the background, too, takes
+saves in any order and answers whoever reads first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal
@@ -26,17 +26,19 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcpring.base.groups import GroupBefore, agree, digest, rank_in
 from dcpring.base.joint import failure_of
+from dcpring.base.order import BackgroundSave, Line, line_of, pauses, wait_for_turn, wait_until
+from dcpring.base.untold import WatchedFuture, without_frames
 from dcpring.base.whose import about_ranks
 from dcpring.errors import CheckpointError
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.torchside.dcp import (
+    AsyncSave,
     background_process_failure,
+    calling_async_save,
     end_background_process,
     forget_background_process,
-    future_of_process_save,
     has_background_process,
-    is_called_by_executor,
-    members_of_process_save,
+    save_of_thread,
 )
 
 __all__ = ["RingStager"]
@@ -47,7 +49,10 @@ _TELL_SECONDS = 30.0
 """After so long a wait for a buffer the log says what is waited for."""
 
 _UNASKED_SECONDS = 120.0
-"""A copy that nobody has asked for by then is none of ``async_save``'s, whose process takes some time to start."""
+"""A copy that nobody has asked for by then is none of ``async_save``'s."""
+
+_START_SECONDS = 1900.0
+"""The same while DCP's process is being started, for which DCP itself waits as long as that."""
 
 
 class RingStager(AsyncStager):
@@ -100,7 +105,6 @@ class RingStager(AsyncStager):
         self._turns: list[Turn] = []
         self._line = Line()
         self._last: Future[None] | None = None
-        self._now: BackgroundSave | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._process = os.getpid()
         self._let_go = 0
@@ -125,18 +129,17 @@ class RingStager(AsyncStager):
         Raises:
             RuntimeError: the stager is closed.
         """
-        turn = self._claim()
+        turn, call = self._claim(), calling_async_save()
         try:
-            is_sent = renew_background_process()  # when the save whose buffer this was has told how it ended
+            renew_background_process(call)  # when the save whose buffer this was has told how it ended
         except CheckpointError as error:  # which DCP shall hand to whoever waits for the save
             failed: Future[Any] = Future()
-            failed.set_exception(error)
+            failed.set_exception(without_frames(error))
             return failed
-        turn.save = save = (_of_process if is_sent else self._line).join(_UNASKED_SECONDS)
+        turn.save = save = place_in_line(call, self._line)
         staged, self._last = StagedFuture(save), save.copied
         try:
-            opened = turn.buffer.open(state_dict, SideStreams(), self._frozen)
-            self._begin_to_fill(staged, turn.buffer, opened)
+            self._begin_to_fill(staged, turn.buffer, state_dict)
         except Exception as error:
             staged.fail(error)
         except BaseException:
@@ -144,7 +147,8 @@ class RingStager(AsyncStager):
             raise
         return staged
 
-    def _begin_to_fill(self, staged: StagedFuture, buffer: StagingBuffer, opened: Opened) -> None:
+    def _begin_to_fill(self, staged: StagedFuture, buffer: StagingBuffer, state_dict: Any) -> None:
+        opened = buffer.open(state_dict, SideStreams(), self._frozen)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-stage")
         try:
@@ -153,18 +157,12 @@ class RingStager(AsyncStager):
             self._executor = None
             raise
 
-    def stage_now(self, state_dict: Any) -> Any:
-        """The copy, complete. It is valid until the threads that ``saved_here`` has noted for it have ended."""
+    def stage_now(self, state_dict: Any, save: BackgroundSave) -> Any:
+        """The copy, complete. It is valid until that save is over."""
         turn = self._claim()
         tree = turn.buffer.stage(state_dict, self._frozen)
-        turn.save = self._now = BackgroundSave(0)
-        self._now.copied.set_result(None)
+        turn.save = save
         return tree
-
-    def saved_here(self) -> None:
-        """This thread saves what ``stage_now`` has copied last, and does nothing else with it."""
-        if self._now is not None and self._process == os.getpid():
-            self._now.saved_by(threading.current_thread())
 
     def synchronize(self) -> None:
         """Returns when the last copy is complete, and the state may change. Raises what went wrong with it, once."""
@@ -188,7 +186,7 @@ class RingStager(AsyncStager):
             self._executor.shutdown()
         for turn in self._turns:
             turn.buffer.release()
-        self._turns, self._executor, self._last, self._now = [], None, None, None
+        self._turns, self._executor, self._last = [], None, None
 
     def __enter__(self) -> RingStager:
         return self
@@ -203,7 +201,7 @@ class RingStager(AsyncStager):
         if self._process != os.getpid():  # the parent's memory and thread are not this process's
             self._begin()
         began, is_told = time.monotonic(), False
-        for pause in _pauses():
+        for pause in pauses():
             free = next((turn for turn in self._turns if turn.is_free), None)
             if free is not None:
                 return free
@@ -248,108 +246,39 @@ class Turn:
         return self.save.copied.done() and self.save.is_nobodys
 
 
-class BackgroundSave:
-    """What is known of the save that a copy is made for.
-
-    Args:
-        patience: seconds in which somebody is expected to save the copy.
-        before: the save that has to be over before this one begins.
-
-    Attributes:
-        copied: done when the copy is.
-    """
-
-    def __init__(self, patience: float, before: BackgroundSave | None = None) -> None:
-        self.copied: Future[None] = Future()
-        self._before = None if before is None or before.is_over else before
-        self._savers: list[threading.Thread] = []
-        self._has_failed = self._is_by_hand = False
-        self._until = time.monotonic() + patience
-
-    def failed(self, error: BaseException | None = None) -> None:
-        """Nobody has got a copy; the error is for whoever waits for it."""
-        self._has_failed = True
-        if error is None:
-            self.copied.set_result(None)
-        else:
-            self.copied.set_exception(error)
-
-    def saved_by(self, thread: threading.Thread) -> None:
-        """A thread that is saving the copy, and has finished that when it ends."""
-        self._savers.append(thread)
-
-    def by_hand(self) -> None:
-        """Somebody else has the copy, for as long as he likes."""
-        self._is_by_hand = True
-
-    def wait_for_those_before(self) -> None:
-        """Called by the thread that saves the copy."""
-        if self._before is not None:
-            _wait_until(lambda: self._before is None or self._before.is_over)
-            self._before = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody saves the copy, now or later."""
-        return self._is_saved if self._savers else self._has_failed or self.is_nobodys
-
-    @property
-    def needs_no_copy(self) -> bool:
-        """Whether the copy may change, whoever refers to it."""
-        return self._has_failed or (self._is_saved and not self._is_by_hand)
-
-    @property
-    def is_nobodys(self) -> bool:
-        """Whether no thread of DCP's is going to save it, so that nothing tells its end."""
-        return self._is_by_hand or (not self._savers and time.monotonic() > self._until)
-
-    @property
-    def _is_saved(self) -> bool:
-        return bool(self._savers) and not any(map(_is_at_work, list(self._savers)))
-
-
-class Line:
-    """Saves that begin one after the other, in the order of their copies, which is the same on all ranks."""
-
-    def __init__(self) -> None:
-        self._last = BackgroundSave(0)
-
-    def join(self, patience: float) -> BackgroundSave:
-        """The next one."""
-        self._last = BackgroundSave(patience, self._last)
-        return self._last
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last one is."""
-        return self._last.is_over
-
-
 _of_process = Line()
 """All that DCP's process saves: there is one, for all stagers."""
 
 
-def _is_at_work(thread: threading.Thread) -> bool:
-    """A thread that asks this itself has come back from what it did before."""
-    return thread.is_alive() and thread is not threading.current_thread()
+def place_in_line(call: AsyncSave | None, own: Line) -> BackgroundSave:
+    """The save that a copy is made for, behind those that it must not meet: of its group, or of ``own`` without one."""
+    if call is not None and call.is_sent:
+        return _of_process.join(_UNASKED_SECONDS if has_background_process() else _START_SECONDS)
+    if call is None or call.is_alone or call.group is None:
+        return own.join(_UNASKED_SECONDS)
+    return line_of(call.group).join(_UNASKED_SECONDS)
 
 
 class StagedFuture(Future[Any]):
-    """A copy in the making, which notes who takes it."""
+    """A copy in the making, which notes who takes it.
+
+    Attributes:
+        save: that it is for.
+    """
 
     def __init__(self, save: BackgroundSave) -> None:
         super().__init__()
-        self._save, self._group = save, GroupBefore()
+        self.save, self._group = save, GroupBefore()
         self._quiet = threading.local()
 
     def result(self, timeout: float | None = None) -> Any:
         if not getattr(self._quiet, "is_called_back", False):
-            if is_called_by_executor():
-                self._save.saved_by(threading.current_thread())
-                self._save.wait_for_those_before()
+            here = save_of_thread()
+            if here is not None and here.staged is self:
+                wait_for_turn()
                 watch_background_process()
                 return self._for_saving()
-            self._save.by_hand()
+            self.save.by_hand()
         return super().result(timeout)
 
     def _for_saving(self) -> Any:
@@ -368,12 +297,12 @@ class StagedFuture(Future[Any]):
         except BaseException as error:
             self.fail(error)
         else:
-            self._save.copied.set_result(None)
+            self.save.copied.set_result(None)
             self.set_result(tree)
 
     def fail(self, error: BaseException) -> None:
         """There is no copy."""
-        self._save.failed(error)
+        self.save.failed(without_frames(error))
         self.set_exception(error)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], Any]) -> None:
@@ -418,7 +347,7 @@ class _Uncopied:
 # ---- DCP's process in the background ----
 
 
-def renew_background_process() -> bool:
+def renew_background_process(call: AsyncSave | None) -> bool:
     """Has all ranks start a new process for ``async_save`` where that of one has died; called by ``stage``.
 
     DCP goes on sending saves to a process that has died. Starting one is collective, so ranks have to agree for each
@@ -432,10 +361,10 @@ def renew_background_process() -> bool:
     Raises:
         CheckpointError: this rank has no process, and others go on with theirs.
     """
-    members = members_of_process_save()
-    if members is None:
+    if call is None or not call.is_sent:
         return False
-    _wait_until(lambda: has_background_process() or _of_process.is_over)  # DCP would start one for each save
+    members = call.members
+    wait_until(lambda: has_background_process() or _of_process.is_over)  # DCP would start one for each save
     failure, rank = background_process_failure(), members.index(rank_in())
     own = "go" if failure == "" else "start" if failure is None else f"on rank {rank}, of {failure}"
     word = agree(f"dcpring/background/{digest(members)}", own) or own
@@ -446,8 +375,11 @@ def renew_background_process() -> bool:
     if word not in ("go", "start"):
         logger.warning("the process that saves in the background has died %s; another one is started", word)
     if word != "go":
-        _wait_until(lambda: _of_process.is_over)  # what is under way looks for the process when it is sent
+        wait_until(lambda: _of_process.is_over)  # what is under way looks for the process when it is sent
         forget_background_process()
+        if call.group is not None:  # by which the ranks tell each other where the new ones meet
+            line = line_of(call.group)
+            wait_until(lambda: line.is_over)
     return True
 
 
@@ -457,12 +389,12 @@ def watch_background_process() -> None:
     A connection has ended then, or a rank has not come: the processes cannot reach each other any more, and those of
     other ranks may wait for this one. Called by DCP's thread.
     """
-    future = future_of_process_save()
-    if future is not None:
-        future.__class__ = _FutureOfSentSave
+    here = save_of_thread()
+    if here is not None and here.future is not None and here.is_sent and here.is_of_all:
+        _FutureOfSentSave.watch(here.future)
 
 
-class _FutureOfSentSave(Future[Any]):
+class _FutureOfSentSave(WatchedFuture):
     """Tells of a failure when the process has ended: who hears of it may begin the next save at once."""
 
     def set_exception(self, exception: BaseException | None) -> None:
@@ -479,18 +411,3 @@ def _end_background_process(error: BaseException) -> None:
             error,
         )
         end_background_process()
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    for pause in _pauses():
-        if is_so():
-            return
-        time.sleep(pause)
-
-
-def _pauses() -> Iterator[float]:
-    """How long to sleep before each next look."""
-    pause = 0.001
-    while True:
-        yield pause
-        pause = min(1.3 * pause, 0.05)

@@ -24,6 +24,7 @@ from torch.futures import Future
 from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
+from dcpring.base.order import BackgroundSave, Line, wait_for_turn
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -43,6 +44,7 @@ from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import ResultList, Results
 from dcpring.move.save.saving import Saving
+from dcpring.move.sending import Staged
 from dcpring.move.staging import StagingBuffer
 from dcpring.move.unchanged import LEAST_KEPT_BYTES, Keeping
 from dcpring.names.key_map import (
@@ -61,7 +63,14 @@ from dcpring.plan.table import check_sizes, describes_itself
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
-from dcpring.store.stager import RingStager, renew_background_process, uncopied, watch_background_process
+from dcpring.store.stager import (
+    RingStager,
+    place_in_line,
+    renew_background_process,
+    uncopied,
+    watch_background_process,
+)
+from dcpring.torchside.dcp import calling_async_save
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
@@ -215,9 +224,8 @@ class RingWriter(FileSystemWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
-        if self._stager is not None:
-            self._stager.saved_here()
         if self._is_sent:
+            wait_for_turn()
             watch_background_process()
         state = {**self.__dict__, "_stager": None, "_is_sent": False}
         for name, nothing in (("progress", False), ("metrics", None)):
@@ -249,17 +257,25 @@ class RingWriter(FileSystemWriter):
         Its memory goes when the save is over. It is shared for a save in a process, which copies nothing more. With
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
-        self._group, self._is_sent = GroupBefore(), renew_background_process()
+        call = calling_async_save()
+        self._group, self._is_sent = GroupBefore(), renew_background_process(call)
+        save = BackgroundSave(0) if call is None else place_in_line(call, Line())
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
             try:
                 if self._stager is None:
-                    staged = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
+                    copied = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
                 else:
-                    staged = self._stager.stage_now(state_dict)
+                    copied = self._stager.stage_now(state_dict, save)
             except Exception as error:
-                staged = uncopied(error)
+                copied = uncopied(error)
+            except BaseException:
+                save.failed()
+                raise
+        save.copied.set_result(None)
         self._tracer.staged(staging)
+        staged = Staged(copied)
+        staged.save = save
         return staged
 
     def note_staged(self, staging: _trace.Staging) -> None:
@@ -272,12 +288,11 @@ class RingWriter(FileSystemWriter):
 
     def storage_meta(self) -> Any:
         """DCP asks for it first of all, and gives it to the planner."""
+        wait_for_turn()
         self._begin_save()
         return with_run(super().storage_meta(), self._run)
 
     def _begin_save(self) -> None:
-        if self._stager is not None:
-            self._stager.saved_here()
         self._phases.abandon()
         self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map)
         self._phases.begin(_trace.LOCAL_PLAN)

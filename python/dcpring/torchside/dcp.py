@@ -5,10 +5,9 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -230,45 +229,65 @@ def end_background_process() -> None:
         process.join()
 
 
-def future_of_process_save() -> Future[Any] | None:
-    """What the thread of DCP's that is calling will say of a save by all ranks in their processes; None elsewhere."""
-    is_of_all = False
-    for module, name, frame in callers():
-        if (module, name) == (f"{_DCP}._async_process_executor", "_execute_save_impl"):
-            is_of_all = local(frame, "use_collectives") is not False and not local(frame, "no_dist")
-        if is_of_all and (module, name) == ("concurrent.futures.thread", "run"):
-            future = getattr(local(frame, "self"), "future", None)
-            if isinstance(future, Future):  # since Python 3.14 it is the second "run"
-                return future
-    return None
+class AsyncSave(NamedTuple):
+    """A call of ``async_save``: what DCP does not tell the stager that it asks for a copy.
 
-
-def is_thread_for_all_ranks() -> bool:
-    """Whether a thread of DCP's is calling that saves what ``async_save`` was not told to save without other ranks."""
-    for module, name, frame in callers():
-        if (module, name) == (f"{_DCP}._async_thread_executor", "save_wrapper"):
-            return not local(frame, "no_dist")
-    return False
-
-
-def members_of_process_save() -> list[int] | None:
-    """The global ranks of the ``async_save`` in a process that is calling; None if none is.
-
-    DCP does not tell its stager where a save will run. It is a local variable of the function that calls it.
+    Attributes:
+        is_sent: to the process that saves in the background; else a thread saves.
+        group: None where there is none.
+        is_alone: no other rank takes part.
     """
+
+    is_sent: bool
+    group: dist.ProcessGroup | None
+    is_alone: bool
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks of the group."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+
+def calling_async_save() -> AsyncSave | None:
+    """The ``async_save`` that is calling; None if none is."""
     for module, name, frame in callers():
         if (module, name) == (f"{_DCP}.state_dict_saver", "async_save"):
-            if getattr(local(frame, "async_checkpointer_type"), "name", "") != "PROCESS":
-                return None
-            group = local(frame, "process_group")
-            return dist.get_process_group_ranks(group or dist.group.WORLD) if dist.is_initialized() else [0]
+            is_sent = getattr(local(frame, "async_checkpointer_type"), "name", "") == "PROCESS"
+            has_group = dist.is_available() and dist.is_initialized()
+            group = (local(frame, "process_group") or dist.group.WORLD) if has_group else None
+            return AsyncSave(is_sent, group, bool(local(frame, "no_dist")))
     return None
 
 
-def is_called_by_executor() -> bool:
-    """Whether DCP has called the function that asks this, in a thread that it has made for one save."""
-    module = str(sys._getframe(2).f_globals.get("__name__"))
-    return module.startswith(f"{_DCP}.") and module.endswith("_executor")
+class ThreadSave(NamedTuple):
+    """A save by ``async_save``, in the thread of DCP's that makes it.
+
+    Attributes:
+        staged: what the stager has given.
+        future: what the thread will say of the save.
+        is_sent: to the process that saves in the background.
+        is_of_all: other ranks take part, as far as ``async_save`` was told.
+    """
+
+    staged: Any
+    future: Future[Any] | None
+    is_sent: bool
+    is_of_all: bool
+
+
+def save_of_thread() -> ThreadSave | None:
+    """The save that the calling thread was made for; None elsewhere."""
+    found = None
+    for module, name, frame in callers():
+        is_sent = (module, name) == (f"{_DCP}._async_process_executor", "_execute_save_impl")
+        if is_sent or (module, name) == (f"{_DCP}._async_thread_executor", "save_wrapper"):
+            is_of_all = not local(frame, "no_dist") and (not is_sent or local(frame, "use_collectives") is not False)
+            found = ThreadSave(local(frame, "staging_future_or_state_dict"), None, is_sent, is_of_all)
+        elif found is not None and (module, name) == ("concurrent.futures.thread", "run"):
+            future = getattr(local(frame, "self"), "future", None)
+            if isinstance(future, Future):  # since Python 3.14 it is the second "run"
+                return found._replace(future=future)
+    return found
 
 
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")

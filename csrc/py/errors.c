@@ -38,6 +38,10 @@ static PyObject *make_exception(struct module_state *state, const struct dr_erro
 }
 
 PyObject *raise_error(struct module_state *state, const struct dr_error *error) {
+    return raise_with(state, error, NULL);
+}
+
+PyObject *raise_with(struct module_state *state, const struct dr_error *error, PyObject *changed) {
     char message[768];
     /* The poll callback has left KeyboardInterrupt, or whatever the signal handler raised. */
     if (PyErr_Occurred())
@@ -47,7 +51,8 @@ PyObject *raise_error(struct module_state *state, const struct dr_error *error) 
     if (!exception)
         return NULL;
     PyObject *item = error->item == DR_NO_ITEM ? Py_NewRef(Py_None) : PyLong_FromLongLong(error->item);
-    if (item && PyObject_SetAttrString(exception, "item", item) == 0)
+    if (item && PyObject_SetAttrString(exception, "item", item) == 0 &&
+        (!changed || PyObject_SetAttrString(exception, "changed", changed) == 0))
         PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
     Py_XDECREF(item);
     Py_DECREF(exception);

@@ -51,6 +51,8 @@ struct module_state *module_state(PyObject *module);
 
 /* Sets the Python exception for a core failure, with `item` (an index or None) on it; returns NULL. */
 PyObject *raise_error(struct module_state *state, const struct dr_error *error);
+/* The same, with `changed` on it, too, which is borrowed. */
+PyObject *raise_with(struct module_state *state, const struct dr_error *error, PyObject *changed);
 /* The same for what has no file, where no memory is MemoryError. */
 PyObject *fail(struct module_state *state, const struct dr_error *error);
 /* The buffer as bytes, freed; fail() where rc is negative. */

@@ -176,24 +176,17 @@ static int parse_reads(struct job *job, PyObject *items) {
     return 0;
 }
 
-/* Sets the exception's `changed`: the indices of the reads whose memory was written to before the failure. */
+/* With the indices of the reads whose memory was written to before the failure. */
 static PyObject *raise_load_error(struct module_state *state, const struct job *job, const struct dr_error *error) {
-    raise_error(state, error);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *changed = PyList_New(0);
+    PyObject *changed = PyErr_Occurred() ? NULL : PyList_New(0);
     for (Py_ssize_t i = 0; changed && i < job->count; i++) {
         PyObject *index = job->reads[i].touched ? PyLong_FromSsize_t(i) : NULL;
-        if (index && PyList_Append(changed, index) < 0)
+        if (job->reads[i].touched && (!index || PyList_Append(changed, index) < 0))
             Py_CLEAR(changed);
         Py_XDECREF(index);
     }
-    if (changed && value)
-        PyObject_SetAttrString(value, "changed", changed);
+    raise_with(state, error, changed);
     Py_XDECREF(changed);
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
     return NULL;
 }
 

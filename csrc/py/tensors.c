@@ -8,10 +8,13 @@
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
 const struct tensors *held_tensors(struct module_state *state, PyObject *object) {
-    if ((PyObject *)Py_TYPE(object) == state->tensors_type)
-        return &((struct held_tensors *)object)->tensors;
-    PyErr_SetString(PyExc_TypeError, "expected a Tensors");
-    return NULL;
+    if ((PyObject *)Py_TYPE(object) != state->tensors_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a Tensors");
+        return NULL;
+    }
+    struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    tensors_look(tensors);
+    return tensors;
 }
 
 static PyObject *tensors_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -39,7 +42,7 @@ static void tensors_dealloc(PyObject *object) {
 
 static PyObject *kinds(PyObject *object, PyObject *unused) {
     (void)unused;
-    const struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    const struct tensors *tensors = held_tensors(state_of(object), object);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, tensors->count);
     for (Py_ssize_t i = 0; bytes && i < tensors->count; i++)
         PyBytes_AsString(bytes)[i] = (char)tensors->views[i].kind;
@@ -101,7 +104,7 @@ static PyObject *list_shared(const struct pointer *pointers, Py_ssize_t count) {
 
 static PyObject *shared(PyObject *object, PyObject *unused) {
     (void)unused;
-    const struct tensors *tensors = &((struct held_tensors *)object)->tensors;
+    const struct tensors *tensors = held_tensors(state_of(object), object);
     struct pointer *pointers = PyMem_Malloc(((size_t)tensors->count + 1) * sizeof *pointers);
     if (!pointers)
         return PyErr_NoMemory();

@@ -15,6 +15,8 @@ struct tensors {
 
 int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *list);
 void tensors_free(struct tensors *tensors);
+/* Looks at them again: Python may have given them other memory, or another shape. */
+void tensors_look(struct tensors *tensors);
 
 /* Whether its elements lie one behind the other. */
 bool view_is_contiguous(const struct tensor_view *view);
@@ -32,7 +34,10 @@ struct held_tensors {
     struct tensors tensors;
 };
 
-/* What a Tensors holds; NULL with an exception when the object is something else. */
+/*
+ * What a Tensors holds, as it is now, for the length of a call; NULL with an exception when the object is something
+ * else.
+ */
 const struct tensors *held_tensors(struct module_state *state, PyObject *object);
 
 #endif

@@ -204,9 +204,13 @@ int tensors_init(struct tensors *tensors, struct module_state *state, PyObject *
         tensors_free(tensors);
         return -1;
     }
+    tensors_look(tensors);
+    return 0;
+}
+
+void tensors_look(struct tensors *tensors) {
     for (Py_ssize_t i = 0; i < tensors->count; i++)
         tensors->views[i] = look_at(tensors->shim, tensors->handles[i]);
-    return 0;
 }
 
 /* The code of a dtype that torch has no function for, from a tensor that has it. */

@@ -207,10 +207,10 @@ static void replaces_directories(void) {
     make_folder("0");
     CHECK_OK(replace(&error), &error);
     CHECK(check_exists("p/name/0") && !check_exists("p/tmp"));
-    const int refusals[] = {0, EINVAL, ENOSYS};
-    const char *const before[] = {"p/tmp/0", "p/tmp/1", "p/tmp/2"};
-    const char *const after[] = {"p/name/1", "p/name/2", "p/name/3"};
-    for (int i = 0; i < 3; i++) {
+    const int refusals[] = {0, EINVAL, ENOSYS, EPERM};
+    const char *const before[] = {"p/tmp/0", "p/tmp/1", "p/tmp/2", "p/tmp/3"};
+    const char *const after[] = {"p/name/1", "p/name/2", "p/name/3", "p/name/4"};
+    for (int i = 0; i < 4; i++) {
         make_folder(strrchr(after[i], '/') + 1);
         dr_fault_arm(&(struct dr_fault){.call = "exchange", .nth = refusals[i] ? 1 : 0, .err = refusals[i]});
         CHECK_OK(replace(&error), &error);
@@ -220,8 +220,45 @@ static void replaces_directories(void) {
         CHECK_EQ(unlink(check_path(before[i])), 0);
         CHECK_EQ(rmdir(check_path("p/tmp")), 0);
     }
-    CHECK_EQ(unlink(check_path("p/name/3")), 0);
+    CHECK_EQ(unlink(check_path("p/name/4")), 0);
     CHECK_EQ(rmdir(check_path("p/name")), 0);
+}
+
+/* Where names cannot be exchanged: exchange fails always, and of the renames the nth. */
+static unsigned renames, failing_rename;
+
+static int no_exchange(int dirfd, const char *a, const char *b) {
+    (void)dirfd, (void)a, (void)b;
+    return -EINVAL;
+}
+
+static int failing(int dirfd, const char *from, const char *to) {
+    return ++renames == failing_rename ? -EIO : dr_sys_real.rename(dirfd, from, to);
+}
+
+/* The first rename is the one that an exchange is tried after. */
+static void replaces_slowly_or_not_at_all(void) {
+    for (failing_rename = 1; failing_rename <= 5; failing_rename++) {
+        struct dr_error error;
+        make_folder("old");
+        CHECK_OK(replace(&error), &error);
+        make_folder("new");
+        renames = 0;
+        dr_sys.exchange = no_exchange;
+        dr_sys.rename = failing;
+        int rc = replace(&error);
+        dr_sys = dr_sys_real;
+        bool is_new = failing_rename >= 4;
+        CHECK_EQ(rc, is_new ? 0 : -EIO);
+        CHECK(check_exists(is_new ? "p/name/new" : "p/name/old"));
+        const char *old = failing_rename == 4 ? "p/tmp.old" : "p/tmp";
+        const char *rest[] = {"p/name/new", "p/name/old", "p/tmp/new", "p/tmp/old", "p/tmp.old/old"};
+        CHECK(!is_new || check_exists(old));
+        for (int i = 0; i < 5; i++)
+            unlink(check_path(rest[i]));
+        CHECK_EQ(rmdir(check_path("p/name")), 0);
+        CHECK_EQ(rmdir(check_path(is_new ? old : "p/tmp")), 0);
+    }
 }
 
 static void replace_fails_at_each_call(void) {
@@ -582,9 +619,11 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"another_made_it_first", another_made_it_first}, {"making_fails_at_each_call", making_fails_at_each_call},
            {"interrupted_without_end", interrupted_without_end}, {"commits", commits},
            {"commit_fails_at_each_call", commit_fails_at_each_call}, {"replaces_files", replaces_files},
-           {"replaces_directories", replaces_directories}, {"replace_fails_at_each_call", replace_fails_at_each_call},
-           {"links_files", links_files}, {"refuses_to_link", refuses_to_link},
-           {"link_fails_at_each_call", link_fails_at_each_call}, {"removes_files", removes_files},
-           {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left}, {"sync_fails", sync_fails},
-           {"syncs_go_together", syncs_go_together}, {"memory_is_synced_by_the_caller", memory_is_synced_by_the_caller},
+           {"replaces_directories", replaces_directories},
+           {"replaces_slowly_or_not_at_all", replaces_slowly_or_not_at_all},
+           {"replace_fails_at_each_call", replace_fails_at_each_call}, {"links_files", links_files},
+           {"refuses_to_link", refuses_to_link}, {"link_fails_at_each_call", link_fails_at_each_call},
+           {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
+           {"sync_fails", sync_fails}, {"syncs_go_together", syncs_go_together},
+           {"memory_is_synced_by_the_caller", memory_is_synced_by_the_caller},
            {"the_first_of_some_failures", the_first_of_some_failures}, {"opens_only_below", opens_only_below})

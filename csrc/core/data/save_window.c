@@ -8,6 +8,7 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <string.h>
 
 /* Bytes gathered before they are summed: small enough to stay in the nearest caches. */
@@ -36,6 +37,15 @@ static int check_source(const struct open_record *open, const struct dr_source *
     if (is_digested && s->size != s->total)
         return dr_error_invalid(error, (int64_t)index, "no digests are made of a tensor in parts");
     return 0;
+}
+
+/* Whether a file can be so long: what is left of a tensor behind `at`. */
+static int check_length(const struct dr_source *s, size_t index, uint64_t at, struct dr_error *error) {
+    const uint64_t most = INT64_MAX - DR_RECORD_HEAD_MAX - DR_RECORD_TAIL_MAX, left = s->total - s->part_offset;
+    if (at <= most && left <= most - at)
+        return 0;
+    return dr_error_invalid(error, (int64_t)index, "a tensor of %" PRIu64 " bytes would make a file that is too large",
+                            s->total);
 }
 
 static uint64_t place(struct open_record *open, struct piece *p, const struct dr_source *s, uint64_t at) {
@@ -117,6 +127,8 @@ int dr_save_window_init(struct save_window *window, const struct dr_source *sour
     window->end = window->begin;
     for (size_t i = 0; i < count; i++) {
         int rc = check_source(window->open, &sources[i], i, count, window->key != NULL, error);
+        if (rc == 0)
+            rc = check_length(&sources[i], i, window->end, error);
         if (rc < 0)
             return rc;
         window->end = place(window->open, &window->pieces[i], &sources[i], window->end);

@@ -177,7 +177,7 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
     return rc;
 }
 
-/* What exchange does, in three steps. */
+/* What exchange does, in three steps. It is done with the second: what was called name may keep its third name. */
 static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
     char *aside = dr_malloc(strlen(tmp) + sizeof ".old");
     if (!aside)
@@ -186,8 +186,7 @@ static int exchange_slowly(int dirfd, const char *tmp, const char *name) {
     int rc = DR_RETRY(dr_sys.rename(dirfd, name, aside));
     if (rc >= 0) {
         rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
-        int put_back = DR_RETRY(dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp));
-        rc = rc < 0 ? rc : put_back;
+        DR_RETRY(dr_sys.rename(dirfd, aside, rc < 0 ? name : tmp));
     }
     free(aside);
     return rc;
@@ -200,7 +199,7 @@ int dr_directory_replace(const char *dir, const char *tmp, const char *name, boo
     int rc = DR_RETRY(dr_sys.rename(dirfd, tmp, name));
     if (rc == -ENOTEMPTY || rc == -EEXIST) {
         rc = dr_sys.exchange(dirfd, tmp, name);
-        if (rc == -EINVAL || rc == -ENOSYS)
+        if (rc == -EINVAL || rc == -ENOSYS || rc == -EPERM) /* the last one from seccomp */
             rc = exchange_slowly(dirfd, tmp, name);
     }
     char *path = rc < 0 ? dr_path_join(dir, name) : NULL;

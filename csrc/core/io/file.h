@@ -44,7 +44,8 @@ int dr_directory_commit(const char *dir, const char *tmp, const char *name, cons
 /*
  * Renames tmp, which is complete and durable, to name, which is one or the other at any time. A file that was called
  * name is gone then; a directory with something in it is called tmp. (Where the file system cannot exchange the names
- * of directories, name is missing for a moment, and the old directory is called tmp with ".old" behind it.)
+ * of directories, name is missing for a moment, and the old directory is called tmp with ".old" behind it, for good if
+ * it cannot be renamed once more.)
  */
 int dr_directory_replace(const char *dir, const char *tmp, const char *name, bool sync, struct dr_error *error);
 

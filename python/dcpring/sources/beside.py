@@ -116,7 +116,7 @@ def _remove_orphans(target: Path) -> None:
     Where there are no locks, nothing is known to be such. Locks may hold for one machine only: two machines must not
     convert to the same target at the same time.
     """
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp")
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp(\.old)?")
     with contextlib.suppress(OSError), _locked(target.parent, must=True):  # so nobody is between making and locking
         for path in target.parent.iterdir():
             if pattern.fullmatch(path.name) and not path.is_symlink():

@@ -5,7 +5,7 @@ of several ranks, where what one raises is raised by all. ``files`` reads and re
 memory that processes of a host share, ``memory`` tells which tensors are the same memory, ``samples`` picks some bytes
 of one, ``windows`` cuts what is too large to be handled at once, and reads ahead, ``values`` is equality by value,
 ``random_states`` keeps generators as they were, ``collector`` pauses cyclic garbage collection, ``pickling`` tells what
-can be sent to another process, ``text`` puts ranks into words.
+can be sent to another process, ``casts`` what another dtype makes of values, ``text`` puts ranks into words.
 
 Nothing here belongs to a save or load. What lives as long as the process (counters of attempts, the finished
 collectives of a group) is in ``groups``, below a lock.

@@ -37,10 +37,11 @@ SRC is recognised by what is in it. The shards that HuggingFaceStorageWriter(sav
 directory are one model; they do not say how large a tensor is, so that the last rank's file must not be missing.
 Data flow through a few buffers: half a GiB of memory is enough for any size.
 
-DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it
-is what was in SRC, bit by bit, unless --dtype casts it. Checksums that SRC has are compared on the way: where one is
-wrong, DST stays as it was. A directory that gets safetensors may be that of a model: its configuration and tokenizer,
-and all other files but those of a model, stay. Of a tensor with several names the first is stored."""
+DST is written beside where it goes, and renamed when it is complete. What stock PyTorch, and safetensors, read of it is
+what was in SRC, bit by bit, unless --dtype casts it: a value that DTYPE does not have, such as 1e10 in float16, is an
+error. Checksums that SRC has are compared on the way: where one is wrong, DST stays as it was. A directory that gets
+safetensors may be that of a model: its configuration and tokenizer, and all other files but those of a model, stay. Of
+a tensor with several names the first is stored."""
 
 EXAMPLES = [
     ("dcpring convert ckpt/step-100 step-100.pt", "one file for torch.load, nested as it was saved"),

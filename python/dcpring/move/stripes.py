@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base import groups
+from dcpring.base.casts import check_values
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
@@ -286,7 +287,9 @@ def _copied(one: _Held, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ..
         first = min(first, one.box.lengths[axis] - 1)
         part = part.narrow(axis, first, max(end - first, 1))
         offsets[axis] += first
-    part = part.resolve_conj().resolve_neg().to(dtype=one.laid.dtype).to("cpu")
+    part = part.resolve_conj().resolve_neg()
+    check_values(one.laid.name, part, one.laid.dtype)
+    part = part.to(dtype=one.laid.dtype).to("cpu")
     if type(part) is not Tensor:
         part = part.as_subclass(Tensor)
     return tuple(offsets), part

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
+from dcpring.base.casts import Loss, loss
 from dcpring.base.memory import memory_key
 from dcpring.errors import KeyMismatchError
 from dcpring.names.diff import (
@@ -31,7 +34,7 @@ logger = logging.getLogger("dcpring")
 
 Missing = Literal["error", "warn", "allow"]
 Unexpected = Literal["error", "warn", "log", "ignore"]
-Casts = Literal["safe", "any", "never"]
+Casts = Literal["round", "any", "never"]
 
 _LEVELS: dict[Unexpected, int] = {"log": logging.INFO, "warn": logging.WARNING}
 
@@ -39,6 +42,29 @@ _LEVELS: dict[Unexpected, int] = {"log": logging.INFO, "warn": logging.WARNING}
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def checked_casts(casts: Casts | Literal["safe"]) -> Casts:
+    """The option of that name, with what it was called before."""
+    if casts != "safe":
+        return casts
+    warnings.warn('casts="safe" is called casts="round" now', DeprecationWarning, stacklevel=3)
+    return "round"
+
+
+def refused_cast(casts: Casts, stored: torch.dtype, wanted: torch.dtype) -> str:
+    """Why a cast is not allowed, with the cure; "" where it is."""
+    if stored == wanted or casts == "any":
+        return ""
+    text = f"the checkpoint has {stored}, the state dict {wanted}"
+    if casts == "never":
+        return f'{text}, and casts="never"'
+    if loss(stored, wanted) is not Loss.RANGE:
+        return ""
+    return (
+        f"{text}, and that cast can lose values; load into a {stored} tensor and convert it, or allow such casts: "
+        'RingReader(..., casts="any"), or reader_options={"casts": "any"}'
+    )
 
 
 @dataclass(frozen=True)
@@ -49,18 +75,18 @@ class LoadPolicy:
         missing: keys of the state dict that the checkpoint lacks: "error", "warn", or "allow".
         allow_missing: shell patterns (``fnmatch``) of keys that may be missing whatever ``missing`` says.
         unexpected: keys of the checkpoint that the state dict lacks: "error", "warn", "log" (at INFO), or "ignore".
-        casts: "safe", "any" or "never"; see ``RingReader``.
+        casts: "round", "any" or "never"; see ``RingReader``.
     """
 
     missing: Missing = "error"
     allow_missing: Sequence[str] = ()
     unexpected: Unexpected = "log"
-    casts: Casts = "safe"
+    casts: Casts = "round"
 
     def __post_init__(self) -> None:
         _check_choice("missing", self.missing, ("error", "warn", "allow"))
         _check_choice("unexpected", self.unexpected, ("error", "warn", "log", "ignore"))
-        _check_choice("casts", self.casts, ("safe", "any", "never"))
+        _check_choice("casts", self.casts, ("round", "any", "never"))
         if isinstance(self.allow_missing, str) or not all(isinstance(text, str) for text in self.allow_missing):
             raise ValueError(f"allow_missing={self.allow_missing!r}: must be a list of patterns")
 

@@ -13,8 +13,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
+from dcpring.base.casts import described
 from dcpring.base.text import some_keys, spans
 from dcpring.names.parts import ModelParts
+from dcpring.names.policy import refused_cast
 from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
 from dcpring.plan.replicas import fingerprints, is_hashed
 from dcpring.resume import trees
@@ -133,8 +135,8 @@ def cast_notes(pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
     """How many tensors were cast, from what to what."""
     casts = Counter((before, after) for before, after in pairs if before != after)
     return [
-        f"{count} tensor{'s' if count > 1 else ''} cast from {before} to {after}".replace("torch.", "")
-        for (before, after), count in casts.items()
+        f"{count} tensor{'s' if count > 1 else ''} {described(*dtypes)}".replace("torch.", "")
+        for dtypes, count in casts.items()
     ]
 
 
@@ -175,9 +177,8 @@ def _misfits(key: str, value: Any, stored: Stored) -> list[str]:
         return [f"{key!r} is a tensor in the checkpoint, a {type(value).__name__} here"]
     if entry.size != (size := global_size(value)):
         return [f"{key!r} has shape {list(entry.size)} in the checkpoint, {list(size)} here"]
-    if not torch.can_cast(entry.properties.dtype, value.dtype):
-        return [f"{key!r} is {entry.properties.dtype} in the checkpoint, {value.dtype} here: the cast loses data"]
-    return []
+    refused = refused_cast(stored.reader.policy.casts, entry.properties.dtype, value.dtype)
+    return [f"{key!r}: {refused}"] if refused else []
 
 
 def digest_of_names(names: Iterable[Any]) -> str:

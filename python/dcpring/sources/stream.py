@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dcpring.base.casts import check_values
 from dcpring.base.windows import read_ahead, split_box, windows
 from dcpring.move.buffer import ALIGNMENT, Buffer
 
@@ -240,6 +241,7 @@ class _Slot:
         assert item.dtype is not None
         self.cast = self.cast or Buffer(WINDOW_BYTES)
         tensor, memory = self.cast.take(tuple(part.tensor.shape), item.dtype)
+        check_values(item.source, part.tensor, item.dtype)
         tensor.copy_(part.tensor)
         return SourcePart(item, part.offsets, tensor, memory)
 

@@ -70,7 +70,8 @@ class RingQuantizedHFReader(RingHFReader, QuantizedHuggingFaceStorageReader):
     Args:
         path: of the model.
         thread_count: as for ``RingHFReader``.
-        target_dtype: what is made: float32, bfloat16 or float16. It is cast if the state dict has another.
+        target_dtype: what is made: float32, bfloat16 or float16, in which it is infinity where it is larger. It is cast
+            if the state dict has another, as ``casts`` allows.
         block_size: rows and columns of a block of FP8.
         **options: as for ``RingReader``.
 

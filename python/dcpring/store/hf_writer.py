@@ -108,8 +108,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         save_distributed, enable_consolidation, thread_count_consolidation: taken for ``HuggingFaceStorageWriter``'s
             sake, without effect.
         max_shard_bytes: no file holds more bytes of tensors, unless one tensor has more.
-        dtype: what floating-point tensors are cast to, each as ``Tensor.to`` does; or such dtypes by patterns of names
-            in the file ("*.norm.weight"), of which the first that fits counts. None: as they are.
+        dtype: what floating-point tensors are cast to, each as ``Tensor.to`` does, if it has their values; or such
+            dtypes by patterns of names in the file ("*.norm.weight"), of which the first that fits counts. None: as
+            they are.
         key_map: as for ``RingWriter``, from the state dict's names to those in the files.
         sync_files: make everything durable before the save ends.
         progress, metrics, trace: as for ``RingWriter``.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -44,7 +44,7 @@ from dcpring.move.load.matched import Matched
 from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
-from dcpring.names.policy import Casts, LoadPolicy, Unexpected
+from dcpring.names.policy import Casts, LoadPolicy, Unexpected, checked_casts
 from dcpring.options import IOArguments, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.plan.run import LoadRun, with_run
@@ -129,10 +129,12 @@ class RingReader(FileSystemReader):
         unexpected: what to do about keys that the state dict does not ask for, on this rank: "log" (at INFO), "warn",
             "error" or "ignore". Needs a planner with a ``state_dict``, as DCP's default one has; RingLoadPlanner has
             an argument of its own.
-        casts: "safe" casts dtypes where ``torch.can_cast`` allows it, and logs it; "any" casts floats to ints too;
-            "never" makes any difference an error.
+        casts: what is done where dtypes differ. "round": a cast that rounds, as from float32 to bfloat16, is made and
+            logged, at WARNING; one to a dtype that has not all of the values (a smaller integer, a float with a smaller
+            exponent, an integer for a float) is an error. "any" makes such casts too, with the warning; "never" makes
+            any difference an error.
         dequantize: what is made of quantised tensors of safetensors, FP8 and MXFP4: float32, bfloat16 or float16 (see
-            docs/huggingface.md). None: they are loaded as they are stored.
+            docs/huggingface.md). None: they are loaded as they are stored. What float16 cannot hold is infinity in it.
         progress: True draws one bar for all ranks of the coordinator's host, if its standard error is a terminal; a
             function gets a ``Progress`` about five times a second, from another thread of the coordinator. On all
             ranks alike.
@@ -161,7 +163,7 @@ class RingReader(FileSystemReader):
         safe_globals: Sequence[Any] = (),
         key_map: KeyMapLike = None,
         unexpected: Unexpected = "log",
-        casts: Casts = "safe",
+        casts: Casts | Literal["safe"] = "round",
         dequantize: torch.dtype | None = None,
         progress: ProgressOption = False,
         trace: str | os.PathLike[str] | None = None,
@@ -180,7 +182,7 @@ class RingReader(FileSystemReader):
         self.trusted = trusted
         self.safe_globals = tuple(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)
-        self.policy = LoadPolicy(unexpected=unexpected, casts=casts)
+        self.policy = LoadPolicy(unexpected=unexpected, casts=checked_casts(casts))
         self.progress = checked_progress(progress)
         self.metrics = checked_metrics(metrics)
         self.dequantize = dequantize

@@ -102,7 +102,8 @@ def convert(
         only: patterns of names in the source, which are taken with those below them; others are left out.
         exclude: patterns of names that are left out, with those below them, whatever ``only`` takes.
         key_map: new names, as for ``RingReader``; applied to names in the source.
-        dtype: of all floating-point tensors in the target; others keep theirs.
+        dtype: of all floating-point tensors in the target; others keep theirs. A value that it does not have is an
+            error, such as 1e10 in float16.
         files: data files of a DCP checkpoint, of about the same size; None: as many as a DCP source has, else 1.
         shard_bytes: most bytes of a safetensors shard; 5 GiB if None.
         rank: of a DCP checkpoint saved with ``use_collectives=False``, the part to convert.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from dcpring.base.casts import described, loss
 from dcpring.base.memory import FREED, is_freed
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, PlanError
 from dcpring.move.load.explain import Explainer
-from dcpring.names.policy import Casts
+from dcpring.names.policy import Casts, refused_cast
 from dcpring.plan.placements import check_chunk
 
 logger = logging.getLogger("dcpring")
@@ -90,22 +91,20 @@ class Targets:
             )
 
     def _check_cast(self, position: int, wanted: torch.dtype, stored: torch.dtype) -> None:
-        lossy = self._casts != "any" and not torch.can_cast(stored, wanted)
-        if self._casts == "never" or lossy:
-            what = f"{self._explain.name(position)}: the checkpoint has {stored}, the state dict {wanted}"
-            if self._casts == "never":
-                raise CheckpointError(f'{what}, and casts="never"')
-            raise CheckpointError(
-                f"{what}, and that cast would lose data; load into a {stored} tensor and convert it, or pass "
-                'RingReader(..., casts="any")'
-            )
+        refused = refused_cast(self._casts, stored, wanted)
+        if refused:
+            raise CheckpointError(f"{self._explain.name(position)}: {refused}")
         self._cast[stored, wanted].append(position)
 
     def tell(self) -> None:
-        """Logs which casts there were."""
-        for (stored, wanted), positions in self._cast.items():
+        """Logs which casts there were: those that may have changed values in one warning."""
+        told: dict[int, list[str]] = defaultdict(list)
+        for dtypes, positions in self._cast.items():
             keys = some_keys(dict.fromkeys(self._explain.item(at).dest_index.fqn for at in positions), 5)
-            logger.info("cast from %s to %s: %s", stored, wanted, keys)
+            level = logging.WARNING if loss(*dtypes) else logging.INFO
+            told[level].append(f"{described(*dtypes)}: {keys}")
+        for level, casts in told.items():
+            logger.log(level, "%s", "; ".join(casts))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

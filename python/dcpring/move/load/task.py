@@ -54,7 +54,7 @@ class Rules:
     options: IOOptions
     trusted: Trust = False
     safe_globals: Sequence[Any] = ()
-    casts: Casts = "safe"
+    casts: Casts = "round"
     transforms: Any = None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import _distributed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -159,6 +160,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     ("components", "options", "error", "message"),
     (
         ({"c": Replicated(Counter())}, {"keep_last": 0}, ValueError, "keep_last=0"),
+        ({"c": Replicated(Counter())}, {"keep_last": True}, ValueError, "keep_last=True"),
         ({"c": Replicated(Counter())}, {"keep_every": -1}, ValueError, "keep_every=-1"),
         ({"c": Replicated(Counter())}, {"busy": "fail"}, ValueError, "busy='fail'"),
         ({"c": Replicated(Counter())}, {"planner_options": {"share": "some"}}, ValueError, "share='some'"),
@@ -189,6 +191,15 @@ def test_bad_arguments(tmp_path: Path, components: Any, options: Any, error: typ
 def test_bad_steps(tmp_path: Path, step: Any) -> None:
     with small(tmp_path, Counter()) as checkpointer, pytest.raises(ValueError, match="step="):
         checkpointer.save(step)
+
+
+def test_numbers_of_other_classes_than_int(tmp_path: Path) -> None:
+    with small(tmp_path, Counter(), keep_last=np.int32(2)) as checkpointer:
+        for step in np.arange(3):
+            checkpointer.save(step)
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.load(np.int64(1)).step == 1
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-2"]
 
 
 def test_closed(tmp_path: Path) -> None:
@@ -526,7 +537,7 @@ def test_loads_on_other_ranks_are_refused_as_a_whole(tmp_path: Path) -> None:
     assert "'model.extra' is not in the checkpoint" in found["missing key"]
     assert "'model.steps' is in the checkpoint, but not here" in found["unexpected key"]
     assert "'model.steps' has shape [2] in the checkpoint, [5] here" in found["shape"]
-    assert "'model.steps' is torch.float32 in the checkpoint, torch.int64 here" in found["dtype"]
+    assert "'model.steps': the checkpoint has torch.float32, the state dict torch.int64" in found["dtype"]
     assert "saved with 1 parameter groups, here the optimizer has 2" in found["groups"]
     for report, good, mine in _distributed.run(2, load_the_rest, tmp_path):
         assert good
@@ -708,6 +719,18 @@ def test_a_manifest_that_cannot_be(tmp_path: Path, change: dict[str, Any], messa
     dcp.save(state, storage_writer=RingWriter(tmp_path / "step-1"), no_dist=True)
     with small(tmp_path, Counter()) as checkpointer:
         assert message in error_of(checkpointer.load)
+
+
+@pytest.mark.parametrize("entry", [torch.ones(2), 5])
+def test_an_entry_of_others_that_is_called_as_the_manifest(tmp_path: Path, entry: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"counter": {"value": 7}, MANIFEST_KEY: entry}
+    dcp.save(state, storage_writer=RingWriter(tmp_path / "step-1"), no_dist=True)
+    counter = Counter()
+    with small(tmp_path, counter) as checkpointer:
+        assert checkpointer.load(exclude=[MANIFEST_KEY]).step == 1
+    assert counter.value == 7
 
 
 def in_a_part_of_the_ranks(folder: Path) -> list[int]:

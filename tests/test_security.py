@@ -32,12 +32,22 @@ from fault._support import (
     storage_of,
     tensor_state,
 )
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcpring import CheckpointError, CorruptCheckpointError, RingReader, UntrustedCheckpointError, saved_key_map
+import dcpring
+from dcpring import (
+    Checkpointer,
+    CheckpointError,
+    CorruptCheckpointError,
+    Replicated,
+    RingReader,
+    RingWriter,
+    UntrustedCheckpointError,
+    saved_key_map,
+)
 from dcpring.format.metadata import OPAQUE, load_metadata, placed_of
 
 STATE = small_state(1)
@@ -258,6 +268,69 @@ def test_enum_members_are_not_changed(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + member + b"}" + string("_value_") + b"K\x03sb.")
     assert refusal(tmp_path)
     assert [member.value for member in dcp_metadata._MEM_FORMAT_ENCODING] == [0, 1, 2]
+
+
+# ---- shapes ----
+
+WIDE = torch.Size([1 << 60])
+
+
+def enlarge(path: Path, key: str) -> None:
+    """Has the metadata say that a tensor has 2^60 elements, all of them in the record that is there."""
+
+    def change(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.size, entry.chunks[0].sizes = WIDE, WIDE
+
+    changed(path, change)
+
+
+class Making(DefaultLoadPlanner):
+    """Makes a tensor for each item, as planners do that have no state dict."""
+
+    made = 0
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.made += 1
+        return torch.empty(read_item.lengths)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("writer", [RingWriter, FileSystemWriter])
+def test_no_memory_is_asked_for_that_the_files_cannot_fill(tmp_path: Path, writer: Any) -> None:
+    path = tmp_path / "step-1"
+    dcp.save({"weight": torch.ones(1000), "it": {"w": torch.ones(9)}}, storage_writer=writer(path), no_dist=True)
+    enlarge(path, "weight")
+    with pytest.raises(CorruptCheckpointError, match=r"'weight': .*1152921504606846976.* need.*distcp"):
+        dcpring.load(path)
+    planner = Making()
+    wanted = {"weight": torch.ones(1, device="meta").expand(WIDE)}
+    with pytest.raises(CheckpointException, match=r"'weight'.*: the record has "):
+        dcp.load(wanted, storage_reader=RingReader(path), planner=planner, no_dist=True)
+    assert not planner.made
+    enlarge(path, "it.w")
+    checkpointer = Checkpointer(tmp_path, {"it": Replicated({})})
+    with checkpointer, pytest.raises(CheckpointError, match=r"'it\.w': .*1152921504606846976"):
+        checkpointer.load(exclude=["weight"])
+
+
+def test_a_tensor_for_which_there_is_no_memory(tmp_path: Path) -> None:
+    """Nobody knows how large what is compressed will be."""
+    save({"weight": torch.ones(3)}, tmp_path)
+    enlarge(tmp_path, "weight")
+
+    def compress(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["zstd"]
+
+    changed(tmp_path, compress)
+    with pytest.raises(CheckpointError, match=r"'weight': no tensor of \[1152921504606846976\] torch"):
+        dcpring.load(tmp_path)
 
 
 # ---- objects ----

@@ -143,11 +143,144 @@ def _with_attribute(value: Any) -> Any:
     return found
 
 
+def _noted(value: Any) -> torch.Tensor:
+    found = torch.ones(2)
+    found.note = value  # type: ignore[attr-defined]
+    return found
+
+
 @pytest.mark.parametrize("value", [1, {"version": 2}, torch.arange(3.0), [Pair(1, {2: None})], "__class__"])
 def test_attributes_of_state_dicts_come_back(value: Any, tmp_path: Path) -> None:
     dcpring.save({"a": [_with_attribute(value)]}, tmp_path, safe_globals=[Pair])
     loaded = dcpring.load(tmp_path, safe_globals=[Pair])["a"][0]
     assert same(loaded, OrderedDict(x=1)) and same(vars(loaded), {"more": value})
+
+
+# ---- what is one thing in several places ----
+
+
+def test_what_is_at_several_places_is_one_object(tmp_path: Path) -> None:
+    w, p, array, inner = torch.ones(2), nn.Parameter(torch.ones(2)), np.arange(3), {"x": torch.ones(1), 0: [1]}
+    sparse = torch.eye(2).to_sparse()
+    tree = {"a": [w, p, array, inner, sparse], "b": (w, p, array, inner, sparse), "c": Pair(w, inner)}
+    dcpring.save(tree, tmp_path)
+    loaded = dcpring.load(tmp_path)
+    assert same(loaded, tree)
+    assert all(one is other for one, other in zip(loaded["a"], loaded["b"], strict=True))
+    assert loaded["c"].left is loaded["a"][0] and loaded["c"].right is loaded["a"][3]
+    assert type(loaded["a"][1]) is nn.Parameter
+    wanted = {"a": [torch.zeros(2), torch.zeros(2)], "b.0": torch.zeros(2)}
+    dcp.load({"a.0": wanted["a"][0], "b.0": wanted["b.0"]}, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert wanted["b.0"].tolist() == wanted["a"][0].tolist() == [1, 1], "stock finds it by each name"
+
+
+def _memories() -> dict[str, tuple[dict[str, torch.Tensor], bool]]:
+    """Tensors with memory in common, and whether the first reaches what the others have."""
+    x = torch.arange(24.0).reshape(4, 6)
+    other = torch.arange(24.0)
+    return {
+        "a detached one": ({"a": x, "b": x.detach(), "c": x.view(-1)}, True),
+        "slices": ({"a": x, "row": x[1], "column": x[:, 2], "every other": x[::2, ::3], "one": x[3, 5]}, True),
+        "the whole comes last": ({"row": x[1], "column": x[:, 2], "t": x.t()}, True),
+        "bytes": ({"a": x, "bytes": x.view(torch.uint8)[1:, 3:7], "ints": x.view(torch.int32)}, True),
+        "expanded": ({"a": x, "e": x[0, 0].expand(5)}, True),
+        "none has all": ({"a": other[:16], "b": other[8:], "c": other[10:14].view(torch.int16)}, True),
+        "windows": ({"a": other[:20].unfold(0, 8, 4), "b": other[6:12]}, True),
+        "of two dtypes": ({"a": torch.zeros(9), "b": torch.zeros(9, dtype=torch.float64)}, False),
+        "next to each other": ({"a": other[:12], "b": other[12:]}, False),
+        "columns": (dict(zip("abc", x.chunk(3, 1), strict=True)), False),
+        "blocks": ({"a": x[:2, :3], "b": x[:2, 3:], "c": x[2:, :3], "d": x[2:, 3:]}, False),
+    }
+
+
+@pytest.mark.parametrize("name", _memories())
+def test_what_shares_elements_shares_them_again(name: str, tmp_path: Path) -> None:
+    tree, is_shared = _memories()[name]
+    dcpring.save(tree, tmp_path)
+    loaded = dcpring.load(tmp_path)
+    assert same(loaded, tree)
+    assert dcpring.verify(tmp_path).ok
+    if is_shared:
+        for one in loaded, tree:  # what is written to one of them is seen in the others, in the same places
+            list(one.values())[-1].view(torch.uint8 if name == "bytes" else list(one.values())[-1].dtype).zero_()
+        assert same(loaded, tree)
+        assert [value.stride() for value in loaded.values()] == [value.stride() for value in tree.values()]
+    else:
+        assert len({value.untyped_storage().data_ptr() for value in loaded.values()}) == len(tree)
+        assert sum(value.untyped_storage().nbytes() for value in loaded.values()) == sum(
+            value.nbytes for value in tree.values()
+        ), "and no more memory than they need"
+
+
+def test_tied_weights_of_a_model_come_back_tied(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    for tree in (model.state_dict(), dict(model.named_parameters(remove_duplicate=False))):
+        dcpring.save(tree, tmp_path)
+        loaded = dcpring.load(tmp_path)
+        assert loaded["a.weight"].data_ptr() == loaded["b.weight"].data_ptr()
+        assert same(loaded, tree)
+    assert loaded["a.weight"] is loaded["b.weight"]
+
+
+def test_views_of_parameters(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.arange(4.0))
+    dcpring.save({"w": weight, "data": weight.data, "part": weight.detach()[1:3]}, tmp_path)
+    loaded = dcpring.load(tmp_path)
+    loaded["part"].add_(10)
+    assert loaded["w"].tolist() == loaded["data"].tolist() == [0, 11, 12, 3] and loaded["w"].requires_grad
+
+
+@pytest.mark.parametrize("order", [torch.ones(2, 3).t(), torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)])
+def test_strides_stay(order: torch.Tensor, tmp_path: Path) -> None:
+    dcpring.save([order, order[1:]], tmp_path)
+    first, _ = loaded = dcpring.load(tmp_path)
+    assert same(loaded, [order, order[1:]]) and first.stride() == order.stride()
+
+
+def test_attributes_of_tensors_come_back(tmp_path: Path) -> None:
+    noted = torch.ones(2)
+    noted.note, noted.scale, noted.more = "hi", torch.ones(1), {0: [noted.dtype]}  # type: ignore[attr-defined]
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.tied = noted  # type: ignore[attr-defined]
+    tree = {"x": noted, "p": parameter, "buffer": nn.Buffer(torch.ones(2), persistent=False), "x~note": 3}
+    dcpring.save(tree, tmp_path)
+    loaded = dcpring.load(tmp_path)
+    assert same(loaded, tree) and same(vars(loaded["x"]), vars(noted))
+    assert loaded["p"].tied is loaded["x"]
+    assert isinstance(loaded["buffer"], nn.Buffer) and not loaded["buffer"].persistent
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(2), 5, [1, 2], "x", {}, [torch.ones(1)], {"tree": {"x": 1}}, None])
+def test_the_key_of_the_manifest(leaf: Any, tmp_path: Path) -> None:
+    dcpring.save({"dcpring": leaf, "a": 1}, tmp_path)
+    assert same(dcpring.load(tmp_path), {"dcpring": leaf, "a": 1})
+    dcp.save({"dcpring": leaf, "a": 1}, storage_writer=dcpring.RingWriter(tmp_path), no_dist=True)
+    assert dcpring.load(tmp_path)["a"] == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("a", 8, (1,)),
+        ("a", -4, (1,)),
+        ("a", 2, (1,)),
+        ("a", 0, (2,)),
+        ("a", 0, (-1,)),
+        ("a", 0, (1 << 62,)),
+        ("a", 0, ()),
+        ("", 0, (1 << 50,)),
+        ("gone", 0, (1,)),
+        ("a", "0", (1,)),
+        3,
+    ],
+)
+def test_layouts_that_do_not_fit_are_damage(layout: Any, tmp_path: Path) -> None:
+    tree = ("dcpring.object", (6, {"a": "a", "b": "b"}, {"b": layout}))
+    state = {"a": torch.ones(4), "b": torch.ones(3), "dcpring.tree": tree}
+    dcp.save(state, storage_writer=dcpring.RingWriter(tmp_path), no_dist=True)
+    with pytest.raises(CorruptCheckpointError, match="does not fit the checkpoint"):
+        dcpring.load(tmp_path)
 
 
 def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
@@ -167,6 +300,7 @@ def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
         ({"a": _with_attribute(Own())}, r"an attribute of a dict in the tree' \(.*Own\)"),
         ({"a": _with_attribute(lambda: 1)}, "an attribute of a dict in the tree.*pickle"),
         ({"a": torch.ones(2, device="meta")}, "'a'.*meta"),
+        ({"a": {"w": _noted(Own())}}, r"cannot save 'a\.w~note' \(.*Own\)"),
         (_itself(), "holds itself"),
     ],
 )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor
@@ -109,9 +110,8 @@ class Checkpointer:
         self._member = Member(self._ranks.rank, self._ranks.world_size)
         try:
             with self._ranks.operation("Checkpointer") as joint:
-                for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-                    if value is not None and (not isinstance(value, int) or value < 1):
-                        raise ValueError(f"{name}={value!r}: must be an int of at least 1, or None")
+                self.keep_last = None if keep_last is None else _number("keep_last", keep_last, 1)
+                self.keep_every = None if keep_every is None else _number("keep_every", keep_every, 1)
                 if busy not in ("wait", "skip"):
                     raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
                 check_unchanged(unchanged)
@@ -128,7 +128,7 @@ class Checkpointer:
                 self._base: int | None = None  # the step that training comes from, where a load has told
                 self._last: int | None = None  # the step that was saved or loaded last
                 self.components = _recognised(components)
-                self.keep_last, self.keep_every, self.busy = keep_last, keep_every, busy
+                self.busy = busy
                 self.unchanged: Unchanged = unchanged
                 self._frozen: set[tuple[str, str]] = set()  # components and keys
                 self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
@@ -197,8 +197,7 @@ class Checkpointer:
         """
         with contextlib.ExitStack() as after, self._ranks.operation("save") as joint:
             self._require_open()
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-                raise ValueError(f"step={step!r}: must be an int of at least 0")
+            step = _number("step", step, 0)
             exports.checked(export, self.components)
             if not self._settle(joint, may_skip=not blocking):
                 return SaveHandle(False)
@@ -295,8 +294,8 @@ class Checkpointer:
                 continue
             own = trees.digests(states[name]) if component.is_whole else {}
             items = [set(digests.items()) for digests in joint.gather("digests", own)]
-            differing = {key for each in items for key, _ in each ^ items[0] if key}
-            where = f" ({some_are(differing)} not the same)" if differing else ""
+            differing = {place for each in items for place, _ in each ^ items[0] if place}
+            where = f" ({some_are(map(trees.text_of, differing))} not the same)" if differing else ""
             raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")
 
     def _manifest(self, step: int, notes: dict[str, list[Any]]) -> Manifest:
@@ -487,6 +486,7 @@ class Checkpointer:
         path = self.path(found)
         with joint.doing(f"cannot load {path}"):
             stored = Stored(OnceReader(path, **self._reader_options))
+            stored.manifest  # noqa: B018 - read here, where all ranks are told of what is wrong with it
         plans = Restore(joint, self.components, stored, self._member, self._load_options).run(wanted, left_out)
         if wanted is None:
             self._base = found
@@ -497,6 +497,7 @@ class Checkpointer:
     def _choose_step(self, joint: Operation, step: int | None) -> int | None:
         """The step that rank 0 sees, for all."""
         with joint.doing(f"cannot look into {self.folder}"):
+            step = None if step is None else _number("step", step, 0)
             last = self.latest() if step is None else step
         found = joint.gather("step", (step, last))
         if len({asked for asked, _ in found}) > 1:
@@ -559,6 +560,14 @@ def _checked_timeout(timeout: float | timedelta) -> timedelta:
     if given <= timedelta(0):
         raise ValueError(f"timeout={timeout!r}: must be more than 0 seconds, or None")
     return given
+
+
+def _number(name: str, value: SupportsIndex, least: int) -> int:
+    """An option that is a number, of whatever class of integers (NumPy's)."""
+    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else least - 1
+    if number < least:
+        raise ValueError(f"{name}={value!r}: must be an int of at least {least}")
+    return number
 
 
 def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,25 +9,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
+import os
 import pickle
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcpring.base.joint import Joint
 from dcpring.base.text import ranks
-from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.lazy import LazyMetadata
+from dcpring.format.metadata import TENSOR, Placed, placed_of
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
 from dcpring.report import Metrics
 from dcpring.resume import trees
+from dcpring.resume.layouts import reach
 from dcpring.store import layout
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, set_element
@@ -38,6 +44,9 @@ MANIFEST_VERSION = 1
 PER_RANK = "per_rank"
 
 Path = tuple[str | int, ...]
+
+_MOST_PACKED = 64
+"""Bytes of a tensor for each that is stored of it, where that is not plain: quantised, or of another class."""
 
 _RANK = re.compile(r"(?:dp_)?rank_(\d+)")
 
@@ -105,6 +114,11 @@ class OnceReader(RingReader):
     def _tell(self, metrics: Metrics) -> None:
         self._told.append(metrics)
 
+    @property
+    def has_headers(self) -> bool:
+        """Whether what is read is safetensors."""
+        return self._load.files is not None
+
     def tell(self, rank: int) -> None:
         """Tells of all its loads as of one, once they are over."""
         size, busy = sum(each.bytes for each in self._told), sum(each.slowest_seconds for each in self._told)
@@ -128,13 +142,19 @@ class Stored:
         self.reader = reader
         self.path = str(reader.path)
         self.metadata = reader.read_metadata()
-        self.manifest = self._read_manifest()
         self.flat: set[str] = set()
+        self._file_bytes: dict[str, int] = {}
 
-    def _read_manifest(self) -> Manifest | None:
-        if MANIFEST_KEY not in self.metadata.state_dict_metadata:
-            return None
-        state: dict[str, Any] = {MANIFEST_KEY: None}
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """What a Checkpointer has noted; None where others saved, who may call an entry of their own so."""
+        entry = self.metadata.state_dict_metadata.get(MANIFEST_KEY)
+        text = self.read_object(MANIFEST_KEY) if isinstance(entry, BytesStorageMetadata) else None
+        return Manifest.parse(text, self.path) if isinstance(text, str) else None
+
+    def read_object(self, key: str) -> Any:
+        """An object, in a load of its own."""
+        state: dict[str, Any] = {key: None}
         progress, self.reader.progress = self.reader.progress, False
         try:
             load(state, self.reader, DefaultLoadPlanner(), None)
@@ -142,7 +162,7 @@ class Stored:
             raise error.failures[0][0] from None
         finally:
             self.reader.progress = progress
-        return Manifest.parse(state[MANIFEST_KEY], self.path)
+        return state[key]
 
     @functools.cached_property
     def paths(self) -> dict[str, Path]:
@@ -214,15 +234,69 @@ class Stored:
                 found.setdefault(int(match[1]), []).append(key)
         return found
 
-    def blank(self, keys: list[str]) -> dict[str, Any]:
-        """What a load of these keys fills: tensors of the shapes that were saved, and None for objects."""
-        return {key: self._blank(key) for key in keys}
+    def blank(
+        self,
+        keys: Iterable[str],
+        device: str | torch.device = "cpu",
+        strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """What a load of these keys fills: tensors of the shapes that were saved, and None for objects.
 
-    def _blank(self, key: str) -> Any:
-        entry = self.metadata.state_dict_metadata[key]
-        if isinstance(entry, BytesStorageMetadata):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        Args:
+            keys: of the checkpoint.
+            device: where the tensors are.
+            strides: of those that are not contiguous, and have no gaps.
+
+        Raises:
+            CorruptCheckpointError: a tensor is larger than what is stored of it; nothing has been allocated.
+            CheckpointError: there is not so much memory.
+        """
+        tensors = [key for key in keys if self.is_tensor(key)]
+        for key in tensors:
+            self._check_size(key)
+        made = {key: self._blank(key, device, strides.get(key)) for key in tensors}
+        return {key: made.get(key) for key in keys}
+
+    @functools.cached_property
+    def _records(self) -> dict[str, list[Placed]]:
+        """Where the data of each key are."""
+        found: dict[str, list[Placed]] = {}
+        for index, info in (self.metadata.storage_data or {}).items():
+            found.setdefault(index.fqn, []).append(placed_of(info, index.fqn, self.path))
+        return found
+
+    def _check_size(self, key: str) -> None:
+        """Whether a tensor is no larger than what is stored of it: shapes in metadata may be any."""
+        dtype, size = self.tensor(key)
+        needed, room = math.prod(size) * dtype.itemsize, 0
+        records = [] if self.reader.has_headers else self._records.get(key, [])  # headers have been checked
+        for place in records:
+            file = os.path.join(self.path, place.file)
+            file_bytes = self._file_bytes.setdefault(place.file, os.stat(file).st_size if os.path.isfile(file) else -1)
+            if file_bytes < 0 or place.descriptors:  # the load will say so; what is compressed may become any size
+                return
+            if place.offset + place.length > file_bytes:
+                why = f"the record ends at byte {place.offset + place.length}, the file at {file_bytes}"
+                raise CorruptCheckpointError(f"{key!r}: {why}", file, place.offset)
+            room += place.payload_bytes if place.kind == TENSOR else place.length * _MOST_PACKED
+        if records and needed > room:
+            what = f"{len(records)} records have {sum(place.length for place in records)} bytes"
+            raise CorruptCheckpointError(
+                f"{key!r}: the shape {list(size)} and {dtype} need {needed} bytes, and {what}", file, place.offset
+            )
+
+    def _blank(self, key: str, device: str | torch.device, stride: tuple[int, ...] | None) -> Tensor:
+        dtype, size = self.tensor(key)
+        if stride is not None and reach(size, stride) > math.prod(size):
+            raise ValueError(f"{key!r} has the strides {list(stride)}")
+        try:
+            if stride is None:
+                return torch.empty(size, dtype=dtype, device=device)
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:
+            needed = math.prod(size) * dtype.itemsize
+            what = f"{key!r}: no tensor of {list(size)} {dtype} can be made on {device}, which takes {needed} bytes"
+            raise CheckpointError(what) from error
 
     def rebuilt(self, loaded: dict[str, Any], depth: int) -> Any:
         """The state whose leaves these are, as it was saved.

@@ -349,7 +349,7 @@ class OptimizerState(_Grouped):
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         if size.numel() > 1 and (isinstance(parameter, DTensor) or has_flat_parameters(self.model)):
             plan.problems.append(f"how {key!r} is spread over ranks cannot be told before the optimizer's first step")
-        return torch.empty(size, dtype=dtype, device=parameter.device if size.numel() > 1 else "cpu")
+        return stored.blank([key], parameter.device if size.numel() > 1 else "cpu")[key]
 
     # ---- load: what was read ----
 

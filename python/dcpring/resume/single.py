@@ -2,8 +2,9 @@
 
 Every tensor and every value is an ordinary entry of a DCP checkpoint, named as DCP would name it, so that stock and
 the tools read them. Beside them lies the tree itself, with the names in the places of what they stand for: it has the
-containers and the keys that names do not tell (ints, tuples, empty dicts). No collective is called, whether or not
-there is a process group.
+containers and the keys that names do not tell (ints, tuples, empty dicts). What is one object in several places has
+an entry for each, and one node in the tree: pickles keep that it is one. No collective is called, whether or not there
+is a process group.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from dcpring.plan.flatten import Flat, Path, flat_of
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import trees
-from dcpring.resume.manifest import OnceReader, Stored
+from dcpring.resume.layouts import Layout, layouts_of, view_of
+from dcpring.resume.manifest import MANIFEST_KEY, OnceReader, Stored
 from dcpring.store.writer import RingWriter
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import plans_for_itself
@@ -43,14 +45,19 @@ TREE_KEY = "dcpring.tree"
 _IN_TREE = "a key or an attribute of a dict in the tree"
 """What errors call what is pickled with it."""
 
+MEMORY = "dcpring.memory"
+"""What entries are called that hold memory of which several tensors have a part, and none all."""
+
 ROOT = "tree"
 """Where a tree lies that is no mapping."""
 
-_NAMEDTUPLE, _PARAMETER, _WITH_GRADIENT, _HIDDEN, _WITH_ATTRIBUTES = range(5)
+_NAMEDTUPLE, _PARAMETER, _WITH_GRADIENT, _HIDDEN, _WITH_ATTRIBUTES, _WITH_NODES, _LAID_OUT = range(7)
 """Kinds of nodes of the tree of names that are written as a tuple which begins with an int: all else in it is a
 container, or the name of a leaf. A namedtuple has its class, its fields and its nodes; a parameter its name and
 requires_grad; a tensor that requires a gradient, and an object that DCP would take for a mapping or a tensor, their
-names; an OrderedDict that has attributes, as torch's state dicts have their versions, its node and these."""
+names; an OrderedDict that has attributes, as torch's state dicts have their versions, its node and these; a tensor that
+has some, as ``nn.Buffer`` does, its node and their nodes. At the root of all may be the layouts of tensors (see
+``layouts``), behind the tree."""
 
 _SHARDED = (DTensor, ShardedTensor)
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
@@ -67,9 +74,15 @@ def save(
     """Saves a tree of one process, such as all that a training has on rank 0, to be read by ``dcpring.load``.
 
     What it holds comes back as it was: dicts with keys of any kind, empty dicts, tuples, namedtuples, None, tensors,
-    parameters, what ``state_dict()`` notes of its modules, and the objects that loads take (docs/objects.md). Other
-    processes take no part, also where there is a process group. The directory is a checkpoint of DCP: ``dcp.load`` of
-    stock reads tensors and values by their names. What is there stays good until the new one is complete.
+    parameters, buffers, what ``state_dict()`` notes of its modules, and the objects that loads take (docs/objects.md).
+    What is one object in several places is one again, and tensors that share elements share them again. Of a tensor
+    come back values, dtype, shape, ``requires_grad``, attributes, and strides if it has no gaps; not its gradient, its
+    hooks, its device, or what it is a view of where that is not in the tree. Conjugate and negative views, sparse
+    tensors and those of subclasses share no memory afterwards.
+
+    Other processes take no part, also where there is a process group. The directory is a checkpoint of DCP:
+    ``dcp.load`` of stock reads tensors and values by their names. What is there stays good until the new one is
+    complete.
 
     Args:
         tree: of dicts, lists and tuples; a tensor of which each rank has a part is none of one process.
@@ -91,7 +104,7 @@ def write(tree: Any, path: str | os.PathLike[str], options: dict[str, Any], load
     """``save`` by options of ``RingWriter``, and with the words of whoever calls it (``refused_text``)."""
     encoder = _Encoder()
     try:
-        names = encoder.node(tree, () if type(tree) in (dict, OrderedDict) else (ROOT,))
+        names = encoder.whole(tree)
     except RecursionError:
         raise CheckpointError("cannot save the tree: it holds itself, or is nested too deeply") from None
     values: dict[str, Any] = {**encoder.values, TREE_KEY: (trees.MARK, names)}
@@ -113,7 +126,7 @@ def load(
     safe_globals: Sequence[Any] = (),
     reader_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Loads what ``dcpring.save`` has saved, exactly; other processes take no part.
+    """Loads what ``dcpring.save`` has saved, as it says there; other processes take no part.
 
     Any other checkpoint of DCP comes as a dict of whole tensors and values, nested as it was when it was saved, as far
     as DCP knows that: with keys that are strings, and without empty dicts.
@@ -138,14 +151,21 @@ def load(
     reader = OnceReader(path, **{"trusted": trusted, "safe_globals": safe_globals, **(reader_options or {})})
     stored = Stored(reader)
     keys = list(stored.metadata.state_dict_metadata)
-    values = _read(stored, keys, device)
-    reader.tell(0)
     if TREE_KEY not in keys:
+        values = _read(stored, stored.blank(keys, device))
+        reader.tell(0)
         return stored.rebuilt(values, depth=0) or {}
-    names = values.pop(TREE_KEY)
+    marked = stored.read_object(TREE_KEY)
+    keys.remove(TREE_KEY)
     try:
-        return _Decoder(values, trusted is True, safe_globals).tree(names[1])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        tree = marked[1]
+        names, layouts = tree[1:] if type(tree) is tuple and tree[:1] == (_LAID_OUT,) else (tree, {})
+        values = _read_laid_out(stored, keys, layouts, device)
+        reader.tell(0)
+        return _Decoder(values, trusted is True, safe_globals).tree(names)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         message = f"the tree ({TREE_KEY!r}) does not fit the checkpoint: {error!r}"
         raise CorruptCheckpointError(message, stored.path) from error
 
@@ -161,13 +181,26 @@ def _judge(values: Mapping[str, Any], writer: RingWriter, load: str, save: str) 
     logger.warning("%s holds %s", writer.path, refused_text(refused, load, save))
 
 
-def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:
-    state = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in stored.blank(keys).items()}
+def _read(stored: Stored, state: dict[str, Any]) -> dict[str, Any]:
     try:
         dcp.load(state, stored.reader, RingLoadPlanner(), None)
     except CheckpointException as error:
         raise _first(error) from None
     return state
+
+
+def _read_laid_out(
+    stored: Stored, keys: list[str], layouts: Mapping[str, Layout], device: str | torch.device
+) -> dict[str, Any]:
+    """The values, of which some are views of others; these are not read."""
+    strides = {name: stride for name, (base, _, stride) in layouts.items() if not base}
+    views = layouts.keys() - strides.keys()
+    values = _read(stored, stored.blank([key for key in keys if key not in views], device, strides))
+    made = {}
+    for name in views:
+        base, offset, stride = layouts[name]
+        made[name] = view_of(values[base], *stored.tensor(name), offset, stride)
+    return values | made
 
 
 def _first(error: CheckpointException) -> BaseException:
@@ -197,10 +230,25 @@ class _Encoder:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, Path] = {TREE_KEY: (TREE_KEY,)}
-        self._used: set[tuple[str, ...]] = {(TREE_KEY,)}
+        self._used: set[tuple[str, ...]] = {(TREE_KEY,), (MANIFEST_KEY,)}
+        self._tensors: dict[str, Tensor] = {}
+        self._nodes_of: dict[int, Any] = {}
+
+    def whole(self, tree: Any) -> Any:
+        """What stands for a tree, with the layouts of its tensors."""
+        names = self.node(tree, () if type(tree) in (dict, OrderedDict) else (ROOT,))
+        layouts = layouts_of(self._tensors, lambda memory: self._leaf(memory, self._unused((MEMORY,), by_name=True)))
+        return (_LAID_OUT, names, layouts) if layouts else names
 
     def node(self, value: Any, path: tuple[str, ...]) -> Any:
-        """What stands for a value in the tree of names."""
+        """What stands for a value in the tree of names; of what is at several places the same everywhere.
+
+        DCP's readers find it under each name all the same.
+        """
+        made = self._node(value, path)
+        return made if type(value) in _SCALARS else self._nodes_of.setdefault(id(value), made)
+
+    def _node(self, value: Any, path: tuple[str, ...]) -> Any:
         kind: Any = type(value)
         if kind in _SCALARS:
             return self._leaf(value, path)
@@ -241,15 +289,22 @@ class _Encoder:
                 f"cannot save {'.'.join(path)!r}: it is a {type(value).__name__}, of which each rank has a part. Save "
                 "it with dcpring.Checkpointer, or with dcp.save on all ranks; or save its full_tensor()"
             )
+        if value.is_meta:
+            raise CheckpointError(f"cannot save {'.'.join(path)!r}: it is a tensor on the device meta, without values")
         is_plain = type(value) in PLAIN_TYPES and value.layout == torch.strided and not value.is_quantized
         if not is_plain or plans_for_itself(value):
             return _HIDDEN, self._leaf((trees.MARK, value), path)
-        if value.is_meta:
-            raise CheckpointError(f"cannot save {'.'.join(path)!r}: it is a tensor on the device meta, without values")
         name = self._leaf(value.detach(), path)
+        self._tensors[name] = self.values[name]
+        node: Any = (_WITH_GRADIENT, name) if value.requires_grad else name
         if type(value) is nn.Parameter:
-            return _PARAMETER, name, value.requires_grad
-        return (_WITH_GRADIENT, name) if value.requires_grad else name
+            node = _PARAMETER, name, value.requires_grad
+        return (_WITH_NODES, node, self._attributes(vars(value), path)) if vars(value) else node
+
+    def _attributes(self, attributes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        """Nodes of a leaf's attributes, which lie beside it: nothing lies below a leaf."""
+        *above, last = path
+        return {name: self.node(one, self._unused((*above, f"{last}~{name}"))) for name, one in attributes.items()}
 
     def _leaf(self, value: Any, path: tuple[str, ...]) -> str:
         """Its name: that of DCP, unless another leaf has it."""
@@ -275,12 +330,18 @@ class _Decoder:
 
     def __init__(self, values: dict[str, Any], trusted: bool, safe_globals: Sequence[Any]) -> None:
         self._values = values
+        self._made: dict[int, Any] = {}  # of the tree's own nodes: they live as long as the tree
         self._trusted = trusted
         self._known = {f"{one.__module__}:{one.__qualname__}": one for one in safe_globals if isinstance(one, type)}
 
     def tree(self, node: Any) -> Any:
         if isinstance(node, str):
             return self._values[node]
+        if id(node) not in self._made:
+            self._made[id(node)] = self._tree(node)
+        return self._made[id(node)]
+
+    def _tree(self, node: Any) -> Any:
         if type(node) in (dict, OrderedDict):
             return type(node)((key, self.tree(one)) for key, one in node.items())
         if type(node) is list:
@@ -295,9 +356,10 @@ class _Decoder:
         if kind == _NAMEDTUPLE:
             name, fields, nodes = parts
             return tuple.__new__(self._namedtuple(name, fields), [self.tree(one) for one in nodes])
-        if kind == _WITH_ATTRIBUTES:
+        if kind in (_WITH_ATTRIBUTES, _WITH_NODES):
             found = self.tree(parts[0])
-            vars(found).update(parts[1])
+            own = parts[1] if kind == _WITH_ATTRIBUTES else {key: self.tree(one) for key, one in parts[1].items()}
+            vars(found).update(own)
             return found
         value = self._values[parts[0]]
         if kind == _HIDDEN:

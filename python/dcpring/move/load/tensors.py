@@ -63,6 +63,7 @@ class PlainTensors:
             self._resolved = {position: self._resolve(position) for position in self._payloads}
         if self._most_bytes is not None or others_first:
             self._check_ends(self._payloads)
+            self._check_sizes()
 
     def _resolve(self, position: int) -> Tensor:
         target = self._planner.resolve_tensor(self._wanted[position].item).detach()
@@ -72,6 +73,16 @@ class PlainTensors:
 
     def _check_ends(self, positions: Iterable[int]) -> None:
         self._reads.check_ends([end for position in positions for end in ends_of(position, self._payloads[position])])
+
+    def _check_sizes(self) -> None:
+        """Whether records are as large as their tensors, which a planner may make before the core sees them."""
+        for position, payload in self._payloads.items():
+            for one in payload.stored:
+                needed = math.prod(one.sizes) * one.dtype.itemsize
+                if one.payload_bytes != needed:
+                    path = f"{self._explain.path}/{self._reads.inputs.names[one.file]}"
+                    what = f"the record has {one.payload_bytes} bytes, its shape and dtype need {needed}"
+                    raise CorruptCheckpointError(f"{self._explain.name(position)}: {what}", path, one.payload_offset)
 
     def load(self, positions: Iterable[int]) -> None:
         for window in windows.windows(positions, self._target_bytes, self._most_bytes):

@@ -569,6 +569,16 @@ def test_what_is_not_taken_over_is_told(tmp_path: Path, kind: Any, caplog: pytes
         assert ("component 'it' was loaded, but its state_dict()" in caplog.text) == (not hears)
 
 
+def test_keys_that_look_alike_are_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cursor = Cursor({0: torch.ones(2), "0": torch.zeros(2), "a": {"b": 1}, "a.b": 2})
+    expected = dict(cursor.value)
+    with Checkpointer(tmp_path, {"it": Replicated(cursor)}) as checkpointer:
+        checkpointer.save(1)
+        cursor.value = {}
+        assert checkpointer.load().components["it"].detail == "as saved"
+    assert digest(cursor.value) == digest(expected) and "something else" not in caplog.text
+
+
 def remarks_of_ranks(folder: Path) -> str:
     deaf = Deaf(1.0)
     with Checkpointer(folder, {"it": Replicated(deaf)}) as checkpointer:

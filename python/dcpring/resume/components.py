@@ -195,11 +195,12 @@ def some_are(keys: Iterable[str]) -> str:
 
 
 def _differing(given: Any, taken: Any) -> list[str]:
-    """What of a state is not in another one, by name."""
+    """What of a state is not in another one, in words."""
     if not isinstance(given, Mapping | list | tuple):
         return [] if _same(given, taken) else ["it"]
     found = dict(trees.leaves(taken))
-    return [path for path, value in trees.leaves(given) if path not in found or not _same(value, found[path])]
+    differing = [at for at, value in trees.leaves(given) if at not in found or not _same(value, found[at])]
+    return list(map(trees.text_of, differing))
 
 
 def _same(a: Any, b: Any) -> bool:

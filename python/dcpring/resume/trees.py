@@ -52,16 +52,25 @@ def _is_marked(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and value[0] == MARK
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, list or tuple, with its path: "a.b[2]"."""
+Place = tuple[tuple[str, str], ...]
+"""Where a value lies: for each step to it the type of the key, which is empty for an index, and its text."""
+
+
+def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every value that is no mapping, list or tuple, with its place."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, f"{path}.{_named(key)}" if path else _named(key))
+            yield from leaves(value, (*place, (type(key).__name__, _named(key))))
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
+            yield from leaves(value, (*place, ("", str(index))))
     else:
-        yield path, tree
+        yield place, tree
+
+
+def text_of(place: Place) -> str:
+    """A place in words, "a.b[2]": keys that differ may have the same."""
+    return "".join(f".{text}" if kind else f"[{text}]" for kind, text in place).removeprefix(".")
 
 
 def leaf_values(tree: Any) -> Iterator[Any]:
@@ -86,11 +95,10 @@ def _named(key: Any) -> str:
 
 def refuse_sharded(state: Any) -> None:
     """Raises CheckpointError if a state that is no rank's part of anything holds a part of something."""
-    for path, value in leaves(state):
+    for place, value in leaves(state):
         if isinstance(value, DTensor) or (type(value) in PLAIN_TYPES and not is_whole(value)):
-            raise CheckpointError(
-                f"{path!r} is a {type(value).__name__} of which each rank has a part; wrap the object in Sharded()"
-            )
+            what = f"{text_of(place)!r} is a {type(value).__name__}"
+            raise CheckpointError(f"{what} of which each rank has a part; wrap the object in Sharded()")
 
 
 def refuse_unloadable(state: Any, safe_globals: list[Any]) -> None:
@@ -114,9 +122,9 @@ def _unusual(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def digests(state: Any) -> dict[str, str]:
-    """A digest of every leaf, by path."""
-    return {path: values.digest(value).hex() for path, value in leaves(state)}
+def digests(state: Any) -> dict[Place, str]:
+    """A digest of every leaf, by its place."""
+    return {place: values.digest(value).hex() for place, value in leaves(state)}
 
 
 def digest(state: Any) -> str:

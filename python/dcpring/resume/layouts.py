@@ -23,15 +23,12 @@ _MOST_COMPARED = 256
 
 
 class _Span(NamedTuple):
-    """The memory of a tensor, from its first byte to behind its last; gaps between its elements included."""
+    """The bytes of a storage from a tensor's first to behind its last, gaps between its elements included."""
 
     begin: int
     end: int
     name: str
     tensor: Tensor
-
-    def layout(self, base: str, begin: int) -> Layout:
-        return base, self.begin - begin, self.tensor.stride()
 
 
 def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> dict[str, Layout]:
@@ -43,19 +40,16 @@ def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> 
     """
     found: dict[str, Layout] = {}
     for spans in _overlapping(tensors):
-        begin, end = spans[0].begin, max(span.end for span in spans)
-        whole = next((span for span in spans if (span.begin, span.end) == (begin, end) and is_dense(span.tensor)), None)
-        if whole is None and (len(spans) == 1 or _are_apart(spans)):
-            alone, shared, base = spans, [], ""
-        else:
-            alone, shared = [span for span in spans if span is whole], [span for span in spans if span is not whole]
-            base = whole.name if whole is not None else keep(_memory(spans[0].tensor, begin, end))
-        found |= {span.name: span.layout(base, begin) for span in shared}
-        found |= {
-            span.name: span.layout("", span.begin)
-            for span in alone
-            if not span.tensor.is_contiguous() and is_dense(span.tensor)
-        }
+        alignment = max(span.tensor.itemsize for span in spans)
+        begin, end = spans[0].begin // alignment * alignment, max(span.end for span in spans)
+        base = next((one.name for one in spans if one[:2] == (begin, end) and is_dense(one.tensor)), "")
+        if not base and len(spans) > 1 and not _are_apart(spans):
+            base = keep(_memory(spans[0].tensor, begin, end))
+        for span in spans:
+            if base not in ("", span.name):
+                found[span.name] = base, span.begin - begin, span.tensor.stride()
+            elif not span.tensor.is_contiguous() and is_dense(span.tensor):
+                found[span.name] = "", 0, span.tensor.stride()
     return found
 
 
@@ -63,21 +57,22 @@ def _overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
     """Tensors of one storage whose spans overlap, together."""
     by_storage: dict[tuple[torch.device, int], list[_Span]] = {}
     for name, tensor in tensors.items():
-        begin = tensor.data_ptr()
-        if begin and tensor.numel() and not is_lazy_view(tensor):
+        memory = tensor.untyped_storage().data_ptr()
+        if memory and tensor.numel() and not is_lazy_view(tensor):
+            begin = int(tensor.storage_offset()) * tensor.itemsize
             span = _Span(begin, begin + reach(tensor.shape, tensor.stride()) * tensor.itemsize, name, tensor)
-            by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(span)
+            by_storage.setdefault((tensor.device, memory), []).append(span)
     for spans in by_storage.values():
         spans.sort(key=lambda span: span.begin)
         ends = itertools.accumulate((span.end for span in spans), max)
-        cuts = [0, *(at for at, end in enumerate(ends, 1) if at < len(spans) and spans[at].begin >= end), len(spans)]
-        yield from (spans[begin:end] for begin, end in itertools.pairwise(cuts))
+        cuts = [at for at, end in enumerate(ends, 1) if at == len(spans) or spans[at].begin >= end]
+        yield from (spans[first:last] for first, last in itertools.pairwise([0, *cuts]))
 
 
 def _memory(tensor: Tensor, begin: int, end: int) -> Tensor:
-    storage = tensor.untyped_storage()
+    """Bytes of a tensor's storage."""
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return made.set_(storage, begin - storage.data_ptr(), (end - begin,), (1,))
+    return made.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 
 
 def _are_apart(spans: Sequence[_Span]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import threading
@@ -26,7 +27,7 @@ from dcpring.base import groups as base_groups
 from dcpring.move.load import handon
 from dcpring.plan import sharing
 from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
-from dcpring.plan.sharing import ROUND_BYTES, Needs, plan_sharing, units_table
+from dcpring.plan.sharing import ROUND_BYTES, Needs, hops, plan_sharing, units_table
 from dcpring.torchside.groups import default_store
 
 PATIENCE_SECONDS = 60.0
@@ -436,3 +437,136 @@ def at_the_same_time(path: str) -> list[bool]:
 
 def test_several_loads_at_the_same_time(tmp_path: Path) -> None:
     assert _distributed.run(3, at_the_same_time, str(tmp_path)) == [[True, True]] * 3
+
+
+# ---- between hosts ----
+
+
+@pytest.mark.parametrize("count", (1, 2, 3, 5, 8, 13))
+def test_a_tree_brings_a_unit_to_each_host_once(count: int) -> None:
+    carriers = random.Random(count).sample(range(100), count)
+    has, levels = {carriers[0]}, (count - 1).bit_length()
+    for level in range(levels):
+        now = [(rank, hop) for rank in carriers for hop in hops(carriers, rank) if hop.level == level]
+        pairs = {(rank, hop.peer) for rank, hop in now if hop.is_sent}
+        told = {(hop.peer, rank) for rank, hop in now if not hop.is_sent}
+        assert pairs == told, "what one sends another receives, on the same level"
+        assert {sender for sender, _ in pairs} <= has and not has & {receiver for _, receiver in pairs}
+        has |= {receiver for _, receiver in pairs}
+    assert has == set(carriers)
+    assert hops(carriers, -1) == []
+
+
+def needs_of(hosts: str, share: Any, holders: list[list[int]]) -> list[Needs]:
+    """Each unit is of 3 MiB, and needed by some ranks."""
+    tables = [[f"u{at}" for at, ranks in enumerate(holders) if rank in ranks] for rank in range(len(hosts))]
+    return [
+        Needs(rank, len(hosts), host, share, units_table(tables[rank], [3 << 20] * len(tables[rank])))
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def test_what_each_rank_is_told() -> None:
+    everyone, holders = list(range(8)), [[1, 2], [0, 4], [3]]
+    found = plan_sharing(needs_of("aaaabbbb", "all", [everyone] * 30 + holders))
+    assert all(part.is_far and part.ranks_here == 4 for part in found)
+    assert [part.leader for part in found] == [0] * 4 + [4] * 4
+    by_rank = [{(unit.round, unit.offset): unit for unit in part.units} for part in found]
+    for units in by_rank:
+        for place, unit in units.items():
+            assert all(by_rank[rank][place].reader == unit.reader for ranks in unit.holders for rank in ranks)
+            carriers = unit.carriers()
+            assert carriers[0] == unit.reader and len(carriers) == len(unit.holders)
+            assert carriers == by_rank[unit.reader][place].carriers()
+    carried = [rank for unit in found[0].units for rank in unit.carriers()]
+    assert min(map(carried.count, everyone)) > 0, "all take their turn"
+    assert [len(part.units) for part in found] == [31, 31, 31, 30, 31, 30, 30, 30]
+    near = plan_sharing(needs_of("aaaabbbb", "host", [everyone] * 30 + holders))
+    assert not any(part.is_far for part in near)
+    assert all(len(unit.holders) == 1 for part in near for unit in part.units)
+
+
+def test_what_is_told_grows_with_ranks_not_with_their_square() -> None:
+    """Each row had a tuple of all ranks that need it: 68 MiB for 256 ranks and 500 tensors."""
+    names = [f"layers.{at}.weight" for at in range(100)]
+    table = units_table(names, [1 << 20] * 100)
+    sizes = []
+    for world in (64, 256):
+        needs = [Needs(rank, world, f"host{rank // 8}", "all", table) for rank in range(world)]
+        sizes.append(sum(len(pickle.dumps(part)) for part in plan_sharing(needs)) / world)
+    assert sizes[1] < sizes[0] + 256 * 8, "a set of ranks, once"
+
+
+def between_hosts(path: str, hosts: str, share: Any) -> tuple[bool, int, int, int]:
+    """What goes through the process group, and how often all ranks meet."""
+    rank, sent, met = dist.get_rank(), 0, 0
+    state = {f"t{at}": torch.full((1 << 20,), float(at)) for at in range(32)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+    loaded = {name: torch.zeros(1 << 20) for name in state}
+    batch, gather = dist.batch_isend_irecv, base_groups.gather
+
+    def counted(operations: list[Any]) -> Any:
+        nonlocal sent
+        sent += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return batch(operations)
+
+    def gathered(*args: Any) -> Any:
+        nonlocal met
+        met += 1
+        return gather(*args)
+
+    planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
+    with (
+        mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[rank]),
+        mock.patch.object(handon, "MEET_SECONDS", PATIENCE_SECONDS),
+        mock.patch.object(dist, "batch_isend_irecv", counted),
+        mock.patch.object(base_groups, "gather", gathered),
+    ):
+        dcp.load(loaded, storage_reader=(reader := RingReader(path)), planner=planner)
+    assert reader.stats is not None
+    return all(torch.equal(loaded[name], state[name]) for name in state), sent, met, reader.stats.bytes
+
+
+@pytest.mark.parametrize(("hosts", "share"), (("aabb", "all"), ("aabbccd", "all"), ("aabb", "host"), ("abc", "all")))
+def test_each_byte_goes_once_to_each_host(tmp_path: Path, hosts: str, share: str) -> None:
+    """It went to each rank of other hosts; and with share="host" all ranks of all hosts met for each 32 MiB."""
+    results = _distributed.run(len(hosts), between_hosts, str(tmp_path), hosts, share)
+    size, others = 32 << 22, len(set(hosts)) - 1
+    assert all(good for good, *_ in results)
+    assert sum(sent for _, sent, _, _ in results) == (size * others if share == "all" else 0)
+    assert sum(read for *_, read in results) < size * (1 if share == "all" else 1 + others) + (1 << 20)
+    if share == "host":
+        assert {met for _, _, met, _ in results} == {3}, "memory, mapped, received"
+
+
+def one_is_late_to_a_round(path: str) -> tuple[bool, int]:
+    """A rank of one host sleeps in the middle: its host's ranks read what is left, the other host's go on."""
+    rank = dist.get_rank()
+    state = {f"t{at}": torch.full((1 << 20,), float(at)) for at in range(48)}
+    dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
+    loaded = {name: torch.zeros(1 << 20) for name in state}
+    fill, wait, filled = handon.Exchange._fill, base_groups.Meeting.wait, 0
+
+    def late(self: handon.Exchange, now: Any) -> None:
+        nonlocal filled
+        fill(self, now)
+        filled += 1
+        if rank == 1 and filled == 2:
+            handon.MEET_SECONDS = PATIENCE_SECONDS
+            time.sleep(2)
+
+    with (
+        mock.patch("dcpring.plan.load_planner.host_id", lambda: "aabb"[rank]),
+        mock.patch.object(handon, "MEET_SECONDS", 0.5 if rank == 0 else PATIENCE_SECONDS),
+        mock.patch.object(base_groups.Meeting, "wait", lambda self, _: wait(self, PATIENCE_SECONDS)),
+        mock.patch.object(handon.Exchange, "_fill", late),
+    ):
+        planner = RingLoadPlanner(process_group=dist.group.WORLD, share="host")
+        dcp.load(loaded, storage_reader=RingReader(path), planner=planner)
+    return all(torch.equal(loaded[name], state[name]) for name in state), filled
+
+
+def test_a_rank_that_is_late_to_a_round_costs_its_host_the_sharing(tmp_path: Path) -> None:
+    results = _distributed.run(4, one_is_late_to_a_round, str(tmp_path))
+    assert all(good for good, _ in results)
+    assert results[0] == results[1] and results[0][1] < results[2][1] == results[3][1] == 6

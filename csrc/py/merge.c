@@ -245,19 +245,61 @@ static PyObject *items(PyObject *object, PyObject *rank_object) {
     return bytes;
 }
 
-static int add_shared(void *list, const struct dr_shared_row *shared) {
-    PyObject *holders = PyTuple_New((Py_ssize_t)shared->holder_count);
-    for (size_t h = 0; holders && h < shared->holder_count; h++) {
-        PyObject *holder = PyLong_FromUnsignedLong(shared->holders[h]);
-        if (!holder || PyTuple_SetItem(holders, (Py_ssize_t)h, holder) < 0)
-            Py_CLEAR(holders);
+/* What several ranks hold, as it is found out. Sets of holders are kept once, and units refer to them. */
+struct shared {
+    PyObject *sets;    /* bytes of holders -> number */
+    uint32_t *unit_of; /* group -> its unit, plus 1 */
+    uint32_t unit_count;
+    struct dr_buffer units, rows; /* of all; of one rank */
+};
+
+/* The number of a set of holders; negative on error. */
+static long set_of(struct shared *s, const struct dr_shared_row *row) {
+    PyObject *holders =
+        PyBytes_FromStringAndSize((const char *)row->holders, (Py_ssize_t)(row->holder_count * sizeof *row->holders));
+    PyObject *known = holders ? PyDict_GetItemWithError(s->sets, holders) : NULL; /* borrowed */
+    PyObject *number = known ? Py_NewRef(known) : NULL;
+    if (holders && !known && !PyErr_Occurred()) {
+        number = PyLong_FromSsize_t(PyDict_Size(s->sets));
+        if (number && PyDict_SetItem(s->sets, holders, number) < 0)
+            Py_CLEAR(number);
     }
-    PyObject *row = holders ? Py_BuildValue("(nINKK)", (Py_ssize_t)shared->row, shared->writer, holders,
-                                            (unsigned long long)shared->before, (unsigned long long)shared->bytes)
-                            : NULL;
-    int rc = row ? PyList_Append(list, row) : -1;
-    Py_XDECREF(row);
-    return rc < 0 ? rc : gil_turn(shared->row);
+    long set = number ? PyLong_AsLong(number) : -1;
+    Py_XDECREF(number);
+    Py_XDECREF(holders);
+    return set;
+}
+
+static int add_shared(void *context, const struct dr_shared_row *row) {
+    struct shared *s = context;
+    if (!s->unit_of[row->group]) {
+        long set = set_of(s, row);
+        if (set < 0)
+            return -1;
+        const uint64_t unit[3] = {row->before, row->bytes, (uint64_t)set};
+        dr_buffer_put(&s->units, unit, sizeof unit);
+        s->unit_of[row->group] = ++s->unit_count;
+    }
+    const uint32_t pair[2] = {(uint32_t)row->row, s->unit_of[row->group] - 1};
+    dr_buffer_put(&s->rows, pair, sizeof pair);
+    return gil_turn(row->row);
+}
+
+static PyObject *shared_of_ranks(const struct dr_merge *merge, struct shared *s, const uint64_t *before) {
+    PyObject *ranks = PyList_New(merge->world);
+    for (uint32_t rank = 0; ranks && rank < merge->world; rank++) {
+        s->rows = (struct dr_buffer){0};
+        int rc = dr_merge_shared(merge, rank, before, add_shared, s);
+        PyObject *rows =
+            rc < 0 ? NULL : PyBytes_FromStringAndSize((const char *)s->rows.data, (Py_ssize_t)s->rows.size);
+        if (rows && s->rows.failed)
+            PyErr_NoMemory();
+        if (!rows || s->rows.failed || PyList_SetItem(ranks, rank, Py_NewRef(rows)) < 0)
+            Py_CLEAR(ranks);
+        Py_XDECREF(rows);
+        dr_buffer_destroy(&s->rows);
+    }
+    return ranks;
 }
 
 static PyObject *shared(PyObject *object, PyObject *unused) {
@@ -266,20 +308,26 @@ static PyObject *shared(PyObject *object, PyObject *unused) {
     uint32_t rank;
     const struct dr_merge *merge = assigned(object, NULL, &rank);
     uint64_t *before = merge ? dr_merge_shared_bytes(merge) : NULL;
-    if (!before)
-        return merge ? PyErr_NoMemory() : NULL;
-    self->busy = true;
-    PyObject *ranks = PyList_New(merge->world);
-    for (rank = 0; ranks && rank < merge->world; rank++) {
-        PyObject *rows = PyList_New(0);
-        if (!rows || dr_merge_shared(merge, rank, before, add_shared, rows) < 0 ||
-            PyList_SetItem(ranks, rank, Py_NewRef(rows)) < 0)
-            Py_CLEAR(ranks);
-        Py_XDECREF(rows);
+    struct shared s = {.unit_of = before ? calloc(merge->groups.count + 1, sizeof *s.unit_of) : NULL};
+    PyObject *result = NULL, *ranks = NULL;
+    if (merge && !s.unit_of)
+        PyErr_NoMemory();
+    else if (merge && (s.sets = PyDict_New())) {
+        self->busy = true;
+        ranks = shared_of_ranks(merge, &s, before);
+        self->busy = false;
     }
-    self->busy = false;
+    if (ranks && s.units.failed)
+        PyErr_NoMemory();
+    else if (ranks)
+        result = Py_BuildValue("(NNO)", PyDict_Keys(s.sets),
+                               PyBytes_FromStringAndSize((const char *)s.units.data, (Py_ssize_t)s.units.size), ranks);
+    Py_XDECREF(ranks);
+    Py_XDECREF(s.sets);
+    dr_buffer_destroy(&s.units);
+    free(s.unit_of);
     free(before);
-    return ranks;
+    return result;
 }
 
 static PyObject *table(PyObject *object, PyObject *unused) {
@@ -329,8 +377,8 @@ static PyMethodDef methods[] = {
     {"reply", reply, METH_O, "reply(rank) -> bytes for read_reply"},
     {"items", items, METH_O, "items(rank) -> for each item it writes the row of table(), as uint32"},
     {"shared", shared, METH_NOARGS,
-     "shared() -> by rank, for each row that several ranks hold: (row, writer, holders, bytes shared before it, "
-     "bytes)"},
+     "shared() -> (sets, units, rows): of what several ranks hold the sets of holders, each as uint32; for each unit "
+     "the bytes shared before it, its bytes and its set, as uint64; by rank its rows and their units, as uint32"},
     {"table", table, METH_NOARGS, "table() -> Table: the checkpoint's chunks"},
     {"sums", sums, METH_NOARGS, "sums() -> [(items, bytes, replicas removed, their bytes)] by rank"},
     {NULL, NULL, 0, NULL},

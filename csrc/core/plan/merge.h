@@ -155,7 +155,7 @@ int dr_merge_items(const struct dr_merge *merge, uint32_t rank, uint32_t **out, 
 /* One row of a rank that other ranks hold too. */
 struct dr_shared_row {
     size_t row;
-    uint32_t writer;
+    uint32_t group, writer;
     const uint32_t *holders;
     size_t holder_count;
     uint64_t before, bytes; /* bytes of the shared groups before this one, and its own */

@@ -131,6 +131,7 @@ int dr_merge_shared(const struct dr_merge *merge, uint32_t rank, const uint64_t 
         struct dr_piece_range range = dr_merge_pieces(merge, group);
         struct dr_shared_row row = {
             .row = i - merge->rank_rows[rank],
+            .group = group,
             .writer = merge->pieces[range.from].writer,
             .holders = dr_merge_holders(merge, group),
             .holder_count = dr_merge_holder_count(merge, group),

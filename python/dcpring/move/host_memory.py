@@ -66,7 +66,7 @@ class Rounds:
         count: of rooms; they are used in turn.
         room_bytes: of each.
         memory: ``Rounds.size_of(count, room_bytes)`` bytes; what this host shares, or a rank has for itself.
-        is_one_host: all ranks have this memory.
+        is_one_host: all these ranks have this memory.
     """
 
     def __init__(
@@ -91,10 +91,12 @@ class Rounds:
 
     def _have_come(self) -> bool:
         """Whether all are at the barrier; if not, then on no rank."""
-        if not self._words:
-            return False
+        return bool(self._words) and self.come(_PATIENCE_MS)
+
+    def come(self, patience_ms: int) -> bool:
+        """Comes to the barrier. Whether all have; if not, one is late or has left, and that is so on all ranks."""
         self._target += self._ranks
-        if _C.barrier_wait(self._words, self._target, _PATIENCE_MS):
+        if _C.barrier_wait(self._words, self._target, patience_ms):
             return True
         self._words, self._target = self._words[_WORD_BYTES:], 0
         return False

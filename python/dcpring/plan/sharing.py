@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Iterable, Sequence
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
@@ -17,6 +23,9 @@ from dcpring.plan.strategy import BALANCED
 from dcpring.plan.table import TENSOR_ROW
 
 Share = Literal["auto", "host", "all", "off"]
+
+Holders = tuple[tuple[int, ...], ...]
+"""Ranks, by host."""
 
 ROUND_BYTES = 32 << 20
 """How many bytes are read before they are handed on."""
@@ -47,8 +56,7 @@ class Needs:
     units: bytes
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A unit that several ranks need, as one of them sees it.
 
     Attributes:
@@ -57,8 +65,7 @@ class Unit:
         offset: in the shared memory of a round; units of a round are sent in this order.
         size: bytes that it has there.
         reader: the rank that reads it from the disk.
-        near: ranks of the reader's host that take it from shared memory, but for the reader.
-        away: ranks on other hosts that it is sent to.
+        holders: the ranks that need it, by host.
     """
 
     row: int
@@ -66,8 +73,43 @@ class Unit:
     offset: int
     size: int
     reader: int
-    near: tuple[int, ...]
-    away: tuple[int, ...]
+    holders: Holders
+
+    def here(self, rank: int) -> tuple[int, ...]:
+        """Those on the host of one of them, who have it in shared memory if they are several."""
+        return next(ranks for ranks in self.holders if rank in ranks)
+
+    def carriers(self) -> list[int]:
+        """A rank of each host, the reader first. The ranks of a host, and the hosts, take turns from unit to unit."""
+        turn = zlib.crc32(b"%d %d" % (self.round, self.offset))
+        others = [ranks[turn % len(ranks)] for ranks in self.holders if self.reader not in ranks]
+        first = turn % max(len(others), 1)
+        return [self.reader, *others[first:], *others[:first]]
+
+
+class Hop(NamedTuple):
+    """A unit goes from one host to another.
+
+    Attributes:
+        level: all hops of one come before those of the next.
+        is_sent: by this rank; else it receives.
+        peer: the other rank.
+    """
+
+    level: int
+    is_sent: bool
+    peer: int
+
+
+def hops(carriers: Sequence[int], rank: int) -> list[Hop]:
+    """What a carrier receives and sends: on each level all that have a unit send it, so that twice as many have it."""
+    if rank not in carriers:
+        return []
+    own, count = carriers.index(rank), len(carriers)
+    begin = own.bit_length()
+    received = [Hop(begin - 1, False, carriers[own - (1 << begin - 1)])] if own else []
+    levels = range(begin, (count - 1).bit_length())
+    return received + [Hop(level, True, carriers[own + (1 << level)]) for level in levels if own + (1 << level) < count]
 
 
 @dataclass(frozen=True)
@@ -78,16 +120,25 @@ class Sharing:
         rounds: 0: nothing is handed on.
         leader: the rank of this host that makes the shared memory.
         room: bytes of shared memory for one round.
-        is_one_host: all ranks are on this one.
+        ranks_here: how many ranks are on this host.
+        is_far: something goes from host to host.
+        sets: of ranks that need the same.
+        table: this rank's units, in the order of the rounds: a row of six int32 for each, the last of them the set.
         token: names this load's meeting.
     """
 
     rounds: int = 0
     leader: int = 0
     room: int = 0
-    is_one_host: bool = False
-    units: list[Unit] = field(default_factory=list)
+    ranks_here: int = 0
+    is_far: bool = False
+    sets: list[Holders] = field(default_factory=list)
+    table: bytes = b""
     token: str = ""
+
+    @functools.cached_property
+    def units(self) -> list[Unit]:
+        return [Unit._make((*about, self.sets[at])) for *about, at in struct.iter_unpack("=6i", self.table)]
 
 
 def units_table(names: list[str], sizes: list[int]) -> bytes:
@@ -117,68 +168,99 @@ def refuse_group(needs: Sequence[Needs]) -> None:
 def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
     """Gives each unit that several ranks need a reader, evenly by bytes; on each host, or in all."""
     hosts = [need.host for need in needs]
-    together = [list(range(len(needs)))]
-    if needs[0].share == "host":
-        together = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
-    units: dict[int, list[Unit]] = {}
-    for ranks in together:
-        units |= _share_among(ranks, needs, hosts)
-    rounds = max((unit.round + 1 for part in units.values() for unit in part), default=0)
-    rooms = {host: _room(units[rank] for rank, other in enumerate(hosts) if other == host) for host in set(hosts)}
+    of_host = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)}
+    together = list(of_host.values()) if needs[0].share == "host" else [list(range(len(needs)))]
+    groups = [_Group(ranks, needs, hosts) for ranks in together]
+    parts = {rank: part for group in groups for rank, part in group.parts()}
+    rounds = max(group.rounds for group in groups)
+    is_far = any(group.is_far for group in groups)
+    rooms = {host: max(group.rooms.get(host, 0) for group in groups) for host in of_host}
     token = secrets.token_hex(8)
     return [
-        Sharing(rounds, hosts.index(host), rooms[host], len(rooms) == 1, units[rank], token)
+        Sharing(rounds, of_host[host][0], rooms[host], len(of_host[host]), is_far, *parts[rank], token)
         for rank, host in enumerate(hosts)
     ]
 
 
-def _room(parts: Iterable[list[Unit]]) -> int:
-    return max((unit.offset + unit.size for part in parts for unit in part if unit.near), default=0)
+class _Group:
+    """Ranks that hand on among themselves.
+
+    Attributes:
+        rounds: that they need.
+        rooms: bytes of shared memory for one round, by host.
+        is_far: something goes from host to host.
+    """
+
+    def __init__(self, ranks: list[int], needs: Sequence[Needs], hosts: list[str]) -> None:
+        merge = _C.Merge(len(ranks))
+        for rank in ranks:
+            merge.add(needs[rank].units, b"")
+        merge.check(False)
+        merge.assign(BALANCED, 0, bytes(4 * len(ranks)), 1)
+        sets, units, self._rows = merge.shared()
+        self._ranks = ranks
+        self._sets = [_by_host([ranks[place] for place in array("I", each)], hosts) for each in sets]
+        self.is_far = any(len(each) > 1 for each in self._sets)
+        found = list(struct.iter_unpack("=3Q", units))
+        readers = _readers(found, [[rank for some in each for rank in some] for each in self._sets])
+        rows = [
+            (before // ROUND_BYTES, before % ROUND_BYTES, size, reader, at)
+            for (before, size, at), reader in zip(found, readers, strict=True)
+        ]
+        self.rounds = max((number + 1 for number, *_ in rows), default=0)
+        self.rooms: dict[str, int] = {}
+        ends = [0] * len(sets)
+        for _, offset, size, _, at in rows:
+            ends[at] = max(ends[at], offset + size)
+        for end, each in zip(ends, self._sets, strict=True):
+            for host in (hosts[some[0]] for some in each if len(some) > 1):
+                self.rooms[host] = max(self.rooms.get(host, 0), end)
+        self._units = torch.tensor(rows, dtype=torch.int32).view(-1, 5)
+
+    def parts(self) -> Iterator[tuple[int, tuple[list[Holders], bytes]]]:
+        """For each rank its sets and its table."""
+        for rank, data in zip(self._ranks, self._rows, strict=True):
+            pairs = torch.frombuffer(bytearray(data), dtype=torch.int32).view(-1, 2) if data else _NO_PAIRS
+            units = self._units[pairs[:, 1].long()]
+            order = (units[:, 0].long() * ROUND_BYTES + units[:, 1]).argsort()
+            used, numbers = units[:, 4].unique(return_inverse=True)
+            table = torch.cat([pairs[:, :1], units[:, :4], numbers.int().view(-1, 1)], 1)[order]
+            yield rank, ([self._sets[at] for at in used.tolist()], table.contiguous().numpy().tobytes())
 
 
-def _share_among(ranks: list[int], needs: Sequence[Needs], hosts: list[str]) -> dict[int, list[Unit]]:
-    merge = _C.Merge(len(ranks))
+_NO_PAIRS = torch.empty(0, 2, dtype=torch.int32)
+
+
+def _by_host(ranks: list[int], hosts: list[str]) -> Holders:
+    found: dict[str, list[int]] = {}
     for rank in ranks:
-        merge.add(needs[rank].units, b"")
-    merge.check(False)
-    merge.assign(BALANCED, 0, bytes(4 * len(ranks)), 1)
-    shared = merge.shared()
-    readers = _readers({before: (size, holders) for rows in shared for _, _, holders, before, size in rows})
-    result: dict[int, list[Unit]] = {}
-    for rank, rows in zip(ranks, shared, strict=True):
-        units = []
-        for row, _, holders, before, size in rows:
-            reader = ranks[readers[before]]
-            others = [ranks[holder] for holder in holders if ranks[holder] != reader]
-            near = tuple(other for other in others if hosts[other] == hosts[reader])
-            away = tuple(other for other in others if hosts[other] != hosts[reader])
-            units.append(Unit(row, before // ROUND_BYTES, before % ROUND_BYTES, size, reader, near, away))
-        result[rank] = sorted(units, key=lambda unit: (unit.round, unit.offset))
-    return result
+        found.setdefault(hosts[rank], []).append(rank)
+    return tuple(map(tuple, found.values()))
 
 
-def _readers(units: dict[int, tuple[int, tuple[int, ...]]]) -> dict[int, int]:
+def _readers(units: Sequence[tuple[int, int, int]], sets: Sequence[Sequence[int]]) -> list[int]:
     """Who reads each unit: ranks take turns in every round, each with units that follow each other in the files.
 
     Small units that lie between those of another rank would be read by both, as the core reads over small gaps.
 
     Args:
-        units: size and holders, by the bytes that are shared before.
+        units: of each the bytes that are shared before, its size and its set.
+        sets: of holders.
     """
-    readers: dict[int, int] = {}
+    readers = [0] * len(units)
     total: dict[int, int] = {}
-    turn: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-    of_holders: dict[tuple[int, tuple[int, ...]], int] = {}
-    for before, (size, holders) in units.items():
-        key = before // ROUND_BYTES, holders
-        of_holders[key] = of_holders.get(key, 0) + size
-    for before in sorted(units):
-        size, holders = units[before]
-        key = before // ROUND_BYTES, holders
+    turn: dict[tuple[int, int], tuple[int, int]] = {}
+    of_set: dict[tuple[int, int], int] = {}
+    for before, size, at in units:
+        key = before // ROUND_BYTES, at
+        of_set[key] = of_set.get(key, 0) + size
+    for number in sorted(range(len(units)), key=lambda number: units[number][0]):
+        before, size, at = units[number]
+        key = before // ROUND_BYTES, at
         reader, read = turn.get(key, (-1, 0))
-        if reader < 0 or (2 * read + size) * len(holders) > 2 * of_holders[key]:
-            reader, read = min(holders, key=lambda holder: total.get(holder, 0)), 0
-        readers[before] = reader
+        if reader < 0 or (2 * read + size) * len(sets[at]) > 2 * of_set[key]:
+            reader, read = min(sets[at], key=lambda holder: total.get(holder, 0)), 0
+        readers[number] = reader
         turn[key] = reader, read + size
         total[reader] = total.get(reader, 0) + size
     return readers

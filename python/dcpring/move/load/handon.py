@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from dcpring.move.host_memory import Rounds
 from dcpring.move.load.task import Task
 from dcpring.plan.load_planner import RingLoadPlan
 from dcpring.plan.pieces import Piece, common_bytes
-from dcpring.plan.sharing import ROUNDS_IN_MEMORY, Sharing, Unit
+from dcpring.plan.sharing import ROUNDS_IN_MEMORY, Sharing, Unit, hops
 from dcpring.torchside.groups import device_of
 
 logger = logging.getLogger("dcpring")
@@ -83,6 +83,7 @@ class Exchange:
         self._rank = dist.get_rank(group)
         self._meeting = groups.Meeting(f"dcpring/hand-on/{sharing.token}", dist.get_world_size(group))
         self._joint = Joint(GroupChannel(group), "hand on")
+        self._is_one_host = sharing.ranks_here == dist.get_world_size(group)
         self._is_over = False
 
     def surplus_bytes(self, place: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
@@ -128,23 +129,27 @@ class Exchange:
             rounds = self._shared_memory()
             if rounds is not None:
                 stack.callback(rounds.leave)
-                for number, now in enumerate(self._begun(rounds)):
-                    with self._phases.span(f"hand-on round {number + 1}"):
-                        self._hand_on_round(rounds, number, now)
+                self._go_through(rounds)
             with self._phases.span("wait for all", "wait"):  # the memory is used until then
                 received = self._joint.gather("received", self._received, is_last=True)
         self._stats.sent_bytes += sum(each.get(self._rank, 0) for each in received)
         own = {unit.row for unit in self._sharing.units}
         return self._filled.difference(*(piece.overlaps for row, piece in enumerate(self._pieces) if row not in own))
 
-    def _begun(self, rounds: Rounds) -> Iterator[_Round]:
-        """Each round, once the one after it has been begun as well."""
+    def _go_through(self, rounds: Rounds) -> None:
+        """Each round is handed on once the one after it has been begun as well."""
         begun: collections.deque[_Round] = collections.deque()
-        for number in range(self._sharing.rounds):
-            begun.append(self._begin(rounds, number))
-            if len(begun) > 1:
-                yield begun.popleft()
-        yield from begun
+        is_on = True
+        for number in range(self._sharing.rounds + 1):
+            if number < self._sharing.rounds:
+                begun.append(self._begin(rounds, number))
+            if number > 0 and is_on:
+                with self._phases.span(f"hand-on round {number}"):
+                    is_on = self._hand_on_round(rounds, number - 1, begun.popleft())
+            if not is_on:
+                break
+        for left in begun:
+            left.wait()
 
     def _begin(self, rounds: Rounds, number: int) -> _Round:
         """Begins to read a round. Of the one that had its room all have taken what is theirs: they came to the next."""
@@ -154,21 +159,28 @@ class Exchange:
         own = [(self._pieces[unit.row], data[unit.row]) for unit in units if unit.reader == self._rank]
         return _Round(units, data, self._begin_pieces(own) if own else lambda: None)
 
-    def _hand_on_round(self, rounds: Rounds, number: int, now: _Round) -> None:
+    def _hand_on_round(self, rounds: Rounds, number: int, now: _Round) -> bool:
+        """False if all ranks of this host stop, as one is late or has failed: each reads what is left for itself."""
         now.wait()
-        operations = self._operations(now)
         with self._phases.span("wait for all", "wait"):
-            rounds.meet(number)
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+            if self._is_one_host or self._sharing.is_far:
+                rounds.meet(number)
+            elif not rounds.come(int(MEET_SECONDS * 1000)):
+                logger.warning("ranks of this host read what is left each for itself, as not all came to a round")
+                return False
+        if self._sharing.is_far:
+            self._send(now)
+            with self._phases.span("wait for all", "wait"):
+                self._joint.settle(f"round {number + 1}, sent")
         self._fill(now)
+        return True
 
     def _place_of(self, unit: Unit, room: Tensor) -> Tensor:
-        """Memory for a unit: shared on the reader's host, if others there take it."""
+        """Memory for a unit: shared, if others on this host take it."""
         size = self._pieces[unit.row].size_bytes
-        if unit.near and self._rank not in unit.away:
+        if len(unit.here(self._rank)) > 1:
             return room[unit.offset : unit.offset + size]
-        device = device_of(self._group) if self._rank in unit.away else torch.device("cpu")
+        device = torch.device("cpu") if self._rank == unit.reader else device_of(self._group)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def _fill(self, now: _Round) -> None:
@@ -187,18 +199,27 @@ class Exchange:
         self._stats.received_bytes += arrived
         self._meter.advance(arrived)
 
-    def _operations(self, now: _Round) -> list[dist.P2POp]:
-        """What is sent between hosts, in the order of the units. All buffers are made before the round's word."""
+    def _send(self, now: _Round) -> None:
+        """Sends and receives what goes from host to host, once to each: by levels, and in the order of the units."""
         device = device_of(self._group)
-        operations = []
+        levels: dict[int, list[dist.P2POp]] = {}
+        arriving: list[tuple[Tensor, Tensor]] = []
         for unit in now.units:
-            if self._rank in unit.away:
-                data = now.data[unit.row]
-                operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=unit.reader))
-            elif unit.away and unit.reader == self._rank:
-                data = now.data[unit.row].to(device)
-                operations += [dist.P2POp(dist.isend, data, group=self._group, group_peer=peer) for peer in unit.away]
-        return operations
+            data = now.data[unit.row]
+            path = hops(unit.carriers(), self._rank)
+            buffer = data.to(device) if path and unit.reader == self._rank else data
+            if path and buffer.device.type != device.type:
+                buffer = torch.empty_like(data, device=device)
+                arriving.append((data, buffer))
+            for hop in path:
+                call = dist.isend if hop.is_sent else dist.irecv
+                operation = dist.P2POp(call, buffer, group=self._group, group_peer=hop.peer)
+                levels.setdefault(hop.level, []).append(operation)
+        for level in sorted(levels):
+            for work in dist.batch_isend_irecv(levels[level]):
+                work.wait()
+        for data, buffer in arriving:
+            data.copy_(buffer)
 
     def _shared_memory(self) -> Rounds | None:
         """The rounds, in memory that all ranks of this host map; None on all ranks where one cannot map it."""
@@ -207,8 +228,8 @@ class Exchange:
         if problem:
             logger.warning("every rank reads for itself, as ranks of a host cannot share memory: %s", problem)
             return None
-        ranks = dist.get_world_size(self._group)
-        return Rounds(self._joint, ranks, *rooms, memory, is_one_host=self._sharing.is_one_host)
+        has_barrier = not self._sharing.is_far
+        return Rounds(self._joint, self._sharing.ranks_here, *rooms, memory, is_one_host=has_barrier)
 
 
 def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange | None:

@@ -216,3 +216,68 @@ def interrupted(path: str) -> str:
 def test_ctrl_c_where_headers_are_read(tmp_path: Path) -> None:
     got = _distributed.run(2, interrupted, str(write(tmp_path / "model", "index")))
     assert got[0] == "KeyboardInterrupt: " and "rank 0: KeyboardInterrupt" in got[1]
+
+
+# ---- the metadata of DCP ----
+
+
+def metadata_reads(folder: Path, hosts: list[str], call: str) -> tuple[int, bool]:
+    """How often this rank reads a file of metadata, and whether what it loads is right."""
+    rank, reads = dist.get_rank(), 0
+    read = headers.read_regular
+
+    def noted(path: Path) -> bytes:
+        nonlocal reads
+        reads += path.name == ".metadata"
+        return read(path)
+
+    tensor = torch.arange(1000.0)
+    model = nn.Linear(3, 4)
+    with (
+        mock.patch("dcpring.base.groups.host_id", lambda: hosts[rank]),
+        mock.patch.object(headers, "read_regular", noted),
+        mock.patch("dcpring.store.reader.read_regular", noted),
+        mock.patch.object(headers, "SHARED_BYTES", 1 << 30 if call == "small" else 1),
+        mock.patch("dcpring.store.reader.SHARED_BYTES", 1 << 30 if call == "small" else 1),
+        mock.patch.object(headers, "MEET_SECONDS", 60.0),
+    ):
+        if call == "Checkpointer":
+            with dcpring.Checkpointer(folder, {"model": model}) as checkpointer:
+                checkpointer.save(1)
+                reads, saved = 0, model.weight.detach().clone()
+                nn.init.zeros_(model.weight)
+                checkpointer.load()
+            return reads, torch.equal(model.weight, saved)
+        dcp.save({"t": tensor}, storage_writer=dcpring.RingWriter(folder), planner=dcpring.RingSavePlanner())
+        dist.barrier()
+        reads, state = 0, {"t": torch.zeros(1000)}
+        dcp.load(state, storage_reader=dcpring.RingReader(folder), planner=RingLoadPlanner())
+        return reads, torch.equal(state["t"], tensor)
+
+
+@pytest.mark.parametrize("call", ("dcp", "Checkpointer", "small"))
+@pytest.mark.parametrize("hosts", (["a"] * 4, ["a", "b", "b", "a"], ["a", "b", "c", "d"]))
+def test_one_rank_reads_large_metadata(tmp_path: Path, hosts: list[str], call: str) -> None:
+    """Every rank did: 200 MiB from one server for each of a thousand."""
+    results = _distributed.run(4, metadata_reads, tmp_path / "c", hosts, call)
+    assert all(good for _, good in results)
+    assert [reads for reads, _ in results] == ([1] * 4 if call == "small" else [1, 0, 0, 0])
+
+
+def damaged_metadata(folder: Path) -> str:
+    dcp.save({"t": torch.ones(3)}, storage_writer=dcpring.RingWriter(folder), planner=dcpring.RingSavePlanner())
+    if dist.get_rank() == 0:
+        (folder / ".metadata").write_bytes(b"no pickle" * 100)
+    dist.barrier()
+    with (
+        mock.patch.object(headers, "SHARED_BYTES", 1),
+        mock.patch("dcpring.store.reader.SHARED_BYTES", 1),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        dcp.load({"t": torch.ones(3)}, storage_reader=dcpring.RingReader(folder), planner=RingLoadPlanner())
+    return str(caught.value)
+
+
+def test_large_metadata_that_is_damaged(tmp_path: Path) -> None:
+    texts = _distributed.run(2, damaged_metadata, tmp_path / "c")
+    assert (texts[0] == texts[1] and "CorruptCheckpointError" in texts[0]) or ".metadata" in texts[0]

@@ -87,7 +87,13 @@ class Word(NamedTuple):
 
 
 class Channel(Protocol):
-    """How words travel."""
+    """How words travel.
+
+    Attributes:
+        group: by which; None where this process is alone.
+    """
+
+    group: dist.ProcessGroup | None
 
     def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
         """The bytes of all ranks. Raises Lost where the others cannot be reached, and Interrupted as a gather does."""
@@ -102,11 +108,12 @@ class GroupChannel:
     """Words through a process group that is not Ranks' own: it is neither given up nor made anew."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group: dist.ProcessGroup | None = group
 
     def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+        assert self.group is not None
         try:
-            return groups.gather(self._group, data, held)
+            return groups.gather(self.group, data, held)
         except RuntimeError as error:
             raise Lost(f"the other ranks cannot be reached any more: {error}") from error
 
@@ -129,6 +136,11 @@ class Joint:
         self._is_first = True
         self._is_told = False
         self._failed: tuple[BaseException, str] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """By which its words travel."""
+        return self._channel.group
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -485,7 +485,9 @@ class Checkpointer:
             return ResumeReport(None, world_size=self._member.world_size)
         path = self.path(found)
         with joint.doing(f"cannot load {path}"):
-            stored = Stored(OnceReader(path, **self._reader_options))
+            reader = OnceReader(path, **self._reader_options)
+            reader.joint = joint
+            stored = Stored(reader)
             stored.manifest  # noqa: B018 - read here, where all ranks are told of what is wrong with it
         plans = Restore(joint, self.components, stored, self._member, self._load_options).run(wanted, left_out)
         if wanted is None:

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import pickle
 import re
 import time
@@ -128,6 +129,9 @@ class OnceReader(RingReader):
 
     def _operation(self, is_shared: bool) -> contextlib.AbstractContextManager[Joint | None]:
         return contextlib.nullcontext(self.joint if is_shared else None)
+
+    def _are_to_meet(self, path: pathlib.Path) -> bool:
+        return True  # in the operation they tell each other
 
     def _find_metadata(self, rank: int | None) -> Metadata:
         if self._kept is None:

@@ -1,8 +1,11 @@
-"""Headers of safetensors, as a load needs them: read by one rank of each host, and handed on to the others there.
+"""What a load reads before it plans: by one rank, and handed on to the others.
+
+Headers of safetensors are read by one rank of each host.
 
 A model of many files costs each rank an open for each, and the time to make tables of what they say. Where all ranks of
-a group load, one of each host does so, and puts the tables into memory that the others map. They are in step there:
-what is wrong is the same error on all (``base.joint``). Where not all come, or memory cannot be shared, all read.
+a group load, one of each host does so, and puts the tables into memory that the others map. Large metadata one rank of
+all reads, and sends to one of each host. They are in step there: what is wrong is the same error on all
+(``base.joint``). Where not all come, or memory cannot be shared, all read.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import torch.distributed as dist
 
 from dcpring.base import groups
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import new_tag
+from dcpring.base.files import new_tag, read_regular
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.format.lazy import Chunks
 from dcpring.format.quantised import Quantised, find_quantised
 from dcpring.format.safetensors import Files, read_model
 from dcpring.move.host_memory import offered
+from dcpring.plan.sharing import hops
 from dcpring.store.safetensors import chunks_of
+from dcpring.torchside.groups import device_of
 
 logger = logging.getLogger("dcpring")
 
@@ -71,11 +76,43 @@ def meeting(group: dist.ProcessGroup | None) -> Iterator[Joint | None]:
     try:
         groups.assemble(f"dcpring/headers/{groups.digest(members)}", len(members), MEET_SECONDS)
     except (TimeoutError, RuntimeError) as error:  # not all have come; or there is no store, or it cannot be reached
-        logger.warning("every rank reads all headers for itself, as ranks have not met to share them: %s", error)
+        logger.warning("every rank reads headers or metadata for itself, as ranks have not met for it: %s", error)
         yield None
     else:
         with joined(Joint(GroupChannel(group), "read headers")) as joint:
             yield joint
+
+
+SHARED_BYTES = 1 << 20
+"""Of metadata that is smaller each rank reads its own: from the page cache of its host, mostly."""
+
+
+def bytes_once(joint: Joint, path: Path) -> bytes:
+    """A file, which one rank of all reads where it is large."""
+    own = groups.host_id(), new_tag(), path.stat().st_size
+    told = joint.gather("metadata", own)
+    if len(told) == 1 or min(size for *_, size in told) < SHARED_BYTES:
+        return read_regular(path)
+    rank, hosts = told.index(own), [host for host, *_ in told]
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    data = read_regular(path) if rank == 0 else b""
+    size = joint.gather("size", len(data))[0]
+    if rank in leaders:
+        data = _passed_on(joint.group, leaders, rank, data, size)
+    with offered(joint, rank, hosts.index(own[0]), size, data) as (memory, _):
+        data = data or bytes(memory)
+        joint.settle("taken")
+    return data or read_regular(path)
+
+
+def _passed_on(group: dist.ProcessGroup | None, leaders: list[int], rank: int, data: bytes, size: int) -> bytes:
+    """What the first of some ranks has, on all of them."""
+    own = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(device_of(group))
+    for hop in hops(leaders, rank):
+        call = dist.isend if hop.is_sent else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(call, own, group=group, group_peer=hop.peer)]):
+            work.wait()
+    return data or own.cpu().numpy().tobytes()
 
 
 def read_once(joint: Joint, read: Callable[[], Headers]) -> Headers:

@@ -50,7 +50,7 @@ from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tenso
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
-from dcpring.store.headers import Headers, meeting, read_headers, read_once
+from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, read_headers, read_once
 from dcpring.store.safetensors import is_model
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.torchside.groups import group_inside_dcp
@@ -249,7 +249,7 @@ class RingReader(FileSystemReader):
             _refuse_superseded(directory, rank)
             refuse_mixed(directory, rank)
             path = directory / layout.rank_metadata_name(rank)
-        return self._read_metadata(path)
+        return self._read_metadata(path, rank is None)
 
     def _is_model(self, path: Path) -> bool:
         """Whether a path leads to safetensors, and not to a checkpoint of DCP's."""
@@ -261,12 +261,17 @@ class RingReader(FileSystemReader):
             return read() if joint is None else read_once(joint, read)
 
     def _operation(self, is_shared: bool) -> contextlib.AbstractContextManager[Joint | None]:
-        """Of all ranks that load, to read headers once; None where every rank is to do so."""
+        """Of all ranks that load, to read headers or metadata once; None where every rank is to do so."""
         return meeting(group_inside_dcp() if is_shared else None)
 
-    def _read_metadata(self, path: Path) -> Metadata:
+    def _are_to_meet(self, path: Path) -> bool:
+        """Whether ranks are to read this metadata once, as far as this one can tell."""
+        return os.path.isfile(path) and os.path.getsize(path) >= SHARED_BYTES
+
+    def _read_metadata(self, path: Path, is_for_all: bool) -> Metadata:
         try:
-            data = read_regular(path)
+            with self._operation(is_for_all and self._are_to_meet(path)) as joint:
+                data = read_regular(path) if joint is None else bytes_once(joint, path)
         except FileNotFoundError:
             what = f"{os.strerror(errno.ENOENT)}: {layout.what_there_is(path.parent, path)}"
             if here():

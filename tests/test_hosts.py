@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -243,3 +249,45 @@ def rank_0_on_another_host(folder: Path) -> str:
 def test_a_resume_on_an_empty_disk_does_not_begin_anew(tmp_path: Path) -> None:
     for text in _distributed.run(2, rank_0_on_another_host, tmp_path):
         assert "step-3 is a checkpoint for rank 1, but not for rank 0" in text
+
+
+# ---- a network that is cut ----
+
+
+def test_a_network_that_is_cut_keeps_nobody_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    """All ranks hung, for 30 minutes; those that were cut off waited for the store's answer as well."""
+    command = [sys.executable, str(Path(__file__).with_name("_cut.py")), str(tmp_path)]
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command, to make networks with")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    found = json.loads(done.stdout)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    (near, _), (far, _) = found
+    assert "step-2: rank 1 did not answer for 5 s" in near and near.endswith("(rank 1 on host node1)")
+    assert "the other ranks cannot be reached, and the store of the process group does not answer either" in far
+
+
+class SilentStore:
+    """A store whose network is cut."""
+
+    def __init__(self) -> None:
+        self.asked, self.is_back = 0, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.is_back.wait()
+        return False
+
+
+def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SilentStore()
+    monkeypatch.setattr(groups, "_store", lambda: store)
+    monkeypatch.setattr(groups, "_ANSWER_SECONDS", 0.05)
+    assert [groups.find_note("x"), groups.find_note("y"), groups.leave_note("x", "mine")] == ["", "", "mine"]
+    assert store.asked == 1
+    store.is_back.set()
+    while any(thread.is_alive() for thread in groups._unanswered):
+        time.sleep(0.01)
+    groups.find_note("z")
+    assert store.asked == 2, "it is asked again, once it has answered"

@@ -610,6 +610,31 @@ def test_exceptions_that_cannot_be_sent_are_told_in_words(tmp_path: Path, planne
         assert "what cannot be sent" in message or "one and another" in message
 
 
+def after_the_group(folder: str) -> list[str]:
+    """Saves after the process group was destroyed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    checkpointer = Checkpointer(folder, {"t": Replicated(Counter(1))})
+    checkpointer.save(1)
+    dist.destroy_process_group()
+    found = []
+    for blocking in (True, True, False):
+        try:
+            checkpointer.save(2, blocking)
+        except CheckpointError as error:
+            found.append(str(error))
+    checkpointer.close()
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=size)
+    dist.barrier()
+    return found
+
+
+def test_each_save_after_the_group_says_so(tmp_path: Path) -> None:
+    for found in _distributed.run(2, after_the_group, str(tmp_path / "run")):
+        assert len(found) == 3 and all(
+            "the process groups have been destroyed; close the Chec" in text for text in found
+        )
+
+
 # ---- what nobody hears of ----
 
 

@@ -115,7 +115,11 @@ def _store() -> dist.Store | None:
 def _the_store() -> dist.Store:
     store = _store()
     if store is None:
-        raise RuntimeError("this process group has no store, by which ranks could meet")
+        raise CheckpointError(
+            "the ranks cannot meet: their process group has no store (MPI has none, gloo and NCCL have one)"
+            if has_group()
+            else "the process groups have been destroyed, and with them the store by which ranks meet"
+        )
     return store
 
 
@@ -215,6 +219,7 @@ def assemble(base: str, size: int, seconds: float, look: Callable[[], None] = la
 
     Raises:
         TimeoutError: some have not come.
+        CheckpointError: there is no store.
     """
     store, now = _the_store(), counter_of(base)
     while True:

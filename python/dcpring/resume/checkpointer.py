@@ -550,6 +550,12 @@ class Checkpointer:
             if error is None:
                 raise  # else it has been logged, and what ends the body is not to be hidden
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"the Checkpointer of {self.folder} can neither be pickled nor copied: it has a process group, a thread "
+            "and memory of this process. Make one in each process, and keep it out of what is sent or copied"
+        )
+
     def _require_open(self) -> None:
         if not self._is_open:
             raise ValueError("this Checkpointer has been closed")

@@ -38,6 +38,9 @@ _TWIN_SECONDS = 25.0
 """The same for a second group, where all have just told each other that they make it."""
 
 
+_DESTROYED = "the process groups have been destroyed; close the Checkpointer before that, and make another one after"
+
+
 class Ranks:
     """The members of a gloo group of its own, or this process alone.
 
@@ -169,7 +172,7 @@ class Ranks:
             return note
         is_late = _is_late(error)
         if not groups.has_group():
-            text = "the process groups have been destroyed; close the Checkpointer before that"
+            text = _DESTROYED
         elif "gloo" not in str(error):
             text = f"the other ranks cannot be reached any more: {error}"
         else:
@@ -234,8 +237,8 @@ class Ranks:
         self._ended = ""
 
     def _connect_again(self) -> None:
-        if self._lost and not self._may_return:
-            raise Lost(self._lost)
+        if (self._lost and not self._may_return) or not groups.has_group():
+            raise Lost(self._lost or _DESTROYED)
         self._lost = ""
         name, notes = self._name, (self._broken, self._late)
         seconds = min(_AGAIN_SECONDS, self.timeout.total_seconds())

@@ -28,6 +28,7 @@ from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import host_id, world_size
 from dcpring.base.memory import same_memory
+from dcpring.base.own import Own
 from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
@@ -44,7 +45,7 @@ from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Sav
 from dcpring.plan.table import check_sizes
 from dcpring.store.layout import remove_files
 from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
-from dcpring.store.writer import RingWriter
+from dcpring.store.writer import RingWriter, ends_save
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
 from dcpring.torchside.versions import say_once
@@ -121,6 +122,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         OSError: with errno and path.
     """
 
+    _model: Any = Own()
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -167,7 +170,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self.thread_count_consolidation = thread_count_consolidation
         self.max_shard_bytes = max_shard_bytes
         self.dtype = _checked_dtype(dtype)
-        self._model: _Model | None = None
+        self._model = None
 
     # ---- planning ----
 
@@ -344,6 +347,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     # ---- the commit ----
 
+    @ends_save
     @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the last rename on, the new model is the one that is there."""

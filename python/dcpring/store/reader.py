@@ -7,7 +7,6 @@ import errno
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
 from dcpring.base.joint import Joint
 from dcpring.base.order import wait_for_turn
+from dcpring.base.own import Own, of_threads
 from dcpring.base.text import ranges
 from dcpring.base.whose import here
 from dcpring.errors import CheckpointError
@@ -63,8 +63,8 @@ __all__ = ["RingReader"]
 logger = logging.getLogger("dcpring")
 
 
-class _Loads(threading.local):
-    """The load that a reader is at: DCP makes all calls of one on one thread, and several threads may load at a time.
+class _Load:
+    """The load that a reader is at.
 
     Attributes:
         run: what its planner knows of it, too.
@@ -84,8 +84,8 @@ class _Loads(threading.local):
         self.quantised: list[Quantised] = []
         self.problem = ""
 
-    def __reduce__(self) -> tuple[type[_Loads], tuple[()]]:
-        return _Loads, ()
+    def __reduce__(self) -> tuple[type[_Load], tuple[()]]:
+        return _Load, ()
 
 
 class _Renamed:
@@ -154,6 +154,13 @@ class RingReader(FileSystemReader):
         OSError: with errno and path.
     """
 
+    path: Any = Own()
+    load_id: Any = Own()
+    rank: Any = Own()
+    use_collectives: Any = Own()
+    stats: Any = Own()
+    _load: Any = Own()
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -175,7 +182,7 @@ class RingReader(FileSystemReader):
         if dequantize not in (None, *DTYPES):
             raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
-        self._load = _Loads()
+        self._load = _Load()
         # Whatever a subclass inherits from besides.
         FileSystemReader.__init__(self, layout.local_path(path), _extension_registry)
         self.options = IOOptions(**io)
@@ -187,7 +194,7 @@ class RingReader(FileSystemReader):
         self.metrics = checked_metrics(metrics)
         self.dequantize = dequantize
         self.block_size = BLOCK_SIZE
-        self.stats: IOStats | None = None
+        self.stats = None
 
     @property
     def _phases(self) -> _trace.Phases:
@@ -201,6 +208,9 @@ class RingReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
         wait_for_turn()
+        if kwargs.get("rank") is None:  # with a rank DCP asks once it has failed to get the metadata of all ranks
+            self._abandon(of_threads(self).begin())
+            self._load = _Load()
         if not drops_metadata_errors:
             return self._metadata_of(kwargs.get("rank"))
         load, rank = self._load, kwargs.get("rank")
@@ -217,9 +227,7 @@ class RingReader(FileSystemReader):
 
     @_trace.step()
     def _metadata_of(self, rank: int | None) -> Metadata:
-        # DCP asks with a rank once it has failed to get the metadata of all ranks.
         if rank is None or self._phases.is_sure:
-            self._phases.abandon()
             self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
         self._phases.begin(_trace.READ_METADATA)
         metadata = self._find_metadata(rank)
@@ -284,7 +292,15 @@ class RingReader(FileSystemReader):
             return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
         return unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
 
+    @staticmethod
+    def _abandon(before: dict[str, Any] | None) -> None:
+        """Nothing more will be heard of a load of this thread."""
+        if before is not None:
+            before["_load"].run.phases.abandon()
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._abandon(of_threads(self).begin(is_early=True))
+        self._load = _Load()
         super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def set_up_storage_reader(

@@ -188,6 +188,12 @@ class RingStager(AsyncStager):
             turn.buffer.release()
         self._turns, self._executor, self._last = [], None, None
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a RingStager can neither be pickled nor copied: it has a thread and memory of this process. Make one in "
+            "each process, and keep it out of what is sent or copied"
+        )
+
     def __enter__(self) -> RingStager:
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -11,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack, cast
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -25,6 +26,7 @@ from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.order import BackgroundSave, Line, wait_for_turn
+from dcpring.base.own import Own, of_threads
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
@@ -75,6 +77,7 @@ from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import phases as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
+from dcpring.watch.phases import Method
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingWriter"]
@@ -89,6 +92,19 @@ FileNames = Literal["unique", "torch"]
 def check_unchanged(value: object) -> None:
     if value not in ("write", "link", "trust"):
         raise ValueError(f'unchanged={value!r}: must be "write", "link" or "trust"')
+
+
+def ends_save(method: Method) -> Method:
+    """Of the calls that may be the last of a save on this rank: its thread has nothing of its own then."""
+
+    @functools.wraps(method)
+    def call(self: RingWriter, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if method.__name__ == "finish" or not (self._phases.is_coordinator or self._phases.is_alone):
+            of_threads(self).end()
+        return result
+
+    return cast(Method, call)
 
 
 class RingWriter(FileSystemWriter):
@@ -150,6 +166,12 @@ class RingWriter(FileSystemWriter):
     """
 
     _least_kept_bytes: ClassVar[int] = LEAST_KEPT_BYTES
+    path: Any = Own()
+    save_id: Any = Own()
+    rank: Any = Own()
+    use_collectives: Any = Own()
+    stats: Any = Own()
+    _run: Any = Own()
 
     def __init__(
         self,
@@ -220,7 +242,7 @@ class RingWriter(FileSystemWriter):
         if cache_staged_state_dict:
             self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
         self._run = SaveRun()
-        self.stats: IOStats | None = None
+        self.stats = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
@@ -287,16 +309,22 @@ class RingWriter(FileSystemWriter):
         self._frozen = keys
 
     def storage_meta(self) -> Any:
-        """DCP asks for it first of all, and gives it to the planner."""
+        """DCP asks for it first of all but ``reset``, and gives it to the planner."""
         wait_for_turn()
         self._begin_save()
         return with_run(super().storage_meta(), self._run)
 
     def _begin_save(self) -> None:
-        self._phases.abandon()
+        self._abandon(of_threads(self).begin())
         self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map)
         self._phases.begin(_trace.LOCAL_PLAN)
         self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
+
+    @staticmethod
+    def _abandon(before: dict[str, Any] | None) -> None:
+        """Nothing more will be heard of a save of this thread."""
+        if before is not None:
+            before["_run"].phases.abandon()
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -337,6 +365,7 @@ class RingWriter(FileSystemWriter):
         run.before = layout.state_of(self._directory / name) if name in run.there else None
         run.claim = layout.claim(self._directory, name)
 
+    @ends_save
     @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
@@ -439,6 +468,7 @@ class RingWriter(FileSystemWriter):
             return int(match[1])
         return self.rank or 0
 
+    @ends_save
     @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
@@ -549,6 +579,7 @@ class RingWriter(FileSystemWriter):
         return name
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._abandon(of_threads(self).begin(is_early=True))
         super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,8 +25,19 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcpring import _C, RingReader, RingSavePlanner, RingStager, RingWriter, empty_cache
+from dcpring import (
+    _C,
+    Checkpointer,
+    CheckpointError,
+    RingReader,
+    RingSavePlanner,
+    RingStager,
+    RingWriter,
+    empty_cache,
+)
 from dcpring.move import staging
 from dcpring.store import stager as stagers
 
@@ -255,6 +267,93 @@ def test_waiting_for_long_is_said(
         stager.stage(_state(2)).result(WAIT)
         response.upload_completion.result(WAIT)
     assert "RingStager(buffers=2)" in caplog.text
+
+
+WRITES: dict[str, Any] = {
+    "a tensor": lambda state: state["model"]["w"].add_(1),
+    "one with gaps": lambda state: state["model"]["gaps"].add_(1),
+    "sparse": lambda state: state["sparse"].mul_(2),
+    "a subclass": lambda state: state["wrapped"].add_(1),
+    "a DTensor": lambda state: state["dtensor"].add_(1),
+    "the part of one": lambda state: state["dtensor"].to_local().add_(1),
+}
+KEYS = {
+    **{"a tensor": "'model.tied', 'model.w'", "one with gaps": "'model.gaps'", "sparse": "'sparse'"},
+    **{"a subclass": "'wrapped'", "a DTensor": "'dtensor'", "the part of one": "'dtensor'"},
+}
+
+
+class Wrapped(torch.Tensor):
+    """A subclass of which dcpring knows nothing."""
+
+
+def _all_kinds() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    return {
+        **{**_state(1), "sparse": torch.eye(3).to_sparse(), "wrapped": torch.ones(3).as_subclass(Wrapped)},
+        "dtensor": distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]),
+    }
+
+
+@pytest.fixture
+def while_copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """Does something when tensors have been copied, and the copy has not come to its end."""
+    has_copied, may_end, copy = threading.Event(), threading.Event(), staging._C.copy_tensors
+
+    def slow(*args: Any) -> None:
+        copy(*args)
+        has_copied.set()
+        assert may_end.wait(WAIT)
+
+    def do(work: Callable[[], Any]) -> None:
+        assert has_copied.wait(WAIT)
+        with torch.no_grad():
+            work()
+        may_end.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging._C, "copy_tensors", slow)
+        yield do
+        may_end.set()
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_state_that_changes_while_it_is_copied_is_an_error(tmp_path: Path, while_copying: Any, what: str) -> None:
+    """As without ``synchronize``, and committed without a word."""
+    state, words = _all_kinds(), f"{KEYS[what]} changed while the state was copied.*; call synchronize"
+    with RingStager() as stager:
+        response = _save(state, tmp_path, stager)
+        while_copying(lambda: WRITES[what](state))
+        with pytest.raises(CheckpointError, match=words):
+            stager.synchronize()
+        with pytest.raises(CheckpointException, match=words):
+            response.upload_completion.result(WAIT)
+        assert not (tmp_path / ".metadata").exists()
+        _save(_all_kinds(), tmp_path, stager).upload_completion.result(WAIT)
+
+
+def test_writing_what_is_there_is_no_change(tmp_path: Path, while_copying: Any) -> None:
+    """As DistributedDataParallel does with buffers in each forward pass."""
+    state = {"x": torch.tensor([1.0, float("nan")]), "z": torch.ones(3, dtype=torch.complex64).conj()}
+    with RingStager() as stager:
+        response = _save(state, tmp_path, stager)
+        while_copying(lambda: [tensor.copy_(tensor.clone()) for tensor in state.values()])
+        response.upload_completion.result(WAIT)
+
+
+def test_a_checkpointer_notices_a_state_that_changes(tmp_path: Path, while_copying: Any) -> None:
+    model = torch.nn.Linear(3, 3)
+    with Checkpointer(tmp_path, {"model": model}) as checkpointer:
+        handle = checkpointer.save(1, blocking=False, async_staging=True)
+        while_copying(lambda: model.weight.add_(1))
+        with pytest.raises(CheckpointError, match=r"'model\.weight' changed while the state was copied"):
+            handle.wait()
+        checkpointer.save(2, blocking=False, async_staging=True)
+        checkpointer.synchronize()
+        with torch.no_grad():
+            model.weight.add_(1)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
 
 
 def test_an_error_while_copying_is_raised_by_all_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

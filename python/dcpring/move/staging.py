@@ -11,7 +11,7 @@ import contextlib
 import copy
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, compress
 from operator import attrgetter, setitem
@@ -27,7 +27,8 @@ from dcpring import _C
 from dcpring.base.masks import zeros
 from dcpring.base.memory import FREED, is_dense, is_freed, is_lazy_view, lazy_views, same_memory
 from dcpring.base.samples import sample_view
-from dcpring.errors import naming
+from dcpring.base.text import some_keys
+from dcpring.errors import CheckpointError, naming
 from dcpring.move.arena import Arena
 from dcpring.move.device import (
     DEFAULT_PIECE_BYTES,
@@ -52,6 +53,7 @@ from dcpring.torchside.tensors import (
     is_frozen,
     local_tensor,
     version,
+    versions_of,
     with_local,
     with_shards,
 )
@@ -125,12 +127,17 @@ class StagingBuffer:
         return opened
 
     def fill(self, opened: Opened) -> Any:
-        """The second step: copies the tensors, and gives the tree."""
+        """The second step: copies the tensors, and gives the tree.
+
+        Raises:
+            CheckpointError: what was copied has been written to meanwhile, as far as autograd counts that.
+        """
         try:
             with torch.inference_mode(False), torch.no_grad():
                 held = self._fill(opened)
         finally:
             opened.devices.wait()  # after an error too: the memory will be used again
+        opened.check_unchanged()
         self._arena.held.update(held)
         return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
 
@@ -235,7 +242,13 @@ class StagingBuffer:
 
 
 class Devices:
-    """The accelerators of one state: what is waited for before and after a copy. This waits for all their streams."""
+    """The accelerators of one state: what is waited for before and after a copy. This waits for all their streams.
+
+    Attributes:
+        is_beside: the copy is made beside the thread that owns the state.
+    """
+
+    is_beside = False
 
     def __init__(self) -> None:
         self._met: set[torch.device] = set()
@@ -261,6 +274,8 @@ class Devices:
 
 class SideStreams(Devices):
     """Copies go on a stream of their own, behind what the owner's thread has given to its current streams."""
+
+    is_beside = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,6 +384,7 @@ class Opened:
         self._others: list[tuple[Any, Any, Tensor]] = []
         self._inner: dict[int, Tensor] = {}
         self._wholes: dict[int, Tensor] = {}
+        self._copies: list[Tensor] = []
         try:
             self._root[0] = self._value(state, self._root, 0)
         except RecursionError:
@@ -377,6 +393,7 @@ class Opened:
         plain = ((tensor, tensor) for tensor in self._plain[2])
         inner = ((tensor, self._wholes[key]) for key, tensor in self._inner.items())
         self.signs = {} if frozen is None else signs_of(chain(plain, inner), frozen)
+        self._versions = versions_of(self._watched()) if devices.is_beside else []
 
     @property
     def tree(self) -> Any:
@@ -386,8 +403,43 @@ class Opened:
         """What may lie in plain memory of this rank: tensors, local parts of DTensors and of ShardedTensors."""
         return [*self._plain[2], *self._inner.values()]
 
+    def _watched(self) -> list[Tensor]:
+        return [*self.sources(), *(tensor for _, _, tensor in self._others)]
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if the copies are not what the state was when it was opened, and is still.
+
+        A forward pass under DistributedDataParallel writes to buffers what they have: only other bytes count.
+        """
+        copies, self._copies = self._copies, []
+        if not self._versions or self._versions == versions_of(self._watched()):
+            return
+        for device in {tensor.device for tensor in self._watched() if on_accelerator(tensor)}:
+            accelerators.active.synchronize(device)
+        pairs = zip(self._versions, versions_of(self._watched()), self._watched(), strict=True)
+        written = {id(tensor): tensor for before, now, tensor in pairs if before != now}
+        changed = dict.fromkeys(self._names_of_changed(written, copies))
+        if changed:
+            raise CheckpointError(
+                f"{some_keys(list(changed))} changed while the state was copied, so that the copy is torn; call "
+                "synchronize(), of RingStager or Checkpointer, before what writes to the state: the optimizer's step, "
+                "and a forward pass that updates buffers, as BatchNorm's does"
+            )
+
+    def _names_of_changed(self, written: Mapping[int, Tensor], copies: list[Tensor]) -> Iterator[str]:
+        by_source = {id(source): copied for source, copied in zip(self.sources(), copies, strict=True)}
+        places = [*zip(*self._plain, strict=True), *self._others]
+        for parent, key, whole in places:
+            parts = [part for part, _ in _parts_of(whole)]
+            if not any(id(tensor) in written for tensor in (whole, *parts)):
+                continue
+            known = [(part, by_source[id(part)]) for part in parts if id(part) in by_source]
+            if len(known) < max(len(parts), 1) or not all(_have_same_bits(*pair) for pair in known):
+                yield _name_of(parent[key], self.tree).strip("'")
+
     def put(self, copies: list[Tensor]) -> None:
         """Puts copies in the place of the sources."""
+        self._copies = copies
         parents, keys, sources = self._plain
         deque(map(setitem, parents, keys, _all_like(copies[: len(sources)], sources)), maxlen=0)
         inner = dict(zip(self._inner, copies[len(sources) :], strict=True))
@@ -431,18 +483,9 @@ class Opened:
             self._others.append((parent, key, tensor))
             self._note_inner(tensor)
 
-    def _note_inner(self, tensor: Tensor, whole: Tensor | None = None) -> None:
-        if isinstance(tensor, DTensor):
-            self._note_inner(local_tensor(tensor), tensor)
-        elif isinstance(tensor, ShardedTensor):
-            for shard in tensor.local_shards():
-                self._note_inner(shard.tensor)
-        elif isinstance(tensor, Composed):
-            for part in tensor.held:
-                self._note_inner(part.tensor)
-        elif type(tensor) in PLAIN_TYPES:
-            self._inner[id(tensor)] = tensor
-            self._wholes[id(tensor)] = tensor if whole is None else whole
+    def _note_inner(self, tensor: Tensor) -> None:
+        for part, whole in _parts_of(tensor):
+            self._inner[id(part)], self._wholes[id(part)] = part, whole
 
     def _rebuilt(self, tensor: Tensor, inner: dict[int, Tensor]) -> Tensor:
         if isinstance(tensor, DTensor):
@@ -465,6 +508,31 @@ class Opened:
         whole = self._wholes.get(id(value), value)
         besides = f", or one of {others} small tensors that go with it" if others else ""
         return naming(lambda: f"cannot copy {_name_of(whole, self.tree)}{besides}")
+
+
+def _parts_of(tensor: Tensor, whole: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The plain tensors that one is, or is made of, each with the DTensor that it is of, or itself; none of a class
+    that is not known."""
+    if isinstance(tensor, DTensor):
+        yield from _parts_of(local_tensor(tensor), tensor)
+    elif isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            yield from _parts_of(shard.tensor)
+    elif isinstance(tensor, Composed):
+        for part in tensor.held:
+            yield from _parts_of(part.tensor)
+    elif type(tensor) in PLAIN_TYPES:
+        yield tensor, tensor if whole is None else whole
+
+
+def _have_same_bits(tensor: Tensor, copied: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    one, other = (
+        each.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+        for each in (tensor, copied)
+    )
+    return torch.equal(one, other)
 
 
 def _name_of(value: Any, tree: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +109,17 @@ def order_of_cuts(value: DTensor) -> tuple[Any, bool]:
 def version(value: Tensor) -> int:
     """How often a tensor was changed in place; 0 where that is not counted."""
     return 0 if value.is_inference() else value._version
+
+
+_counted = attrgetter("_version")
+
+
+def versions_of(values: Sequence[Tensor]) -> list[int]:
+    """``version`` of all; 0 of those whose class does not say."""
+    try:
+        return list(map(_counted, values))
+    except Exception:
+        return [getattr(value, "_version", 0) if not value.is_inference() else 0 for value in values]
 
 
 def is_frozen(value: Any) -> bool:

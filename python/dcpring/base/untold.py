@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring.base.joint import described, failure_of
+from dcpring.torchside.dcp import is_waited_for
 
 logger = logging.getLogger("dcpring")
 
@@ -88,7 +89,7 @@ class WatchedFuture(Future[Any]):
         if exception is not None:
             number = note_failure(exception, "asking for its result raises this")
             exception = without_frames(exception)
-            if getattr(self._condition, "_waiters", ()):  # who began to wait before it was watched
+            if is_waited_for(self):  # by whoever has begun to before it was watched
                 has_heard(number)
             self._number = number
         super().set_exception(exception)

@@ -290,6 +290,11 @@ def save_of_thread() -> ThreadSave | None:
     return found
 
 
+def is_waited_for(future: Future[Any]) -> bool:
+    """Whether a thread waits for the result, or the exception. Python's name for that is private, too."""
+    return bool(getattr(future._condition, "_waiters", ()))
+
+
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")
 _load = optional(f"{_DCP}.state_dict_loader", "_load_state_dict")
 

@@ -195,8 +195,8 @@ def test_what_the_program_gives_comes_before_the_options(tmp_path: Path) -> None
 
 def test_wrong_options_are_refused_at_once() -> None:
     for options, words in (
-        ({"writer_options": {"wrkers": 3}}, "writer_options has 'wrkers', which RingWriter does not take"),
-        ({"load_planner_options": {"x": 1}}, "load_planner_options has 'x'"),
+        ({"writer_options": {"wrkers": 3}}, r"writer_options: RingWriter\(\) has no argument 'wrkers'; did you mean"),
+        ({"load_planner_options": {"x": 1}}, r"load_planner_options: RingLoadPlanner\(\) has no argument 'x'"),
         ({"reader_options": 3}, "reader_options=3: must be a mapping"),
     ):
         with pytest.raises(TypeError, match=words):
@@ -364,7 +364,7 @@ def test_torch_is_waited_for(first: str, variable: str, expected: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", DEFERRED.format(first=first)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.stdout.strip() == expected, done.stdout + done.stderr
-    assert ("which RingSavePlanner does not take" in done.stderr) == ("'x'" in first)
+    assert ("RingSavePlanner() has no argument" in done.stderr) == ("'x'" in first)
 
 
 def test_the_finder_keeps_waiting_when_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -635,8 +635,8 @@ def test_bad_policies(tmp_path: Path) -> None:
             RingReader(tmp_path, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be one of"):
         RingLoadPlanner(missing="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a list of patterns"):
-        RingLoadPlanner(allow_missing="a")
+    with pytest.raises(TypeError, match="a list of strings"):
+        RingLoadPlanner(allow_missing=[1])  # type: ignore[list-item]
 
 
 def _load_what_is_not_there(folder: str) -> dict[int, str]:

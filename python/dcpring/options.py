@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from dcpring import _C
 
@@ -25,6 +25,9 @@ class IOArguments(TypedDict, total=False):
     block_size_bytes: int
     workers: int
     checksum: bool
+
+
+IO_NAMES = tuple(IOArguments.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class IOOptions:
         _check_range("block_size_bytes", self.block_size_bytes, MAX_BLOCK_BYTES)
         if self.block_size_bytes % _C.CRC_BLOCK_BYTES:
             raise ValueError(f"block_size_bytes={self.block_size_bytes}: must be a multiple of 1 MiB")
+
+    def changed(self) -> dict[str, Any]:
+        """Those that are not as by default."""
+        return {name: value for name, value in vars(self).items() if value != getattr(IOOptions, name)}
 
     def for_core(
         self, sync: bool, watch: _C.Watch | None = None, *, exact: bool = False

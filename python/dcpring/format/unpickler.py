@@ -441,6 +441,15 @@ def _present_name(module: str, name: str) -> tuple[str, str]:
     return _compat_pickle.IMPORT_MAPPING.get(renamed[0], renamed[0]), renamed[1]
 
 
+def checked_globals(given: Iterable[Any]) -> tuple[Any, ...]:
+    """The argument ``safe_globals``. TypeError for what is no class or function, nor a pair of one and its name."""
+    found = tuple(given)
+    for item in found:
+        if not callable(item) and not (isinstance(item, tuple) and len(item) == 2):
+            raise TypeError(f"safe_globals={given!r}: must be a list of classes and functions, not of their names")
+    return found
+
+
 class Safe:
     """What a user allows besides the list, and what torch.serialization.add_safe_globals was given.
 
@@ -448,7 +457,7 @@ class Safe:
     """
 
     def __init__(self, safe_globals: Iterable[Any] = ()) -> None:
-        self._given = tuple(safe_globals)
+        self._given = checked_globals(safe_globals)
 
     @functools.cached_property
     def names(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcpring.base.arguments import strings
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import single
@@ -143,7 +144,7 @@ class RingCheckpoint(Checkpoint):
         *,
         every_n_steps: int,
         components: Mapping[str, Any] | None = None,
-        exclude: Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         blocking: bool = False,
         **options: Any,
     ) -> None:
@@ -151,7 +152,7 @@ class RingCheckpoint(Checkpoint):
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
         _refuse_remote(folder, "ModelCheckpoint")
         self.folder, self.every_n_steps, self.blocking = Path(folder), every_n_steps, blocking
-        self.components, self.exclude, self.options = dict(components or {}), tuple(exclude), options
+        self.components, self.exclude, self.options = dict(components or {}), strings(exclude, "exclude"), options
         self.checkpointer: Checkpointer | None = None
         self.report: ResumeReport | None = None
         self._saved = 0

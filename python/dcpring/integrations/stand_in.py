@@ -27,8 +27,9 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from dcpring.base.arguments import unknown
 from dcpring.integrations.install import Options
-from dcpring.options import IOArguments
+from dcpring.options import IO_NAMES
 
 logger = logging.getLogger("dcpring")
 
@@ -77,7 +78,7 @@ def _arguments_of(kind: Any) -> Iterator[str]:
         parameters = inspect.signature(each.__init__).parameters
         yield from parameters
         if "io" in parameters:
-            yield from IOArguments.__annotations__
+            yield from IO_NAMES
         if not any(one.kind == one.VAR_KEYWORD and name != "io" for name, one in parameters.items()):
             return  # else the others are for the class above
 
@@ -112,10 +113,9 @@ def start(options: Options, *, is_loading: bool) -> None:
     if not is_loading:
         for kind in dict.fromkeys(kind for _, kind in PAIRS.values()):
             names = {stock: name for stock, (name, of_kind) in PAIRS.items() if of_kind == kind}
-            wrong = sorted(set(getattr(options, kind)).difference(*(_taken()[stock] for stock in names)))
-            if wrong:
-                name = next(iter(names.values()))
-                raise TypeError(f"{kind}_options has {', '.join(map(repr, wrong))}, which {name} does not take")
+            known = frozenset().union(*(_taken()[stock] for stock in names)) - {"self", "io"}
+            if wrong := unknown(getattr(options, kind), known, f"{next(iter(names.values()))}()"):
+                raise TypeError(f"{kind}_options: {wrong}")
     _options = options
     if _replaced:
         return

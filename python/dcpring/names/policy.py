@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 
+from dcpring.base.arguments import strings
 from dcpring.base.casts import Loss, loss
 from dcpring.base.memory import memory_key
 from dcpring.errors import KeyMismatchError
@@ -79,7 +80,7 @@ class LoadPolicy:
     """
 
     missing: Missing = "error"
-    allow_missing: Sequence[str] = ()
+    allow_missing: str | Sequence[str] = ()
     unexpected: Unexpected = "log"
     casts: Casts = "round"
 
@@ -87,8 +88,7 @@ class LoadPolicy:
         _check_choice("missing", self.missing, ("error", "warn", "allow"))
         _check_choice("unexpected", self.unexpected, ("error", "warn", "log", "ignore"))
         _check_choice("casts", self.casts, ("round", "any", "never"))
-        if isinstance(self.allow_missing, str) or not all(isinstance(text, str) for text in self.allow_missing):
-            raise ValueError(f"allow_missing={self.allow_missing!r}: must be a list of patterns")
+        object.__setattr__(self, "allow_missing", strings(self.allow_missing, "allow_missing"))
 
     @property
     def looks_at_unexpected(self) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcpring import _C
+from dcpring.base.arguments import checks_names, shown
 from dcpring.base.groups import host_id, rank_here, rank_in
 from dcpring.base.text import some, spans
 from dcpring.errors import KeyMismatchError
@@ -110,6 +111,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         ValueError: the checkpoint does not hold all of a tensor.
     """
 
+    @checks_names()
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -120,7 +122,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         share: Share = "auto",
         key_map: KeyMapLike = None,
         missing: Missing = "error",
-        allow_missing: Sequence[str] = (),
+        allow_missing: str | Sequence[str] = (),
         unexpected: Unexpected = "log",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
@@ -135,6 +137,10 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.share = share
         self._own_plan: RingLoadPlan | None = None
         self._run = LoadRun()
+
+    def __repr__(self) -> str:
+        missing = {"missing": self.policy.missing, "allow_missing": self.policy.allow_missing}
+        return shown(self, share=self.share, **missing, unexpected=self.policy.unexpected)
 
     # ---- what DCP calls, in this order ----
 

@@ -128,6 +128,10 @@ class _Rule:
             if isinstance(value, int):
                 self.sizes[axis] = value
                 continue
+            if isinstance(value, str):
+                raise ValueError(
+                    f"the axis {axis!r} of {self.text} has the labels {value!r}: they are a list, or a dict"
+                )
             self.labels[axis] = list(value)
             self.sizes[axis] = len(self.labels[axis])
             if isinstance(value, Mapping):

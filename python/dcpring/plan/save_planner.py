@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, Met
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
+from dcpring.base.arguments import checks_names, shown
 from dcpring.base.groups import GroupBefore, host_id, rank_here, world_size
 from dcpring.base.order import wait_for_turn
 from dcpring.base.text import some_keys
@@ -90,6 +91,7 @@ class RingSavePlanner(DefaultSavePlanner):
         CheckpointError: ranks disagree about a key; chunks overlap or are missing; no allowed rank holds a shard.
     """
 
+    @checks_names()
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -127,6 +129,9 @@ class RingSavePlanner(DefaultSavePlanner):
         self._save = _Save()
         self._group = GroupBefore()
         self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return shown(self, writers=self.writers, check_replicas=self.check_replicas, split_bytes=self.split_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a save nothing is pickled: DCP's background process gets a copy of the planner for each."""

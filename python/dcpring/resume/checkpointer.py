@@ -12,7 +12,7 @@ import contextlib
 import logging
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpring.base import groups, random_states
-from dcpring.base.text import some_keys, spans
+from dcpring.base.arguments import checks_names, shown, strings, unknown
+from dcpring.base.text import spans
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import METADATA_NAME
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
@@ -39,6 +40,8 @@ from dcpring.resume.recognise import as_component, model_of, with_joined_parts
 from dcpring.resume.reports import ResumeReport, report_of
 from dcpring.resume.restore import Restore
 from dcpring.resume.retention import Steps, is_read_only, unusable
+from dcpring.store.hf_writer import RingHFWriter
+from dcpring.store.reader import RingReader
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.torchside import dcp
 from dcpring.watch.phases import Staging
@@ -90,6 +93,7 @@ class Checkpointer:
         CheckpointError: the folder is not there and cannot be made.
     """
 
+    @checks_names()
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -131,9 +135,10 @@ class Checkpointer:
                 self.busy = busy
                 self.unchanged: Unchanged = unchanged
                 self._frozen: set[tuple[str, str]] = set()  # components and keys
-                self._writer_options, self._reader_options = dict(writer_options or {}), dict(reader_options or {})
                 self._save_options, self._load_options = _for_planners(planner_options or {})
-                self._export_options = dict(export_options or {})
+                self._writer_options = self._tried("writer_options", writer_options, RingWriter)
+                self._reader_options = self._tried("reader_options", reader_options, RingReader)
+                self._export_options = self._tried("export_options", export_options, RingHFWriter)
                 self._background: Background | None = None
                 self._staging = StagingBuffer()
                 self._copied: Future[None] | None = None
@@ -142,6 +147,18 @@ class Checkpointer:
         except BaseException:
             self._ranks.close()
             raise
+
+    def _tried(self, name: str, options: Mapping[str, Any] | None, kind: Callable[..., Any]) -> dict[str, Any]:
+        """Options for a class, which has taken them once: nothing wrong with them is to be found days later."""
+        try:
+            kind(self.path(0), **(options or {}))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        return dict(options or {})
+
+    def __repr__(self) -> str:
+        kept = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+        return shown(self, str(self.folder), list(self.components), **kept, unchanged=self.unchanged, busy=self.busy)
 
     # ---- what is there ----
 
@@ -444,8 +461,8 @@ class Checkpointer:
     def load(
         self,
         step: int | None = None,
-        components: Iterable[str] | None = None,
-        exclude: Iterable[str] = (),
+        components: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
         *,
         missing_ok: bool = False,
     ) -> ResumeReport:
@@ -465,8 +482,8 @@ class Checkpointer:
         with self._ranks.operation("load") as joint:
             self._require_open()
             self._settle(joint, may_skip=False)
-            wanted = None if components is None else set(components)
-            return self._load(joint, step, wanted, set(exclude), missing_ok)
+            wanted = None if components is None else set(strings(components, "components"))
+            return self._load(joint, step, wanted, set(strings(exclude, "exclude")), missing_ok)
 
     def _load(
         self, joint: Operation, step: int | None, wanted: set[str] | None, left_out: set[str], missing_ok: bool
@@ -583,10 +600,9 @@ def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     save, load = (
         {name: options[name] for name in names if name in options} for names in (_SAVE_OPTIONS, _LOAD_OPTIONS)
     )
-    unknown = sorted(options.keys() - save.keys() - load.keys())
-    if unknown:
-        known = ", ".join((*_SAVE_OPTIONS, *_LOAD_OPTIONS))
-        raise ValueError(f"planner_options: {some_keys(unknown)}: a Checkpointer's planners take {known}")
+    known = (*_SAVE_OPTIONS, *_LOAD_OPTIONS)
+    if wrong := unknown(options, known, "a planner of a Checkpointer's"):
+        raise TypeError(f"planner_options: {wrong}; it takes {', '.join(known)}")
     RingSavePlanner(**save)
     RingLoadPlanner(**load)
     return save, load

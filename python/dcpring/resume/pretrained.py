@@ -66,7 +66,7 @@ def load_pretrained(
     key_map: KeyMapLike = None,
     rearrange: Sequence[Rearrange] | None = None,
     missing: Missing = "error",
-    allow_missing: Sequence[str] = (),
+    allow_missing: str | Sequence[str] = (),
     unexpected: Unexpected = "log",
     initialize: Initialize | None = None,
     process_group: dist.ProcessGroup | None = None,

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
+from dcpring.base.arguments import checks_names
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import host_id, world_size
 from dcpring.base.memory import same_memory
@@ -38,7 +39,7 @@ from dcpring.move.save.items import items_of
 from dcpring.move.save.results import ResultList
 from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
-from dcpring.options import IOArguments, IOStats
+from dcpring.options import IO_NAMES, IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
@@ -124,6 +125,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     _model: Any = Own()
 
+    @checks_names(*IO_NAMES)
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -144,8 +146,6 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
     ) -> None:
         if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: must be an int from 1")
-        if unknown := sorted(io.keys() - IOArguments.__annotations__.keys()):  # RingWriter would know some of these
-            raise TypeError(f"RingHFWriter.__init__() got an unexpected keyword argument {unknown[0]!r}")
         RingWriter.__init__(
             self,
             path,

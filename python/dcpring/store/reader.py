@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from dcpring.base.arguments import checks_names, shown
 from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
 from dcpring.base.joint import Joint
@@ -37,7 +38,7 @@ from dcpring.format.metadata import (
 )
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
 from dcpring.format.safetensors import Files, may_be_several
-from dcpring.format.unpickler import Trust
+from dcpring.format.unpickler import Trust, checked_globals
 from dcpring.move.load.handon import exchange_of
 from dcpring.move.load.loader import Loader
 from dcpring.move.load.matched import Matched
@@ -45,7 +46,7 @@ from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected, checked_casts
-from dcpring.options import IOArguments, IOOptions, IOStats
+from dcpring.options import IO_NAMES, IOArguments, IOOptions, IOStats
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
@@ -161,6 +162,7 @@ class RingReader(FileSystemReader):
     stats: Any = Own()
     _load: Any = Own()
 
+    @checks_names(*IO_NAMES)
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -187,7 +189,7 @@ class RingReader(FileSystemReader):
         FileSystemReader.__init__(self, layout.local_path(path), _extension_registry)
         self.options = IOOptions(**io)
         self.trusted = trusted
-        self.safe_globals = tuple(safe_globals)
+        self.safe_globals = checked_globals(safe_globals)
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.policy = LoadPolicy(unexpected=unexpected, casts=checked_casts(casts))
         self.progress = checked_progress(progress)
@@ -195,6 +197,11 @@ class RingReader(FileSystemReader):
         self.dequantize = dequantize
         self.block_size = BLOCK_SIZE
         self.stats = None
+
+    def __repr__(self) -> str:
+        policy = {"unexpected": self.policy.unexpected, "casts": self.policy.casts}
+        given = {"trusted": self.trusted, "safe_globals": self.safe_globals, "dequantize": self.dequantize}
+        return shown(self, str(self.path), **given, **policy, **self.options.changed())
 
     @property
     def _phases(self) -> _trace.Phases:

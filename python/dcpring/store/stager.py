@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from dcpring.base.arguments import checks_names, shown
 from dcpring.base.groups import GroupBefore, agree, digest, rank_in
 from dcpring.base.joint import failure_of
 from dcpring.base.order import BackgroundSave, Line, line_of, pauses, wait_for_turn, wait_until
@@ -88,6 +89,7 @@ class RingStager(AsyncStager):
 
     _synchronize_after_execute = False
 
+    @checks_names()
     def __init__(
         self, buffers: int = 1, workers: int | None = None, unchanged: Literal["copy", "trust"] = "copy"
     ) -> None:
@@ -100,6 +102,10 @@ class RingStager(AsyncStager):
         self._frozen: Collection[Tensor] | None = () if unchanged == "trust" else None
         self._is_open = True
         self._begin()
+
+    def __repr__(self) -> str:
+        unchanged = "copy" if self._frozen is None else "trust"
+        return shown(self, buffers=self._most, workers=self._workers, unchanged=unchanged)
 
     def _begin(self) -> None:
         self._turns: list[Turn] = []

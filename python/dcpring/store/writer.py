@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dcpring import _C
+from dcpring.base.arguments import checks_names, shown
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.order import BackgroundSave, Line, wait_for_turn
@@ -39,7 +40,7 @@ from dcpring.format.metadata import (
     pickle_metadata,
     read_trailer,
 )
-from dcpring.format.unpickler import Safe
+from dcpring.format.unpickler import Safe, checked_globals
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.pending import Pending
@@ -58,7 +59,7 @@ from dcpring.names.key_map import (
     rename_metadata,
     rename_results,
 )
-from dcpring.options import MAX_WORKERS, IOArguments, IOOptions, IOStats
+from dcpring.options import IO_NAMES, MAX_WORKERS, IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.run import SaveRun, with_run
 from dcpring.plan.table import check_sizes, describes_itself
@@ -173,6 +174,7 @@ class RingWriter(FileSystemWriter):
     stats: Any = Own()
     _run: Any = Own()
 
+    @checks_names(*IO_NAMES)
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -222,7 +224,7 @@ class RingWriter(FileSystemWriter):
         self.key_map = None if key_map is None else KeyMap(key_map)
         self.progress = checked_progress(progress)
         self.objects: ObjectPolicy = objects
-        self.safe_globals = tuple(safe_globals)
+        self.safe_globals = checked_globals(safe_globals)
         check_unchanged(unchanged)
         self.unchanged: Unchanged = unchanged
         self.unchanged_from = None if unchanged_from is None else layout.local_path(unchanged_from)
@@ -243,6 +245,18 @@ class RingWriter(FileSystemWriter):
             self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
         self._run = SaveRun()
         self.stats = None
+
+    def __repr__(self) -> str:
+        names = (
+            "single_file_per_rank",
+            "sync_files",
+            "overwrite",
+            "keep_superseded",
+            "objects",
+            "unchanged",
+            "file_names",
+        )
+        return shown(self, str(self.path), **{name: getattr(self, name) for name in names}, **self.options.changed())
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcpring.base.arguments import strings
 from dcpring.base.files import open_regular
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
@@ -124,7 +125,7 @@ def convert(
     goal = _format_of(where, to, files, shard_bytes)
     check_target(where, _is_directory(where, goal), overwrite, goal == "safetensors")
     opened = open_source(Path(source), rank=rank, trusted=trusted)
-    chosen = _chosen(opened, _listed(only), _listed(exclude), os.fspath(source))
+    chosen = _chosen(opened, strings(only, "only"), strings(exclude, "exclude"), os.fspath(source))
     items = _cast(_renamed(chosen, key_map), None if dtype is None else float_dtype(dtype))
     _check_sizes(items, os.fspath(source))
     made = _target(goal, where, items, opened, files, shard_bytes)
@@ -206,7 +207,7 @@ def _check_sizes(items: Sequence[SourceItem], source: str) -> None:
         raise CorruptCheckpointError(what, source)
 
 
-def _chosen(opened: Source, only: list[str], exclude: list[str], source: str) -> list[SourceItem]:
+def _chosen(opened: Source, only: Sequence[str], exclude: Sequence[str], source: str) -> list[SourceItem]:
     is_chosen, is_excluded = key_filter(only), key_filter(exclude)
     names = [*(item.source for item in opened.items), *opened.unreadable]
     chosen = {name for name in names if is_chosen(name) and not (exclude and is_excluded(name))}
@@ -217,10 +218,6 @@ def _chosen(opened: Source, only: list[str], exclude: list[str], source: str) ->
             f"{source}: torch lacks the dtypes of {some_keys(unreadable)}; leave them out with --exclude PATTERN"
         )
     return [item for item in opened.items if item.source in chosen]
-
-
-def _listed(patterns: str | Iterable[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _renamed(items: list[SourceItem], key_map: KeyMapLike) -> list[SourceItem]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dcpring import _C
+from dcpring.base.arguments import strings
 from dcpring.base.windows import read_ahead, split_box, windows
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import TENSOR
@@ -130,7 +131,7 @@ def diff_checkpoints(
     b: str | os.PathLike[str],
     *,
     key_map: KeyMapLike = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     values: bool = True,
     atol: float = 0.0,
     rtol: float = 0.0,
@@ -175,7 +176,7 @@ class Comparison:
         b: str | os.PathLike[str],
         *,
         key_map: KeyMapLike = None,
-        only: Sequence[str] = (),
+        only: str | Sequence[str] = (),
         atol: float = 0.0,
         rtol: float = 0.0,
         rank: int | None = None,
@@ -185,10 +186,11 @@ class Comparison:
             raise ValueError(f"atol={atol} and rtol={rtol} must be 0 or more")
         self._tolerance = (atol, rtol)
         mapped = KeyMap(key_map) if key_map is not None else None
-        chosen = key_filter(only)
+        patterns = strings(only, "only")
+        chosen = key_filter(patterns)
         self._a = _Side(a, rank, trusted, mapped, chosen)
         self._b = _Side(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
-        check_patterns(only, self._a.names | self._b.names, "either")
+        check_patterns(patterns, self._a.names | self._b.names, "either")
         self.result = CheckpointDiff(names.diff_described(self._a.described(), self._b.described(), _cause))
         different = {item.key for item in (*self.result.keys.shapes, *self.result.keys.dtypes)}
         common = [name for name in self._a.entries if name in self._b.entries and name not in different]

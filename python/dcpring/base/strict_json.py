@@ -11,9 +11,12 @@ def loads(text: str | bytes) -> Any:
     where Python takes the last.
 
     Raises:
-        ValueError: it is no JSON, or a name is there twice.
+        ValueError: it is no JSON, a name is there twice, or things lie in each other deeper than Python follows.
     """
-    return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_without_twice)
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_without_twice)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ and ``_output``.
 from __future__ import annotations
 
 import sys
+import traceback
 
 from dcpring.cli import run as run_command
 
@@ -31,9 +32,16 @@ def main(argv: list[str] | None = None) -> int:
         from dcpring.cli._app import run
 
         return run(argv)
-    except (KeyboardInterrupt, RuntimeError) as error:  # while all this is being loaded, or while it ends
+    except (KeyboardInterrupt, Exception) as error:  # while all this is being loaded, or while it ends
         # Python 3.11 wraps what is raised in a class's __set_name__, and torch makes thousands of classes.
-        if not any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__)):
-            raise
-        print("dcpring: interrupted", file=sys.stderr)
-        return 130
+        is_interrupted = any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__))
+        print(f"dcpring: {'interrupted' if is_interrupted else fault(error)}", file=sys.stderr)
+        return 130 if is_interrupted else 2
+
+
+def fault(error: BaseException) -> str:
+    """One line about an error that nobody has foreseen."""
+    if sys.flags.dev_mode:
+        traceback.print_exception(error)
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said:.500} (a fault of dcpring's; python -X dev -m dcpring shows where)"

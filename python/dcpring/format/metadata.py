@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcpring import _C
+from dcpring.base import strict_json
 from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
 from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
@@ -188,7 +189,7 @@ def split_metadata(data: bytes, path: Path) -> Parts:
         raise CorruptCheckpointError("the checkpoint's metadata is damaged (its CRC-32 does not match)", str(path))
     end = len(body) - note_bytes
     try:
-        note = json.loads(bytes(body[end:]))
+        note = strict_json.loads(bytes(body[end:]))
         trailer = Trailer(**{name: note[name] for name in Trailer.__dataclass_fields__ if name in note})
         if trailer.index_bytes + sum(trailer.ledger_bytes) > end:
             raise ValueError("an index longer than the file")

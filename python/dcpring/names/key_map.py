@@ -367,7 +367,7 @@ def load_tables(path: Path) -> dict[str, KeyTable]:
         ValueError: it is another file.
     """
     try:
-        data = json.loads(read_regular(path))
+        data = strict_json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
     except ValueError as error:

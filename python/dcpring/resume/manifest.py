@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from dcpring.base import strict_json
 from dcpring.base.joint import Joint
 from dcpring.base.text import ranks
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
@@ -79,8 +80,8 @@ class Manifest:
     @staticmethod
     def parse(text: Any, path: str) -> Manifest:
         try:
-            manifest = Manifest(**json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
+            manifest = Manifest(**strict_json.loads(text))
+        except (TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) is damaged: {error}", path) from error
         if manifest.version != MANIFEST_VERSION:
             raise CorruptCheckpointError(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcpring import _C
+from dcpring.base import strict_json
 from dcpring.base.files import names_in, read_regular, unfinished_name
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME, metadata_id
@@ -126,7 +127,7 @@ class _Note:
     @staticmethod
     def parse(data: bytes) -> _Note:
         """Raises ValueError, TypeError, KeyError or AttributeError if it is none."""
-        note = json.loads(data)
+        note = strict_json.loads(data)
         if note["version"] != _VERSION:
             raise ValueError(f"it has version {note['version']!r}, this dcpring knows {_VERSION}")
         pending = note["pending"] or {"step": None, "was": "", "left": {}}
@@ -220,7 +221,7 @@ class Steps:
             return _Note()
         try:
             return _Note.parse(data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(
                 f"{path}, which says what steps were left, is damaged ({type(error).__name__}: {error}); to take all "
                 "steps for one training's, remove it",

@@ -180,6 +180,13 @@ def test_rank_local_metadata(tmp_path: Path) -> None:
     assert "(rank 0)" in _cli.run("ls", tmp_path, "--depth", "1").out
 
 
+def test_the_step_is_what_the_path_calls_one(tmp_path: Path) -> None:
+    for name, step in (("checkpoint-12", 12), ("run-2026", None)):
+        dcp.save({"a": torch.ones(2)}, storage_writer=RingWriter(tmp_path / name), no_dist=True)
+        assert json.loads(_cli.run("ls", tmp_path / name, "--json").out)["step"] == step
+        assert ("step 12" in _cli.run("ls", tmp_path / name).out) == (step is not None)
+
+
 def test_what_a_checkpointer_noted(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     Checkpointer(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}).save(5)

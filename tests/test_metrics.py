@@ -102,9 +102,29 @@ def test_a_function_that_cannot_be_pickled_stays_behind(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("path", "step"), [("a/step-12", 12), ("a/12/", 12), ("checkpoint-500", 500), ("a12b", None), ("best", None)]
+    ("path", "step"),
+    [
+        ("a/step-12", 12),
+        ("a/step_12/", 12),
+        ("a/my-step-12", 12),
+        ("exp/step-300/model", 300),
+        ("step-1/step-2/hf", 2),
+        ("global_step_7", 7),
+        ("global_step7", 7),
+        ("checkpoint-500", 500),
+        ("epoch=3-step=400", 400),
+        ("a/12/", None),
+        ("qwen2.5", None),
+        ("llama3", None),
+        ("run-2026", None),
+        ("final_v2", None),
+        ("misstep-3", None),
+        ("checkpoint-7b-instruct", None),
+        ("best", None),
+    ],
 )
-def test_the_step_is_what_the_name_ends_with(path: str, step: int | None) -> None:
+def test_only_what_is_called_a_step_is_one(path: str, step: int | None) -> None:
+    """Dashboards took the last digits of any name for one."""
     assert Metrics("save", path, 0, 0.0).step == step
 
 

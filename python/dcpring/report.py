@@ -12,6 +12,8 @@ __all__ = ["LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"]
 _WIDEST_COLUMN = 200
 """Longer texts are not cut, but nothing else is moved for them: one long name must not make every row as long."""
 
+_STEP = re.compile(r"(?<![A-Za-z])(?:step[-_=]|global_?step[-_=]?|checkpoint-)(\d{1,18})(?!\w|\.\d)")
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -21,6 +23,12 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} {_UNITS[-1]}"
+
+
+def step_of(path: str) -> int | None:
+    """The step of a training that a path names, the last of several; other numbers are none."""
+    found = _STEP.findall(path)
+    return int(found[-1]) if found else None
 
 
 def count(number: int, what: str) -> str:
@@ -51,7 +59,7 @@ class Metrics:
     Attributes:
         operation: "save", of all ranks, or "load", of one.
         path: the checkpoint's directory.
-        step: the number that its name ends with, as in "step-100"; None if it ends with none.
+        step: that its path names, as "step-100", "global_step100" or "checkpoint-100"; None where it names none.
         bytes: written to files, or read from them.
         seconds: from the beginning to the end, that of other ranks included: a save is committed and durable then.
         ranks: that took part in the save, with and without bytes to write; 1 for a load.
@@ -72,8 +80,7 @@ class Metrics:
 
     @property
     def step(self) -> int | None:
-        found = re.search(r"(?<!\d)(\d{1,18})/*$", self.path)
-        return int(found[1]) if found else None
+        return step_of(self.path)
 
     @property
     def bytes_per_second(self) -> float:

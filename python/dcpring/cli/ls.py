@@ -120,8 +120,9 @@ def _origin(inventory: Inventory) -> str:
     facts = [inventory.origin]
     if inventory.version:
         facts.append(f"format {inventory.version}")
+    if inventory.step is not None:
+        facts.append(f"step {inventory.step}")
     if inventory.manifest is not None:
-        facts.append(f"step {inventory.manifest.step}")
         facts.append(count(inventory.manifest.world_size, "rank") + " saved")
     elif any(rank is not None for rank in inventory.ranks):
         facts.append(f"metadata of {count(len(inventory.parts), 'rank')}")
@@ -310,7 +311,7 @@ def _document(
         "checkpoint": str(inventory.directory),
         "writer": inventory.writer,
         "format": inventory.version,
-        "step": None if manifest is None else manifest.step,
+        "step": inventory.step,
         "world_size": None if manifest is None else manifest.world_size,
         "problem": inventory.problem,
         "totals": {

@@ -17,6 +17,7 @@ from dcpring.errors import CheckpointError
 from dcpring.format.metadata import referenced_files
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
+from dcpring.report import step_of
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest
 from dcpring.sources.contents import Contents, Entry, Record, open_all, rank_of_file
 from dcpring.store import layout
@@ -174,6 +175,11 @@ class Inventory:
     def origin(self) -> str:
         """The same in words: "by dcpring", "safetensors"."""
         return self.writer if self.parts[0].model else f"by {self.writer}"
+
+    @property
+    def step(self) -> int | None:
+        """Of the training: what a Checkpointer noted, or what the path names."""
+        return step_of(str(self.directory.absolute())) if self.manifest is None else self.manifest.step
 
     @property
     def version(self) -> str:

@@ -12,6 +12,8 @@ __all__ = ["CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "Pla
 class CheckpointError(Exception):
     """A checkpoint cannot be saved or loaded as asked; the message says which key, file and rank, and the cure."""
 
+    _is_damage = False  # see base.joint
+
 
 class CorruptCheckpointError(CheckpointError, RuntimeError):
     """The bytes on disk are not those that were written, or contradict themselves.
@@ -22,6 +24,8 @@ class CorruptCheckpointError(CheckpointError, RuntimeError):
         path: the file concerned, "" where there is none.
         offset: bytes from the start of that file, -1 where that means nothing.
     """
+
+    _is_damage = True
 
     def __init__(self, message: str, path: str = "", offset: int = -1) -> None:
         super().__init__(message, path, offset)

@@ -11,6 +11,7 @@ its next word, and raised on all. So no rank waits for one that has left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -24,6 +25,7 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedChe
 T = TypeVar("T")
 
 _KINDS = (CorruptCheckpointError, UntrustedCheckpointError)
+_OF_DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA)
 
 
 # ---- failures ----
@@ -36,17 +38,24 @@ class Failure(NamedTuple):
         kind: of the error that all raise.
         text: of the exception.
         what: could not be done because of it; "" where the text says it all.
+        is_damage: it may be of one checkpoint alone: what was saved is damaged, or cannot be read.
     """
 
     kind: type[CheckpointError]
     text: str
     what: str = ""
+    is_damage: bool = False
 
 
 def failure_of(error: BaseException, what: str = "") -> Failure:
     kind = next((kind for kind in _KINDS if isinstance(error, kind)), CheckpointError)
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}".removesuffix(": ")
-    return Failure(kind, text, what)
+    return Failure(kind, text, what, is_damage(error))
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether another checkpoint may load where this error has come from one."""
+    return getattr(error, "_is_damage", isinstance(error, OSError) and error.errno in _OF_DAMAGE)
 
 
 def described(failures: dict[int, Failure]) -> str:
@@ -64,7 +73,9 @@ def together(failures: dict[int, Failure]) -> CheckpointError:
     for what in dict.fromkeys(failure.what for failure in failures.values()):
         who = described({rank: failure for rank, failure in failures.items() if failure.what == what})
         parts.append(f"{what}: {who}" if what else who)
-    return (kinds.pop() if len(kinds) == 1 else CheckpointError)("; ".join(parts))
+    error = (kinds.pop() if len(kinds) == 1 else CheckpointError)("; ".join(parts))
+    error._is_damage = any(failure.is_damage for failure in failures.values())
+    return error
 
 
 # ---- words ----

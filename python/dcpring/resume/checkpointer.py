@@ -14,6 +14,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from dcpring.base import groups, random_states
 from dcpring.base.arguments import checks_names, shown, strings, unknown
+from dcpring.base.joint import is_damage
 from dcpring.base.text import spans
-from dcpring.errors import CheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.plan.load_planner import RingLoadPlanner
@@ -465,6 +467,7 @@ class Checkpointer:
         exclude: str | Iterable[str] = (),
         *,
         missing_ok: bool = False,
+        fallback: bool = False,
     ) -> ResumeReport:
         """Loads a checkpoint. All ranks first compare what they need with what is there, and go on only if all can.
 
@@ -474,6 +477,9 @@ class Checkpointer:
             components: only these; None: all, which must then be those of the checkpoint.
             exclude: but not these.
             missing_ok: without a checkpoint in the folder, change nothing and return a report whose ``step`` is None.
+            fallback: where data or metadata of the step turn out to be damaged or missing, on any rank, load the newest
+                step before it that is whole, on all. What the damaged one has changed is loaded anew. The report's
+                ``passed_over`` says which steps were damaged, and a warning. Anything else that is wrong is an error.
 
         Raises:
             CheckpointError: on all ranks, with one report of what does not fit. Nothing was changed then, unless
@@ -483,42 +489,67 @@ class Checkpointer:
             self._require_open()
             self._settle(joint, may_skip=False)
             wanted = None if components is None else set(strings(components, "components"))
-            return self._load(joint, step, wanted, set(strings(exclude, "exclude")), missing_ok)
+            left_out = set(strings(exclude, "exclude"))
+            found = self._choose_step(joint, step, fallback)
+            if found is None:
+                return self._without(joint, missing_ok)
+            report = (self._load_whole if fallback else self._load)(joint, found, wanted, left_out)
+            if wanted is None:
+                self._base = report.step
+            self._last = report.step
+            return report
 
-    def _load(
-        self, joint: Operation, step: int | None, wanted: set[str] | None, left_out: set[str], missing_ok: bool
-    ) -> ResumeReport:
-        found = self._choose_step(joint, step)
-        if found is None:
-            with joint.doing(f"cannot look into {self.folder}"):
-                there = joint.gather("steps", self.steps())[0]
-            if there:
-                raise CheckpointError(
-                    f"all checkpoints in {self.folder} were left by a training whose own are gone: steps {there}; load "
-                    "one by its number, or remove them"
-                )
-            if not missing_ok:
-                raise CheckpointError(f"there is no checkpoint in {self.folder}")
-            return ResumeReport(None, world_size=self._member.world_size)
-        path = self.path(found)
+    def _without(self, joint: Operation, missing_ok: bool) -> ResumeReport:
+        """There is no checkpoint that counts."""
+        with joint.doing(f"cannot look into {self.folder}"):
+            there = joint.gather("steps", self.steps())[0]
+        if there:
+            raise CheckpointError(
+                f"all checkpoints in {self.folder} were left by a training whose own are gone: steps {there}; load "
+                "one by its number, or remove them"
+            )
+        if not missing_ok:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        return ResumeReport(None, world_size=self._member.world_size)
+
+    def _load(self, joint: Operation, step: int, wanted: set[str] | None, left_out: set[str]) -> ResumeReport:
+        path = self.path(step)
         with joint.doing(f"cannot load {path}"):
             reader = OnceReader(path, **self._reader_options)
             reader.joint = joint
             stored = Stored(reader)
             stored.manifest  # noqa: B018 - read here, where all ranks are told of what is wrong with it
         plans = Restore(joint, self.components, stored, self._member, self._load_options).run(wanted, left_out)
-        if wanted is None:
-            self._base = found
-        self._last = found
         stored.reader.tell(self._member.rank)
-        return report_of(found, stored, plans, self.components, self._member)
+        return report_of(step, stored, plans, self.components, self._member)
 
-    def _choose_step(self, joint: Operation, step: int | None) -> int | None:
+    def _load_whole(self, joint: Operation, step: int, wanted: set[str] | None, left_out: set[str]) -> ResumeReport:
+        """The same of the newest step from this one back that is not damaged, as rank 0 sees the steps."""
+        passed: dict[int, str] = {}
+        with joint.doing(f"cannot look into {self.folder}"):
+            steps = joint.gather("steps", [step, *(one for one in reversed(self.steps(left=False)) if one < step)])[0]
+        for one in steps:
+            try:
+                report = self._load(joint, one, wanted, left_out)
+                joint.settle("loaded")
+                return replace(report, passed_over=passed)
+            except Exception as error:
+                told = joint.tell(error)
+                if not is_damage(told):
+                    if passed:
+                        raise CheckpointError(f"{told} ({_passed_text(passed)})") from error
+                    raise told from (None if told is error else error)
+                passed[one] = str(told)
+                if self._member.rank == 0:
+                    logger.warning("step %d is damaged, and passed over: %s", one, told)
+        raise CorruptCheckpointError(f"no step in {self.folder} can be loaded; {_passed_text(passed)}")
+
+    def _choose_step(self, joint: Operation, step: int | None, fallback: bool) -> int | None:
         """The step that rank 0 sees, for all."""
         with joint.doing(f"cannot look into {self.folder}"):
             step = None if step is None else _number("step", step, 0)
             last = self.latest() if step is None else step
-        found = joint.gather("step", (step, last))
+        found = joint.gather(f"step, with fallback={fallback}", (step, last))
         if len({asked for asked, _ in found}) > 1:
             raise CheckpointError(f"ranks asked for different steps: {sorted({str(asked) for asked, _ in found})}")
         chosen = found[0][1]
@@ -578,6 +609,10 @@ class Checkpointer:
             raise ValueError("this Checkpointer has been closed")
         if os.getpid() != self._pid:
             raise ValueError(f"this Checkpointer belongs to process {self._pid}; make another in a forked process")
+
+
+def _passed_text(passed: Mapping[int, str]) -> str:
+    return "; ".join(f"step {step} is damaged: {why}" for step, why in passed.items())
 
 
 def _checked_timeout(timeout: float | timedelta) -> timedelta:

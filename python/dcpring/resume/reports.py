@@ -38,6 +38,7 @@ class ResumeReport:
         saved_world_size: ranks that saved it, None where it does not say.
         world_size: ranks that loaded it.
         components: by name.
+        passed_over: with ``fallback``, newer steps that were damaged, the newest first, and what was wrong with each.
     """
 
     step: int | None
@@ -45,6 +46,7 @@ class ResumeReport:
     saved_world_size: int | None = None
     world_size: int = 1
     components: dict[str, ComponentReport] = field(default_factory=dict)
+    passed_over: dict[int, str] = field(default_factory=dict)
 
     def names(self, action: Action) -> list[str]:
         return [name for name, report in self.components.items() if report.action == action]
@@ -54,6 +56,7 @@ class ResumeReport:
             return "no checkpoint to load"
         lines = [f"  {name}: {report.action}, {report.detail}" for name, report in self.components.items()]
         saved = ranks(self.saved_world_size) if self.saved_world_size else "an unknown number of ranks"
+        lines += [f"  passed over: step {step}, damaged: {why}" for step, why in self.passed_over.items()]
         return "\n".join([f"{self.path}: saved by {saved}, loaded by {ranks(self.world_size)}", *lines])
 
 

@@ -298,8 +298,8 @@ def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dcp.save(state, storage_writer=writer, planner=RingSavePlanner(), no_dist=True)
     syncs = _C.disarm_fault()
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
-    assert waits[-1] == (True, 5 + 1) and not any(is_synced for is_synced, _ in waits[:-1])
-    assert syncs <= 5 + 1 + 3, "the files, the index, the directory above, and the two steps of the commit"
+    assert waits[-1] == (True, 5 + 2) and not any(is_synced for is_synced, _ in waits[:-1])
+    assert syncs <= 5 + 2 + 1 + 5, "the files, two indices, the directory above, and the steps of the commit"
 
 
 def test_names_that_are_notes_are_never_left_out(tmp_path: Path) -> None:

@@ -47,9 +47,22 @@ static void append(struct dr_record_note *note, const char *name, const char *ot
         atomic_store(&failure, written < 0 ? errno : EIO);
 }
 
+/* The directory in which a name below dirfd lies, and what it is called there. */
+static uint64_t directory_of(int dirfd, const char **name) {
+    const char *slash = strrchr(*name, '/');
+    if (!slash)
+        return inode_of(dirfd);
+    char folder[PATH_MAX];
+    struct stat about;
+    snprintf(folder, sizeof folder, "%.*s", (int)(slash - *name), *name);
+    *name = slash + 1;
+    return fstatat(dirfd, folder, &about, 0) == 0 ? number_of(&about) : 0;
+}
+
 /* Notes a call that is over; those that failed have changed nothing. */
 static void note_names(uint32_t call, uint64_t begin, int dirfd, const char *name, const char *other, int rc) {
-    struct dr_record_note note = {.call = call, .begin_ns = begin, .end_ns = now(), .directory = inode_of(dirfd)};
+    struct dr_record_note note = {.call = call, .begin_ns = begin, .end_ns = now()};
+    note.directory = directory_of(dirfd, &name);
     if (rc >= 0)
         append(&note, name, other, NULL);
 }
@@ -69,7 +82,7 @@ static int record_open_below(int dirfd, const char *name, int flags, mode_t mode
     struct dr_record_note note = {.call = DR_RECORD_CREATE,
                                   .begin_ns = begin,
                                   .end_ns = now(),
-                                  .directory = inode_of(dirfd),
+                                  .directory = directory_of(dirfd, &name),
                                   .inode = inode_of(fd)};
     append(&note, name, NULL, NULL);
     return fd;

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,54 @@ from dcpring.format.metadata import MOST_DIMENSIONS, block_count
 logger = logging.getLogger("dcpring")
 
 SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-MODEL_NAME = f"model{SUFFIX}"
-INDEX_NAME = f"model{INDEX_SUFFIX}"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the files of a model are called, as transformers and diffusers have it.
+
+    Attributes:
+        name: "model" for transformers, "diffusion_pytorch_model" for diffusers, "adapter_model" for PEFT.
+        variant: of several models in a directory, such as "fp16"; None: the one that has none.
+    """
+
+    name: str = "model"
+    variant: str | None = None
+
+    @classmethod
+    def checked(cls, name: str | None, variant: str | None) -> Names:
+        """Raises ValueError for what cannot be part of a file's name."""
+        for argument, text in (("name", name), ("variant", variant)):
+            if text is not None and (not text or text.startswith(".") or not {"/", "\0"}.isdisjoint(text)):
+                raise ValueError(f"{argument}={text!r}: must be the beginning of a file's name, as {cls().name!r} is")
+        return cls(cls().name if name is None else name, variant)
+
+    @property
+    def stem(self) -> str:
+        return self.name if self.variant is None else f"{self.name}.{self.variant}"
+
+    @property
+    def file(self) -> str:
+        return f"{self.stem}{SUFFIX}"
+
+    @property
+    def index(self) -> str:
+        return f"{self.name}{SUFFIX}.index.{'' if self.variant is None else f'{self.variant}.'}json"
+
+    def of_several(self, number: int, count: int) -> str:
+        """The file of this number (from 0) of so many."""
+        return self.file if count == 1 else f"{self.stem}-{number + 1:05}-of-{count:05}{SUFFIX}"
+
+    def is_one_of_several(self, file: str) -> bool:
+        begin, _, rest = file.partition(f"{self.stem}-")
+        return not begin and _OF_SEVERAL.fullmatch(rest) is not None
+
+
+_OF_SEVERAL = re.compile(r"\d{5}-of-\d{5}\.safetensors")
+INDEX = re.compile(r".*\.safetensors\.index\.(?:[^/]+\.)?json")
+"""Any index."""
+
+MODEL_NAME, INDEX_NAME = Names().file, Names().index
 
 NOTES = "__metadata__"
 """The name in a header that is no tensor's: texts by names."""
@@ -362,12 +408,33 @@ def _is_below(directory: Path, name: str) -> bool:
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as one, or a directory or an index leads to some."""
     if path.is_dir():
-        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names_in(path))
+        return any(name.endswith(SUFFIX) or INDEX.fullmatch(name) for name in names_in(path))
     if path.name.endswith(".json"):
         return True
     with open_regular(path) as file:
         head = file.read(9)
     return len(head) == 9 and int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES and head[8:] == b"{"
+
+
+def find_named(directory: Path, name: str | None, variant: str | None) -> Path:
+    """The model of this name and variant in a directory, as ``Names`` has them; without both, what it means.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if name is None and variant is None:
+        return find_in(directory)
+    wanted = Names.checked(name, variant)
+    for file in (wanted.file, wanted.index):
+        if (directory / file).exists():
+            return directory / file
+    there = some(sorted(name for name in names_in(directory) if is_model_file(name)), _MOST_NAMED)
+    raise CheckpointError(f"{directory} holds no {wanted.file} and no {wanted.index}; there is {there or 'no model'}")
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file is part of a model, by its name."""
+    return not name.startswith(".") and (name.endswith(SUFFIX) or INDEX.fullmatch(name) is not None)
 
 
 def find_in(directory: Path) -> Path:
@@ -381,14 +448,15 @@ def find_in(directory: Path) -> Path:
     for name in (MODEL_NAME, INDEX_NAME):
         if (directory / name).exists():
             return directory / name
-    found = sorted(directory.glob(f"*{INDEX_SUFFIX}")) or sorted(directory.glob(f"*{SUFFIX}"))
+    indices = sorted(path for path in directory.iterdir() if INDEX.fullmatch(path.name))
+    found = indices or sorted(directory.glob(f"*{SUFFIX}"))
     if len(found) > 1 and all(map(_is_shard, found)):
         return directory
     names = some([path.name for path in found], _MOST_NAMED)
     if found and all(_NUMBERED.fullmatch(path.name) for path in found):
         raise CheckpointError(f"{directory} holds parts of a model, {names}, and no index of them, {INDEX_NAME}")
     if len(found) != 1:
-        raise CheckpointError(f"{directory} holds several models; name one of {names}")
+        raise CheckpointError(f"{directory} holds several models; name one of {names}, or pass name= and variant=")
     return found[0]
 
 
@@ -707,8 +775,3 @@ def make_index(files: Mapping[str, str], total_bytes: int) -> bytes:
     """An index: the file of each name."""
     index = {"metadata": {SEAL: _NO_DIGITS, "total_size": total_bytes}, "weight_map": dict(files)}
     return _sealed(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def file_name(number: int, count: int) -> str:
-    """What hubs call the file of this number (from 0) of so many."""
-    return MODEL_NAME if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"

@@ -30,6 +30,7 @@ from dcpring.base.memory import memory_key
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, naming
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
+from dcpring.format.safetensors import find_named
 from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
@@ -71,6 +72,8 @@ def load_pretrained(
     initialize: Initialize | None = None,
     process_group: dist.ProcessGroup | None = None,
     share: Share = "auto",
+    name: str | None = None,
+    variant: str | None = None,
     reader_options: Mapping[str, Any] | None = None,
 ) -> KeyDiff:
     """Loads a model's weights from a directory of safetensors, or a checkpoint of DCP: each rank reads its slices.
@@ -100,6 +103,7 @@ def load_pretrained(
             model have each their own), else the module's ``reset_parameters``.
         process_group: the ranks; None for all.
         share: how the ranks of a host hand on what they read, as for ``RingLoadPlanner``.
+        name, variant: which of several models in a directory of safetensors, as for ``RingHFWriter``.
         reader_options: for ``RingReader``. ``dequantize`` is float32 here if not given, which is then cast to the
             model's dtypes, unless the model has float8 or uint8 tensors of its own.
 
@@ -119,6 +123,7 @@ def load_pretrained(
     try:
         with ranks.operation("load_pretrained") as joint:
             check_exists(path)
+            path = find_named(Path(path), name, variant) if name or variant else path
             reader = OnceReader(path, **{"dequantize": _made_of_codes(model), **(reader_options or {})})
             reader.joint = joint
             state = get_model_state_dict(model)
@@ -158,7 +163,7 @@ def save_pretrained_weights(
         config: write the configuration of a model of transformers as well, as its ``save_pretrained`` does, with the
             dtype that the files have.
         process_group: the ranks; None for all.
-        options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16`` or ``max_shard_bytes``.
+        options: for ``RingHFWriter``, such as ``dtype=torch.bfloat16``, ``name`` or ``max_shard_bytes``.
 
     Raises:
         CheckpointError: a rule does not fit, or matches nothing; on all ranks.

@@ -18,19 +18,18 @@ from pathlib import Path
 from dcpring import _C
 from dcpring.base.files import names_in, unfinished_name
 from dcpring.errors import CheckpointError
+from dcpring.format.safetensors import Names, is_model_file
 from dcpring.options import IOOptions
 from dcpring.store.layout import is_part
 from dcpring.store.safetensors import has_model
 
 logger = logging.getLogger("dcpring")
 
-_PARTS_OF_MODELS = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
-
 
 def joins(target: Path) -> bool:
     """Whether a model is written into a directory, as that of another, whose configuration and tokenizer stay."""
     names = names_in(target) if target.is_dir() and not target.is_symlink() else []
-    return not any(map(is_part, names)) and any(not _PARTS_OF_MODELS.fullmatch(name) for name in names)
+    return not any(map(is_part, names)) and not all(map(is_model_file, names))
 
 
 def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bool = False) -> None:
@@ -51,13 +50,13 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
         raise CheckpointError(f"{target} is a {kind}, and a {wanted} is to be written; choose another name")
     names = sorted(names_in(target)) if is_directory else []
     is_joined = is_directory and is_model and joins(target)
-    if is_directory and (not names or (is_joined and not has_model(names))):
+    if is_directory and (not names or (is_joined and not has_model(names, Names()))):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
-    strange = [name for name in names if not is_part(name) and not _PARTS_OF_MODELS.fullmatch(name)]
+    strange = [name for name in names if not is_part(name) and not is_model_file(name)]
     if strange and not is_joined:
-        is_of_a_model = is_directory and not is_model and joins(target) and has_model(names)
+        is_of_a_model = is_directory and not is_model and joins(target) and has_model(names, Names())
         other = ", or --to safetensors, which replaces the model alone" if is_of_a_model else ""
         raise CheckpointError(
             f"{target} also holds {strange[0]!r}, which is no part of a checkpoint, and replacing the directory would "

@@ -8,14 +8,13 @@ from pathlib import Path as FilePath
 import torch
 
 from dcpring import _C
-from dcpring.base.files import unfinished_name
 from dcpring.base.windows import windows
 from dcpring.format import safetensors
 from dcpring.move.pending import Pending
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
-from dcpring.store.layout import remove_files
-from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
+from dcpring.store.one_saver import OneSaver
+from dcpring.store.safetensors import Unfinished, commit_model, discard, remove_unfinished
 from dcpring.watch.phases import Phases
 
 
@@ -40,7 +39,8 @@ class SafetensorsTarget:
         self._groups = list(windows(owners, lambda item: item.nbytes, shard_bytes)) or [[]]
         self.files = [path.name]
         if self.is_directory:
-            self.files = [safetensors.file_name(number, len(self._groups)) for number in range(len(self._groups))]
+            names = safetensors.Names()
+            self.files = [names.of_several(number, len(self._groups)) for number in range(len(self._groups))]
         self.nbytes = sum(item.nbytes for item in owners)
         self.tied = len(items) - len(owners)
 
@@ -56,23 +56,32 @@ class SafetensorsTarget:
 
     def _write_into(self, directory: FilePath, source: Source, watch: _C.Watch | None) -> None:
         """Writes files, and commits them, in a directory that may hold others."""
-        remove_unfinished(directory)
-        self.files = free_names(directory, len(self._groups))
-        unfinished = {f".{unfinished_name(name)}": name for name in self.files}
+        names = safetensors.Names()
+        with OneSaver(directory):
+            remove_unfinished(directory, names)
+            unfinished = Unfinished.of(names, len(self._groups))
+            unfinished.make_folder(directory)
+            indices = self._write_files(directory, unfinished, source, watch)
+            commit_model(directory, unfinished, indices, True)
+
+    def _write_files(
+        self, directory: FilePath, unfinished: Unfinished, source: Source, watch: _C.Watch | None
+    ) -> list[str]:
+        """Writes files, and their indices, whose names are returned; all is durable then."""
         pending = Pending(str(directory), None, is_synced=True)
-        with pending.removed_on_failure():
-            for name, group in zip(unfinished, self._groups, strict=True):
-                pending.names.append(name)
+        try:
+            for name, group in zip(unfinished.files, self._groups, strict=True):
                 with writing(str(directory), name, sum(item.nbytes for item in group), watch, pending.syncs) as out:
                     self._fill(out, group, source)
             pairs = zip(self.files, self._groups, strict=True)
             weights = {item.name: file for file, group in pairs for item in group}
-            index = new_index(unfinished, weights, self.nbytes)
-            if index is not None:
+            for index in unfinished.indices(weights, self.nbytes):
                 pending.write(*index)
             pending.wait(Phases())
-            stale = commit_model(directory, unfinished, index and index.name, True)
-        remove_files(directory, stale)
+        except BaseException:
+            discard(directory, [*unfinished.files, *pending.names])
+            raise
+        return pending.names
 
     def _fill(self, out: _C.FileWriter, items: Sequence[SourceItem], source: Source) -> None:
         # Larger elements first: every tensor is then aligned to its own.

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHuggingFaceStorageReader
 
+from dcpring.base.files import names_in
+from dcpring.base.text import some
 from dcpring.errors import CheckpointError
 from dcpring.format.quantised import BLOCK_SIZE
-from dcpring.format.safetensors import is_safetensors
+from dcpring.format.safetensors import Names, find_named, is_safetensors
+from dcpring.store.headers import Headers
 from dcpring.store.reader import RingReader
 
 __all__ = ["RingHFReader", "RingQuantizedHFReader"]
@@ -23,6 +26,28 @@ def check_exists(path: str | os.PathLike[str]) -> None:
             f"{os.fspath(path)} does not exist; what is on a hub is to be downloaded first, for example with "
             "huggingface_hub.snapshot_download"
         )
+
+
+_TORCH_SAVE = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def no_safetensors(path: Path) -> str:
+    """Why a path leads to no safetensors, and what to do about it."""
+    names = sorted(names_in(path)) if path.is_dir() else [path.name]
+    where = path if path.is_dir() else path.parent
+    saved = [name for name in names if name.endswith(_TORCH_SAVE)]
+    if saved:
+        return (
+            f"{path} holds no safetensors, but what torch.save has written, {some(saved, 3)}; make safetensors of it "
+            f"with dcpring convert {where / saved[0]} NEW/model.safetensors"
+        )
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        return (
+            f"{path} holds no safetensors, but GGUF, {some(gguf, 3)}; make safetensors of it with transformers' "
+            f"from_pretrained({str(where)!r}, gguf_file={gguf[0]!r}) and save_pretrained"
+        )
+    return f"{path} holds no safetensors; RingReader reads checkpoints of DCP"
 
 
 class RingHFReader(RingReader, HuggingFaceStorageReader):
@@ -37,6 +62,7 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
     Args:
         path: of the model.
         thread_count: taken for programs that give it, and without meaning: see ``workers`` and ``queue_depth``.
+        name, variant: which of several models in a directory, as for ``RingHFWriter``.
         **options: as for ``RingReader``.
 
     Raises:
@@ -45,15 +71,30 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
         Others: as ``RingReader``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], thread_count: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        *,
+        name: str | None = None,
+        variant: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(path, **options)
+        Names.checked(name, variant)
         self.thread_count = thread_count
+        self.name = name
+        self.variant = variant
 
     def _is_model(self, path: Path) -> bool:
         check_exists(path)
         if not is_safetensors(path):
-            raise CheckpointError(f"{path} holds no safetensors; RingReader reads checkpoints of DCP")
+            raise CheckpointError(no_safetensors(path))
         return True
+
+    def _read_headers(self, path: Path, is_shared: bool) -> Headers:
+        path = find_named(path, self.name, self.variant) if path.is_dir() else path
+        return super()._read_headers(path, is_shared)
 
 
 class RingQuantizedHFReader(RingHFReader, QuantizedHuggingFaceStorageReader):

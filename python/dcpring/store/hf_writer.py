@@ -1,19 +1,20 @@
 """RingHFWriter: a DCP storage writer of safetensors files as model hubs lay them out.
 
 The header of each file follows from the global plan, so every rank writes its bytes straight into the final files, once
-(``plan.stripes``, ``move.stripes``). Files are written under names of their own. The coordinator then adds the headers,
-with the CRCs that all ranks have summed, and commits (``safetensors``): what the directory meant before stays good
-until then. Other files in it, as a model's config, are left alone.
+(``plan.stripes``, ``move.stripes``). Files are written where nobody looks for them. The coordinator then adds the
+headers, with the CRCs that all ranks have summed, and commits (``safetensors``): what the directory meant before stays
+good until then. Other files in it, as a model's config, are left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.arguments import checks_names
-from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.files import new_tag
 from dcpring.base.groups import host_id, world_size
 from dcpring.base.memory import same_memory
 from dcpring.base.own import Own
@@ -44,8 +45,8 @@ from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
 from dcpring.plan.table import check_sizes
-from dcpring.store.layout import remove_files
-from dcpring.store.safetensors import commit_model, free_names, new_index, remove_unfinished
+from dcpring.store.one_saver import OneSaver
+from dcpring.store.safetensors import Unfinished, check_others, commit_model, discard, remove_unfinished
 from dcpring.store.writer import RingWriter, ends_save
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
@@ -109,6 +110,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         thread_count: as ``workers`` (see ``io``), where that is not given.
         save_distributed, enable_consolidation, thread_count_consolidation: taken for ``HuggingFaceStorageWriter``'s
             sake, without effect.
+        name: what the files are called, "model" if None: "diffusion_pytorch_model" for diffusers, "adapter_model" for
+            PEFT. Where a directory holds models of other names only, a save without it is an error.
+        variant: of several in a directory, as transformers has it: "fp16" for ``model.fp16.safetensors``.
         max_shard_bytes: no file holds more bytes of tensors, unless one tensor has more.
         dtype: what floating-point tensors are cast to, each as ``Tensor.to`` does, if it has their values; or such
             dtypes by patterns of names in the file ("*.norm.weight"), of which the first that fits counts. None: as
@@ -119,11 +123,13 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         io: as for ``RingWriter``.
 
     Raises:
-        CheckpointError: something is no tensor, or none that safetensors can hold; with ``use_collectives=False``.
+        CheckpointError: something is no tensor, or none that safetensors can hold; with ``use_collectives=False``; the
+            directory holds models of other names only; another save into it is under way.
         OSError: with errno and path.
     """
 
     _model: Any = Own()
+    _saver: Any = Own()
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -135,6 +141,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         enable_consolidation: bool = False,
         thread_count_consolidation: int = 1,
         *,
+        name: str | None = None,
+        variant: str | None = None,
         max_shard_bytes: int = safetensors.DEFAULT_SHARD_BYTES,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         key_map: KeyMapLike = None,
@@ -168,9 +176,12 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self.save_distributed = save_distributed
         self.enable_consolidation = enable_consolidation
         self.thread_count_consolidation = thread_count_consolidation
+        self.names = safetensors.Names.checked(name, variant)
+        self._is_named = name is not None
         self.max_shard_bytes = max_shard_bytes
         self.dtype = _checked_dtype(dtype)
         self._model = None
+        self._saver = None
 
     # ---- planning ----
 
@@ -192,22 +203,44 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._phases.span(_trace.CLEAN_UP):
-            remove_unfinished(self._directory)
+        self._model = self._saver = None
+        if not self._is_named:
+            check_others(self._directory, self.names)
+        self._saver = OneSaver(self._directory)
+        with self._releasing(), self._phases.span(_trace.CLEAN_UP):
+            remove_unfinished(self._directory, self.names)
+        with self._releasing():
+            self._run.plans = self._assign(plans)
+        return _trace.send(self._phases, self._run.plans)
+
+    def _assign(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Lays the files out, makes them, and says who writes what."""
         told = [_local_of(plan) for plan in plans]
         held = Holdings([plan.items for plan in plans])
         ties = _agreed_ties(told, held)
         self._model = model = self._lay_out(_only_tensors(held.tensors()), ties)
         block_bytes = self.options.block_size_bytes
         by_file, rounds = zip(*(held.share(layout, block_bytes) for layout in model.layouts), strict=True)
-        self._create(model.layouts)
+        self._create(model)
         hosts = [one.host for one in told]
         packed = Common(model.layouts, list(rounds), hosts, new_tag(), frozenset(ties), block_bytes).packed()
-        self._run.plans = [
+        return [
             dataclasses.replace(plan, storage_data=Assignment(packed, parts))
             for plan, *parts in zip(plans, *by_file, strict=True)
         ]
-        return _trace.send(self._phases, self._run.plans)
+
+    @contextlib.contextmanager
+    def _releasing(self, is_last: bool = False) -> Iterator[None]:
+        """Others may save into the directory after a failure, or after what is the last of this save."""
+        try:
+            yield
+        except BaseException:
+            is_last = True
+            raise
+        finally:
+            if is_last and self._saver is not None:
+                self._saver.release()
+                self._saver = None
 
     def _lay_out(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> _Model:
         stored = {name: name for name in tensors}
@@ -217,13 +250,13 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
         kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
         groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
-        names = free_names(self._directory, len(groups))
-        model = _Model(names, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
-        for name, group in zip(names, groups, strict=True):
+        unfinished = Unfinished.of(self.names, len(groups))
+        model = _Model(unfinished, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
+        for (hidden, name), group in zip(unfinished.files.items(), groups, strict=True):
             # Larger elements first: every tensor is then aligned to its own.
             ordered = sorted(group, key=lambda each: -chosen[each].itemsize)
             laid = [_laid(each, kept[each].shape, stored[each], chosen[each]) for each in ordered]
-            self._place(f".{unfinished_name(name)}", laid, model)
+            self._place(hidden, laid, model)
             model.files.update((each.stored, name) for each in laid)
         return model
 
@@ -287,16 +320,17 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         notes = safetensors.notes_with({"format": "pt"}, model.ties, crcs if self.options.checksum else None)
         return safetensors.join_header(entries, notes, alignment, _CURES)
 
-    def _create(self, layouts: Sequence[Layout]) -> None:
+    def _create(self, model: _Model) -> None:
         """Makes the files, with all their bytes allocated; none, where a disk has no room for all."""
         options = dataclasses.replace(self.options, direct=False).for_core(False)
         try:
-            for layout in layouts:
+            model.unfinished.make_folder(self._directory)
+            for layout in model.layouts:
                 file = _C.StripeFile(str(self.path), layout.name, layout.size_bytes, 0, options)
                 file.finish(None, None)
                 file.close()
         except BaseException:
-            remove_files(self._directory, [layout.name for layout in layouts])
+            discard(self._directory, model.unfinished.files)
             raise
 
     # ---- writing ----
@@ -314,10 +348,11 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             stay_away(part, group)
             raise
         try:
-            sums = saving.write()
-            pending.wait(self._phases)
+            with self._releasing():
+                sums = saving.write()
+                pending.wait(self._phases)
         except BaseException:
-            remove_files(self._directory, [layout.name for layout in part.common.files])
+            discard(self._directory, [layout.name for layout in part.common.files])
             raise
         return StripeResults(sums, stats)
 
@@ -354,19 +389,31 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         model = self._model
         if model is None:
             raise CheckpointError("finish before prepare_global_plan")
-        crcs = crcs_by_tensor(model.layouts, [part.sums for part in results]) if self.options.checksum else None
-        pending = Pending(str(self.path), None, self.sync_files)
-        pending.names += [layout.name for layout in model.layouts]
-        with pending.removed_on_failure():
-            for number, (layout, entries) in enumerate(zip(model.layouts, model.entries, strict=True)):
-                header = self._header(entries, model, {} if crcs is None else crcs[number], layout.head_bytes)
-                self._write_header(layout, header, pending)
-            if pending.syncs is not None:
-                pending.syncs.above(str(self.path))
-        self._commit_model(model, pending)
+        with self._releasing(is_last=True):
+            indices = self._finish_files(model, results)
+            commit_model(self._directory, model.unfinished, indices, self.sync_files)
         self._model = None
         self._run.committed([part.stats for part in results])
         self._tell(sum(layout.size_bytes for layout in model.layouts), results)
+
+    def _finish_files(self, model: _Model, results: list[Any]) -> list[str]:
+        """Adds headers, and indices, whose names are returned; all is durable then."""
+        pending = Pending(str(self.path), None, self.sync_files)
+        try:
+            crcs = crcs_by_tensor(model.layouts, [part.sums for part in results]) if self.options.checksum else None
+            for number, (layout, entries) in enumerate(zip(model.layouts, model.entries, strict=True)):
+                header = self._header(entries, model, {} if crcs is None else crcs[number], layout.head_bytes)
+                self._write_header(layout, header, pending)
+            total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
+            for index in model.unfinished.indices(model.files, total):
+                pending.write(*index)
+            if pending.syncs is not None:
+                pending.syncs.above(str(self.path))
+            pending.wait(self._phases)
+        except BaseException:
+            discard(self._directory, [*model.unfinished.files, *pending.names])
+            raise
+        return pending.names
 
     def _write_header(self, layout: Layout, header: bytes, pending: Pending) -> None:
         assert len(header) == layout.head_bytes
@@ -379,31 +426,19 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         finally:
             file.close()
 
-    def _commit_model(self, model: _Model, pending: Pending) -> None:
-        files = {layout.name: name for layout, name in zip(model.layouts, model.names, strict=True)}
-        total = sum(laid.size_bytes for layout in model.layouts for laid in layout.tensors)
-        index = new_index(files, model.files, total)
-        if index is not None:
-            with pending.removed_on_failure():
-                pending.write(*index)
-        pending.wait(self._phases)
-        stale = commit_model(self._directory, files, index and index.name, self.sync_files)
-        self._phases.begin(_trace.CLEAN_UP)
-        remove_files(self._directory, stale)
-
 
 class _Model(NamedTuple):
     """What is being saved.
 
     Attributes:
-        names: of the files, once they are complete.
+        unfinished: the files, and what they are called.
         layouts: of each.
         entries: what its header says of its tensors.
         files: the file of each tensor, by the names in them.
         ties: names in the files whose tensors are under another.
     """
 
-    names: list[str]
+    unfinished: Unfinished
     layouts: list[Layout]
     entries: list[bytes]
     files: dict[str, str]

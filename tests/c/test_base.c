@@ -216,8 +216,9 @@ static void cures_are_named(void) {
     CHECK(strstr(cure_of(DR_CALL_URING_SETUP, ENOMEM), "ulimit -l"));
     CHECK(strstr(cure_of(DR_CALL_URING_SETUP, EPERM), "io_uring_disabled"));
     CHECK(strstr(cure_of(DR_CALL_URING_SETUP, ENOSYS), "io_uring_disabled"));
+    CHECK(strstr(cure_of(DR_CALL_URING_ENTER, EPERM), "io_uring_disabled"));
+    CHECK(strstr(cure_of(DR_CALL_URING_ENTER, ENOSYS), "io_uring_disabled"));
     CHECK(strstr(cure_of(DR_CALL_URING_SETUP, EMFILE), "ulimit -n"));
-    CHECK(strstr(cure_of(DR_CALL_PTHREAD_CREATE, EAGAIN), "ulimit -u"));
     CHECK(strstr(cure_of(DR_CALL_O_DIRECT, EINVAL), "direct I/O"));
     CHECK_EQ(cure_of(DR_CALL_WRITE, EINVAL)[0], 0);
 }

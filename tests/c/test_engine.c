@@ -9,6 +9,7 @@
 #include "io/sys_fault.h"
 
 #include <fcntl.h>
+#include <liburing.h>
 
 enum { DEPTH = 8, BUFFER = 64 * 1024, BLOCKS = 20, FILE_BYTES = BLOCKS * BUFFER - 777 };
 
@@ -251,6 +252,70 @@ static void leaves_with_requests_in_flight(void) {
     dr_engine_close(NULL);
 }
 
+/* ---- several requests together ---- */
+
+static void queued_and_started_together(void) {
+    DR_NEW_ERROR(error);
+    struct dr_engine *engine = open_engine(DEPTH);
+    int fd = open_content(O_DIRECT);
+    dr_fault_arm(&(struct dr_fault){.call = "uring_submit", .warm = true});
+    for (int round = 0; round < 3; round++) {
+        struct dr_request *done;
+        for (unsigned b = 0; b < DEPTH; b++) {
+            struct dr_request *request = take(engine, DR_READ, fd, b);
+            dr_engine_queue(engine, request);
+            CHECK_EQ(request->state, DR_QUEUED);
+        }
+        CHECK_EQ(engine->in_flight, 0);
+        CHECK_OK(dr_engine_flush(engine, &error), &error);
+        CHECK_EQ(engine->in_flight, DEPTH);
+        for (unsigned b = 0; b < DEPTH; b++) {
+            CHECK_OK(wait_one(engine, &done, &error), &error);
+            CHECK_BYTES(done->data, content + done->offset, BUFFER);
+            dr_engine_release(engine, done);
+        }
+        CHECK_OK(dr_engine_wait(engine, 0, &done, &error), &error);
+        CHECK(!done);
+    }
+    CHECK_INT(dr_fault_disarm(), <=, is_uring() ? 3 : 0);
+    CHECK_OK(dr_engine_flush(engine, &error), &error); /* of nothing */
+    dr_engine_close(engine);
+    close(fd);
+}
+
+/* Of what is not started by then nothing happens. */
+static void queued_and_left(void) {
+    struct dr_engine *engine = open_engine(DEPTH);
+    int fd = open_content(0);
+    struct dr_request *requests[3];
+    for (unsigned b = 0; b < 3; b++)
+        dr_engine_queue(engine, requests[b] = take(engine, DR_READ, fd, b));
+    CHECK(dr_engine_drain(engine));
+    for (unsigned b = 0; b < 3; b++) {
+        CHECK_EQ(requests[b]->state, DR_TAKEN);
+        dr_engine_release(engine, requests[b]);
+    }
+    DR_NEW_ERROR(error);
+    CHECK_OK(read_all(engine, fd, &error), &error);
+    dr_engine_close(engine);
+    close(fd);
+}
+
+/* Where no thread can be started, the method with threads transfers in its owner's. */
+static void no_thread_to_transfer(void) {
+    DR_NEW_ERROR(error);
+    dr_fault_arm(&(struct dr_fault){.call = "thread", .nth = 1, .err = EAGAIN, .sticky = true});
+    struct dr_engine *engine = open_engine(DEPTH);
+    int fd = open_content(O_DIRECT);
+    CHECK_OK(read_all(engine, fd, &error), &error);
+    close(fd);
+    fd = create(0);
+    CHECK_OK(write_all(engine, fd, &error), &error);
+    close(fd);
+    check_written();
+    dr_engine_close(engine);
+}
+
 /* ---- cases with faults ---- */
 
 static void short_transfers(void) {
@@ -366,20 +431,32 @@ static void out_of_memory(void) {
 
 /* ---- what only io_uring can do ---- */
 
-static void refused_at_set_up(void) {
+static void refused(const char *call, enum dr_call named) {
     const int errors[] = {EPERM, ENOSYS, ENOMEM};
     for (int i = 0; i < 3; i++) {
         struct dr_engine *engine;
         DR_NEW_ERROR(error);
-        dr_fault_arm(&(struct dr_fault){.call = "uring_init", .nth = 1, .sticky = true, .err = errors[i]});
+        int before = check_open_descriptors();
+        dr_fault_arm(&(struct dr_fault){.call = call, .nth = 1, .sticky = true, .err = errors[i]});
         CHECK_OK(dr_engine_open(&engine, "auto", 2, BUFFER, &error), &error);
         CHECK(strcmp(engine->ops->name, "threads") == 0);
         dr_engine_close(engine);
         CHECK_FAILS(dr_engine_open(&engine, "uring", 2, BUFFER, &error), &error, errors[i]);
-        CHECK(error.call == DR_CALL_URING_SETUP);
+        CHECK(error.call == named);
         CHECK(dr_error_cure(&error)[0]);
         dr_fault_disarm();
+        CHECK_EQ(check_open_descriptors(), before);
     }
+}
+
+static void refused_at_set_up(void) { refused("uring_init", DR_CALL_URING_SETUP); }
+
+/* As a sandbox may that lets rings be made, and refuses io_uring_enter. */
+static void refused_at_the_first_request(void) {
+    if (has_uring())
+        refused("uring_try", DR_CALL_URING_ENTER);
+    else
+        check_skip("no io_uring here");
 }
 
 static void auto_prefers_uring(void) {
@@ -416,6 +493,54 @@ static void registration_degrades(void) {
         check_written();
         dr_engine_close(engine);
     }
+}
+
+/* The kernel takes only some of what is submitted together: the rest is the caller's again, and never read. */
+static int submit_two(struct io_uring *ring) {
+    static unsigned calls;
+    unsigned tail = ring->sq.sqe_tail;
+    if (calls++ % 2)
+        return -EBADR;
+    ring->sq.sqe_tail = ring->sq.sqe_head + 2;
+    int rc = dr_sys_real.uring_submit(ring);
+    ring->sq.sqe_tail = tail;
+    return rc;
+}
+
+static void submission_stops_halfway(void) {
+    if (!has_uring()) {
+        check_skip("no io_uring here");
+        return;
+    }
+    method = "uring";
+    DR_NEW_ERROR(error);
+    struct dr_engine *engine = open_engine(DEPTH);
+    int fd = open_content(O_DIRECT);
+    struct dr_request *requests[DEPTH], *done;
+    for (unsigned b = 0; b < DEPTH; b++) {
+        dr_engine_queue(engine, requests[b] = take(engine, DR_READ, fd, b));
+        memset(requests[b]->data, 0xee, BUFFER);
+    }
+    dr_sys.uring_submit = submit_two;
+    CHECK_FAILS(dr_engine_flush(engine, &error), &error, EBADR);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(error.offset, 2 * BUFFER);
+    CHECK_EQ(engine->in_flight, 2);
+    CHECK(engine->failed);
+    dr_error_clear(&error);
+    for (unsigned b = 2; b < DEPTH; b++) {
+        CHECK_EQ(requests[b]->state, DR_TAKEN);
+        CHECK_EQ(requests[b]->data[0], 0xee);
+        dr_engine_release(engine, requests[b]);
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(wait_one(engine, &done, &error), &error);
+        CHECK_BYTES(done->data, content + done->offset, BUFFER);
+        dr_engine_release(engine, done);
+    }
+    CHECK_OK(read_all(engine, fd, &error), &error); /* over the entries that have become no-ops */
+    dr_engine_close(engine);
+    close(fd);
 }
 
 /* A submission that failed leaves an engine that still works. */
@@ -521,6 +646,9 @@ BOTH(waiting_for_nothing_times_out)
 BOTH(end_of_file)
 BOTH(bad_descriptor)
 BOTH(leaves_with_requests_in_flight)
+BOTH(queued_and_started_together)
+BOTH(queued_and_left)
+BOTH(no_thread_to_transfer)
 BOTH(short_transfers)
 BOTH(every_transfer_short)
 BOTH(interrupted_transfers)
@@ -533,10 +661,12 @@ CHECK_MAIN({"reads_and_writes", reads_and_writes_both}, {"all_buffers_can_be_tak
            {"waiting_for_nothing_times_out", waiting_for_nothing_times_out_both}, {"end_of_file", end_of_file_both},
            {"bad_descriptor", bad_descriptor_both},
            {"leaves_with_requests_in_flight", leaves_with_requests_in_flight_both},
-           {"short_transfers", short_transfers_both}, {"every_transfer_short", every_transfer_short_both},
-           {"interrupted_transfers", interrupted_transfers_both}, {"interrupted_for_good", interrupted_for_good_both},
-           {"direct_refused", direct_refused_both}, {"error_with_others_in_flight", error_with_others_in_flight_both},
-           {"out_of_memory", out_of_memory_both}, {"refused_at_set_up", refused_at_set_up},
-           {"auto_prefers_uring", auto_prefers_uring}, {"registration_degrades", registration_degrades},
-           {"submission_fails", submission_fails}, {"waiting_fails", waiting_fails},
-           {"small_writes_go_at_once", small_writes_go_at_once})
+           {"queued_and_started_together", queued_and_started_together_both}, {"queued_and_left", queued_and_left_both},
+           {"no_thread_to_transfer", no_thread_to_transfer_both}, {"short_transfers", short_transfers_both},
+           {"every_transfer_short", every_transfer_short_both}, {"interrupted_transfers", interrupted_transfers_both},
+           {"interrupted_for_good", interrupted_for_good_both}, {"direct_refused", direct_refused_both},
+           {"error_with_others_in_flight", error_with_others_in_flight_both}, {"out_of_memory", out_of_memory_both},
+           {"refused_at_set_up", refused_at_set_up}, {"refused_at_the_first_request", refused_at_the_first_request},
+           {"submission_stops_halfway", submission_stops_halfway}, {"auto_prefers_uring", auto_prefers_uring},
+           {"registration_degrades", registration_degrades}, {"submission_fails", submission_fails},
+           {"waiting_fails", waiting_fails}, {"small_writes_go_at_once", small_writes_go_at_once})

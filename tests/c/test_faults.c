@@ -13,9 +13,9 @@ enum { COUNT = 6, MIB = 1 << 20 };
 static struct sample samples[COUNT];
 
 static const char *const calls[] = {
-    "open_dir",   "open_below",     "close",        "fstat",        "pread",  "pwrite", "set_direct",
-    "fallocate",  "ftruncate",      "fdatasync",    "fsync",        "cached", "map",    "direct_alignment",
-    "uring_init", "uring_register", "uring_submit", "uring_result", NULL};
+    "open_dir",   "open_below", "close",          "fstat",        "pread",        "pwrite", "set_direct",
+    "fallocate",  "ftruncate",  "fdatasync",      "fsync",        "cached",       "map",    "direct_alignment",
+    "uring_init", "uring_try",  "uring_register", "uring_submit", "uring_result", "thread", NULL};
 
 static struct dr_options make_options(unsigned way) {
     return (struct dr_options){.engine = way % 2 && sample_has_uring() ? "uring" : "threads",

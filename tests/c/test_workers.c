@@ -1,5 +1,7 @@
 /* The workers: all of them work, the first failure stops all, a cancel gets through. */
 #include "check.h"
+#include "io/sys.h"
+#include "io/sys_fault.h"
 #include "io/workers.h"
 
 struct job {
@@ -101,6 +103,107 @@ static void polls_often(void) {
         CHECK_INT(polls, <=, 100);
     }
     CHECK_INT(polls, >=, 4);
+}
+
+/* ---- where no thread can be started ---- */
+
+static int work_here(void *context, unsigned index, struct dr_error *error) {
+    struct job *job = context;
+    CHECK(pthread_equal(pthread_self(), job->caller));
+    return work(context, index, error);
+}
+
+static int run_here(struct job *job, struct dr_error *error) {
+    const struct dr_control control = {poll_control, job};
+    dr_error_clear(error);
+    job->caller = pthread_self();
+    dr_fault_arm(&(struct dr_fault){.call = "thread", .nth = 1, .err = EAGAIN, .sticky = true});
+    int rc = dr_workers_run(&job->workers, 4, work_here, job, &control, error);
+    dr_fault_disarm();
+    return rc;
+}
+
+static void the_caller_works(void) {
+    struct dr_error error;
+    struct job job = {.failing = UINT32_MAX};
+    CHECK_OK(run_here(&job, &error), &error);
+    CHECK_EQ(job.ran, 1);
+    struct job fails = {.failing = 0};
+    CHECK_FAILS(run_here(&fails, &error), &error, EIO);
+    struct job asks = {.failing = UINT32_MAX, .forever = true, .cancel_at = 3};
+    CHECK_FAILS(run_here(&asks, &error), &error, ECANCELED);
+    CHECK_EQ(asks.polls, 3);
+}
+
+/* Fewer than were asked for do the work of all. */
+static void fewer_threads(void) {
+    struct job job = {.failing = UINT32_MAX};
+    struct dr_error error;
+    dr_fault_arm(&(struct dr_fault){.call = "thread", .nth = 3, .err = EAGAIN, .sticky = true});
+    CHECK_OK(run(&job, 4, &error), &error);
+    dr_fault_disarm();
+    CHECK_EQ(job.ran, 3);
+}
+
+/* ---- one after another, or several at once ---- */
+
+enum { MANY = 200 };
+
+struct items {
+    pthread_t caller;
+    unsigned sleep_ms, fails_at; /* none: UINT32_MAX */
+    atomic_uint done[MANY], by_others, polls;
+    bool cancel;
+};
+
+static int do_one(void *context, size_t index, struct dr_error *error) {
+    struct items *items = context;
+    if (items->sleep_ms)
+        sleep_ms(items->sleep_ms);
+    atomic_fetch_add(&items->done[index], 1);
+    atomic_fetch_add(&items->by_others, !pthread_equal(pthread_self(), items->caller));
+    return index == items->fails_at ? dr_error_io(error, EIO, DR_CALL_READ, "somewhere", (int64_t)index, 1) : 0;
+}
+
+static int poll_items(void *context) {
+    struct items *items = context;
+    atomic_fetch_add(&items->polls, 1);
+    return items->cancel;
+}
+
+static int do_each(struct items *items, struct dr_error *error) {
+    const struct dr_control control = {poll_items, items};
+    dr_error_clear(error);
+    items->caller = pthread_self();
+    return dr_workers_each(MANY, 8, do_one, items, &control, error);
+}
+
+static void each_is_done_once(void) {
+    for (unsigned ms = 0; ms <= 5; ms += 5) {
+        struct items items = {.sleep_ms = ms, .fails_at = UINT32_MAX};
+        struct dr_error error;
+        CHECK_OK(do_each(&items, &error), &error);
+        for (unsigned i = 0; i < MANY; i++)
+            CHECK_EQ(items.done[i], 1);
+        if (ms > 0)
+            CHECK_EQ(items.by_others, MANY - 1); /* the first one took too long */
+    }
+    DR_NEW_ERROR(error);
+    CHECK_OK(dr_workers_each(0, 8, do_one, NULL, NULL, &error), &error);
+}
+
+static void each_ends_with_a_failure(void) {
+    for (unsigned ms = 0; ms <= 5; ms += 5)
+        for (unsigned at = 0; at < MANY; at += MANY / 2) {
+            struct items items = {.sleep_ms = ms, .fails_at = at};
+            struct dr_error error;
+            CHECK_FAILS(do_each(&items, &error), &error, EIO);
+            CHECK_EQ(error.offset, at);
+        }
+    struct items items = {.sleep_ms = 50, .fails_at = UINT32_MAX, .cancel = true};
+    struct dr_error error;
+    CHECK_FAILS(do_each(&items, &error), &error, ECANCELED);
+    CHECK_EQ(items.polls, 1);
 }
 
 /* ---- dr_workers_wait ---- */
@@ -210,6 +313,8 @@ static void the_callers_thread_ends(void) {
 
 CHECK_MAIN({"all_of_them_work", all_of_them_work}, {"a_failure_stops_all", a_failure_stops_all},
            {"cancel_gets_through", cancel_gets_through}, {"polls_often", polls_often},
+           {"the_caller_works", the_caller_works}, {"fewer_threads", fewer_threads},
+           {"each_is_done_once", each_is_done_once}, {"each_ends_with_a_failure", each_ends_with_a_failure},
            {"waits_for_another", waits_for_another}, {"waiting_ends_with_a_failure", waiting_ends_with_a_failure},
            {"waiting_ends_with_a_cancel", waiting_ends_with_a_cancel},
            {"an_earlier_error_is_kept", an_earlier_error_is_kept}, {"the_callers_thread_ends", the_callers_thread_ends})

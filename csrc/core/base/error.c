@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -138,10 +139,9 @@ const char *dr_error_cure(const struct dr_error *error) {
         return "";
     if (error->call == DR_CALL_URING_SETUP && error->err == ENOMEM)
         return "raise the limit of locked memory (ulimit -l), or pass engine=\"threads\" or \"auto\"";
-    if (error->call == DR_CALL_URING_SETUP && error->err == EPERM)
+    bool is_ring = error->call == DR_CALL_URING_SETUP || error->call == DR_CALL_URING_ENTER;
+    if (is_ring && (error->err == EPERM || error->err == ENOSYS))
         return NO_URING;
-    if (error->call == DR_CALL_PTHREAD_CREATE && error->err == EAGAIN)
-        return "raise the limit of threads (ulimit -u, or the pids.max of a container), or lower workers";
     const char *cure = cure_for(error->err);
     if (*cure)
         return cure;

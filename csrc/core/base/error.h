@@ -41,7 +41,6 @@ enum dr_error_kind {
     CALL(LINK, "link") \
     CALL(MALLOC, "malloc") \
     CALL(MMAP, "mmap") \
-    CALL(PTHREAD_CREATE, "pthread_create") \
     CALL(URING_SETUP, "io_uring_setup") \
     CALL(URING_ENTER, "io_uring_enter") \
     CALL(URING_GET_SQE, "io_uring_get_sqe")

@@ -35,23 +35,27 @@ static int choose_method(struct dr_engine *engine, const char *method, struct dr
     return open_method(engine, &dr_engine_threads, error);
 }
 
+static void free_engine(struct dr_engine *engine) {
+    free(engine->queue);
+    free(engine->requests);
+    free(engine);
+}
+
 int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, size_t buffer_size,
                    struct dr_error *error) {
     struct dr_engine *engine = dr_calloc(1, sizeof *engine);
-    struct dr_request *requests = dr_calloc(depth, sizeof *requests);
-    if (!engine || !requests) {
-        free(engine);
-        free(requests);
+    if (!engine)
         return dr_error_memory(error);
-    }
-    engine->requests = requests;
-    int rc = dr_pool_init(&engine->pool, depth, buffer_size, error);
+    engine->requests = dr_calloc(depth, sizeof *engine->requests);
+    engine->queue = dr_calloc(depth, sizeof *engine->queue);
+    int rc = engine->requests && engine->queue ? 0 : dr_error_memory(error);
+    if (rc == 0)
+        rc = dr_pool_init(&engine->pool, depth, buffer_size, error);
     if (rc == 0)
         rc = choose_method(engine, method, error);
     if (rc < 0) {
         dr_pool_destroy(&engine->pool);
-        free(requests);
-        free(engine);
+        free_engine(engine);
         return rc;
     }
     *out = engine;
@@ -64,11 +68,13 @@ static inline bool may_move(enum dr_request_state from, enum dr_request_state to
     case DR_FREE:
         return to == DR_TAKEN;
     case DR_TAKEN:
-        return to == DR_IN_FLIGHT || to == DR_FREE;
+        return to == DR_QUEUED || to == DR_FREE;
+    case DR_QUEUED:
+        return to == DR_IN_FLIGHT || to == DR_TAKEN;
     case DR_IN_FLIGHT:
         return to == DR_DONE;
     case DR_DONE:
-        return to == DR_IN_FLIGHT || to == DR_FREE;
+        return to == DR_QUEUED || to == DR_FREE;
     }
     return false;
 }
@@ -102,18 +108,36 @@ static inline bool is_sound(const struct dr_engine *engine, const struct dr_requ
            request->done < request->size && request->needed > 0;
 }
 
-int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
-    assert(request->state == DR_TAKEN || request->state == DR_DONE);
+void dr_engine_queue(struct dr_engine *engine, struct dr_request *request) {
     assert(is_sound(engine, request));
-    int rc = engine->ops->submit(engine, request, error);
-    if (rc < 0) {
-        engine->failed = true;
-        return rc;
-    }
     if (request->begin == 0)
         request->begin = dr_watch_now(engine->watch);
-    move_to(engine, request, DR_IN_FLIGHT);
-    return 0;
+    move_to(engine, request, DR_QUEUED);
+    engine->queue[engine->queued++] = request;
+}
+
+/* Those from queue[first] on are the caller's again. */
+static void give_up_queued(struct dr_engine *engine, unsigned first) {
+    for (unsigned i = first; i < engine->queued; i++)
+        move_to(engine, engine->queue[i], DR_TAKEN);
+    engine->queued = 0;
+}
+
+int dr_engine_flush(struct dr_engine *engine, struct dr_error *error) {
+    if (engine->queued == 0)
+        return 0;
+    unsigned started = engine->ops->submit(engine, engine->queue, engine->queued, error);
+    for (unsigned i = 0; i < started; i++)
+        move_to(engine, engine->queue[i], DR_IN_FLIGHT);
+    bool is_all = started == engine->queued;
+    engine->failed |= !is_all;
+    give_up_queued(engine, started);
+    return is_all ? 0 : -error->err;
+}
+
+int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+    dr_engine_queue(engine, request);
+    return dr_engine_flush(engine, error);
 }
 
 /* Tells the watch of a request that is complete. */
@@ -178,6 +202,7 @@ static int advance(struct dr_request *request, int result, struct dr_error *erro
 }
 
 int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **done, struct dr_error *error) {
+    assert(engine->queued == 0);
     *done = NULL;
     struct dr_request *request;
     int result;
@@ -207,6 +232,7 @@ void dr_engine_release(struct dr_engine *engine, struct dr_request *request) {
  * Where waiting itself goes on failing, the engine is given up instead: false, and its memory stays allocated.
  */
 bool dr_engine_drain(struct dr_engine *engine) {
+    give_up_queued(engine, 0);
     for (unsigned errors = 0; engine->in_flight > 0 && errors < MAX_DRAIN_ERRORS;) {
         DR_NEW_ERROR(ignored);
         struct dr_request *request = NULL;
@@ -231,13 +257,11 @@ void dr_engine_close(struct dr_engine *engine) {
         return;
     engine->ops->close(engine);
     dr_pool_destroy(&engine->pool);
-    free(engine->requests);
-    free(engine);
+    free_engine(engine);
 }
 
 void dr_engine_forget(struct dr_engine *engine) {
     engine->ops->forget(engine);
     dr_pool_forget(&engine->pool);
-    free(engine->requests);
-    free(engine);
+    free_engine(engine);
 }

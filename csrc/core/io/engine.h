@@ -8,10 +8,12 @@
  *
  * A request's life; one function, move_to in engine.c, changes its state:
  *   FREE -> TAKEN       dr_engine_take: the caller owns the buffer
- *   TAKEN -> IN_FLIGHT  dr_engine_submit: the engine owns the buffer
- *   TAKEN -> FREE       dr_engine_release of one that is not needed, or could not be submitted
+ *   TAKEN -> QUEUED     dr_engine_queue: the engine owns the buffer
+ *   QUEUED -> IN_FLIGHT dr_engine_flush, which starts all that are queued; dr_engine_submit is both
+ *   QUEUED -> TAKEN     dr_engine_flush, of those that could not be started; dr_engine_drain
+ *   TAKEN -> FREE       dr_engine_release of one that is not needed, or could not be started
  *   IN_FLIGHT -> DONE   dr_engine_wait returns it: the caller owns the buffer again
- *   DONE -> IN_FLIGHT   within dr_engine_wait, for what a short or interrupted transfer has left
+ *   DONE -> QUEUED      within dr_engine_wait, for what a short or interrupted transfer has left
  *   DONE -> FREE        dr_engine_release; dr_engine_drain
  * A direct transfer refused with EINVAL is repeated without O_DIRECT.
  */
@@ -24,7 +26,7 @@
 
 enum dr_op { DR_READ, DR_WRITE };
 
-enum dr_request_state { DR_FREE, DR_TAKEN, DR_IN_FLIGHT, DR_DONE };
+enum dr_request_state { DR_FREE, DR_TAKEN, DR_QUEUED, DR_IN_FLIGHT, DR_DONE };
 
 struct dr_request {
     enum dr_op op;
@@ -49,8 +51,9 @@ struct dr_engine;
 struct dr_engine_ops {
     const char *name;
     int (*open)(struct dr_engine *engine, struct dr_error *error);
-    /* Starts the transfer of what is left of the request. */
-    int (*submit)(struct dr_engine *engine, struct dr_request *request, struct dr_error *error);
+    /* Starts the transfers of what is left of the requests, in order; gives how many, the rest failed for *error. */
+    unsigned (*submit)(struct dr_engine *engine, struct dr_request *const *requests, unsigned count,
+                       struct dr_error *error);
     /* Waits for one transfer to end. Gives NULL when none did within timeout_ms. */
     int (*wait)(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **request, int *result,
                 struct dr_error *error);
@@ -66,7 +69,8 @@ struct dr_engine {
     bool failed;       /* once: it is not handed on (kept.h) */
     struct dr_pool pool;
     struct dr_request *requests; /* one per buffer */
-    unsigned in_flight;
+    struct dr_request **queue;   /* those that are queued, in order; room for one per buffer */
+    unsigned queued, in_flight;
     struct dr_watch *watch; /* the caller's; NULL: none */
     unsigned worker;        /* whose engine this is, for the watch */
     unsigned registered;    /* buffers [0, registered) are registered with the kernel */
@@ -83,17 +87,22 @@ int dr_engine_open(struct dr_engine **out, const char *method, unsigned depth, s
 /* Takes a request with a buffer; NULL when all are in use. */
 struct dr_request *dr_engine_take(struct dr_engine *engine);
 
+/* For many small transfers, which the method then starts by one call. dr_engine_flush is due before the next wait. */
+void dr_engine_queue(struct dr_engine *engine, struct dr_request *request);
+int dr_engine_flush(struct dr_engine *engine, struct dr_error *error);
+
 int dr_engine_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error);
 
 /*
- * Waits up to timeout_ms for one request to be wholly done; gives NULL on a timeout. A failure that comes with a
- * request is that request's own: it is done, and the others go on.
+ * Waits up to timeout_ms, 0: not at all, for one request to be wholly done; gives NULL on a timeout. A failure that
+ * comes with a request is that request's own: it is done, and the others go on.
  */
 int dr_engine_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **done, struct dr_error *error);
 
 void dr_engine_release(struct dr_engine *engine, struct dr_request *request);
 
-/* Waits until nothing is in flight; results are dropped. False when that cannot be had: the engine is lost then. */
+/* Waits until nothing is in flight, and starts nothing that is queued; results are dropped. False when that cannot be
+ * had: the engine is lost then. */
 bool dr_engine_drain(struct dr_engine *engine);
 
 /* Drains and frees; what cannot be drained is leaked rather than freed under the kernel. NULL is allowed. */

@@ -3,15 +3,14 @@
  *
  * The fallback where io_uring is forbidden, and the oracle in tests. The
  * engine's owner queues requests and collects results; each I/O thread takes
- * one request at a time. One mutex guards both queues.
+ * one request at a time. One mutex guards both queues. Where no thread can be
+ * started, the owner transfers itself, as it submits.
  */
 #include "base/clock.h"
 #include "base/memory.h"
-#include "base/thread.h"
 #include "io/engine.h"
 #include "io/sys.h"
 
-#include <errno.h>
 #include <pthread.h>
 
 enum { MAX_THREADS = 8 };
@@ -95,7 +94,7 @@ static void threads_close(struct dr_engine *engine) {
 static void threads_forget(struct dr_engine *engine) { free_threads(engine->method); }
 
 static void start_threads(struct threads *threads, unsigned wanted) {
-    while (threads->count < wanted && dr_thread_start(&threads->ids[threads->count], serve, threads) == 0)
+    while (threads->count < wanted && dr_sys.thread(&threads->ids[threads->count], serve, threads) == 0)
         threads->count++;
 }
 
@@ -112,22 +111,32 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     threads->results = dr_calloc(depth, sizeof *threads->results);
     engine->method = threads;
     bool memory = threads->todo.slots && threads->done.slots && threads->results;
-    if (memory)
-        start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);
-    if (threads->count > 0)
-        return 0;
-    threads_close(engine);
-    return memory ? dr_error_system(error, EAGAIN, DR_CALL_PTHREAD_CREATE, NULL) : dr_error_memory(error);
+    if (!memory) {
+        threads_close(engine);
+        return dr_error_memory(error);
+    }
+    start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);
+    return 0;
 }
 
-static int threads_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+static void transfer_here(struct threads *threads, struct dr_request *request) {
+    threads->results[request->buffer] = transfer(request);
+    push(&threads->done, request);
+}
+
+static unsigned threads_submit(struct dr_engine *engine, struct dr_request *const *requests, unsigned count,
+                               struct dr_error *error) {
     (void)error;
     struct threads *threads = engine->method;
+    for (unsigned i = 0; i < count && threads->count == 0; i++)
+        transfer_here(threads, requests[i]);
     pthread_mutex_lock(&threads->lock);
-    push(&threads->todo, request);
-    pthread_cond_signal(&threads->todo_changed);
+    for (unsigned i = 0; i < count && threads->count > 0; i++) {
+        push(&threads->todo, requests[i]);
+        pthread_cond_signal(&threads->todo_changed);
+    }
     pthread_mutex_unlock(&threads->lock);
-    return 0;
+    return count;
 }
 
 static int threads_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **request, int *result,
@@ -137,7 +146,7 @@ static int threads_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr
     struct timespec until = dr_clock_after(timeout_ms);
     *request = NULL;
     pthread_mutex_lock(&threads->lock);
-    while (threads->done.count == 0)
+    while (threads->done.count == 0 && timeout_ms > 0)
         if (pthread_cond_timedwait(&threads->done_changed, &threads->lock, &until) != 0)
             break;
     if (threads->done.count > 0) {

@@ -5,6 +5,9 @@
  * those beyond it use plain reads and writes. Queue entries cannot run out:
  * the ring is as deep as the pool, and each buffer has one request.
  *
+ * A ring is tried before it is used: a sandbox may let it be made and refuse
+ * all else. What is submitted together goes to the kernel by one call.
+ *
  * A small write into the page cache is made at once, by the caller's thread:
  * many kernels have a thread of theirs make it, which is waited for as long as
  * other programs have the processors. That is what small saves consist of.
@@ -23,6 +26,7 @@ struct uring {
     struct io_uring ring;
     struct dr_request *made; /* at once, and not waited for yet; NULL: none */
     int made_result;
+    struct io_uring_sqe *entries[]; /* of the requests that are being submitted; room for one per buffer */
 };
 
 static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *pool) {
@@ -38,20 +42,32 @@ static unsigned register_buffers(struct io_uring *ring, const struct dr_pool *po
     return count;
 }
 
+/* Rings are older than these operations (Linux 5.1 and 5.6). */
+static bool has_operations(struct io_uring *ring) {
+    return dr_sys.uring_supports(ring, IORING_OP_READ) && dr_sys.uring_supports(ring, IORING_OP_WRITE);
+}
+
+static int make_ring(struct io_uring *ring, unsigned depth, struct dr_error *error) {
+    int rc = dr_sys.uring_init(depth, ring);
+    if (rc < 0)
+        return dr_error_system(error, -rc, DR_CALL_URING_SETUP, NULL);
+    if (!has_operations(ring))
+        rc = dr_error_system(error, ENOSYS, DR_CALL_URING_SETUP, NULL);
+    else if ((rc = DR_RETRY(dr_sys.uring_try(ring))) < 0)
+        dr_error_system(error, -rc, DR_CALL_URING_ENTER, NULL);
+    if (rc < 0)
+        io_uring_queue_exit(ring);
+    return rc;
+}
+
 static int uring_open(struct dr_engine *engine, struct dr_error *error) {
-    struct uring *uring = dr_calloc(1, sizeof *uring);
+    struct uring *uring = dr_calloc(1, sizeof *uring + engine->pool.count * sizeof *uring->entries);
     if (!uring)
         return dr_error_memory(error);
-    int rc = dr_sys.uring_init(engine->pool.count, &uring->ring);
+    int rc = make_ring(&uring->ring, engine->pool.count, error);
     if (rc < 0) {
         free(uring);
-        return dr_error_system(error, -rc, DR_CALL_URING_SETUP, NULL);
-    }
-    /* Rings are older than these operations (Linux 5.1 and 5.6). */
-    if (!dr_sys.uring_supports(&uring->ring, IORING_OP_READ) || !dr_sys.uring_supports(&uring->ring, IORING_OP_WRITE)) {
-        io_uring_queue_exit(&uring->ring);
-        free(uring);
-        return dr_error_system(error, ENOSYS, DR_CALL_URING_SETUP, NULL);
+        return rc;
     }
     engine->registered = register_buffers(&uring->ring, &engine->pool);
     engine->method = uring;
@@ -72,32 +88,63 @@ static void prepare(struct io_uring_sqe *sqe, const struct dr_request *request, 
         io_uring_prep_write(sqe, request->fd, data, size, offset);
 }
 
-static int uring_submit(struct dr_engine *engine, struct dr_request *request, struct dr_error *error) {
+/* Whether it was one that goes without the ring, of which there may be one at a time. */
+static bool made_at_once(struct uring *uring, struct dr_request *request) {
+    if (uring->made || request->op != DR_WRITE || request->direct || request->size > SMALL_WRITE)
+        return false;
+    uring->made = request;
+    uring->made_result = (int)dr_sys.pwrite(request->fd, request->data + request->done, request->size - request->done,
+                                            request->offset + request->done);
+    return true;
+}
+
+/* How many of the requests have got an entry of the queue, which is as long as the pool. */
+static unsigned prepare_all(struct dr_engine *engine, struct dr_request *const *requests, unsigned count) {
     struct uring *uring = engine->method;
-    if (!uring->made && request->op == DR_WRITE && !request->direct && request->size <= SMALL_WRITE) {
-        uring->made = request;
-        uring->made_result = (int)dr_sys.pwrite(request->fd, request->data + request->done,
-                                                request->size - request->done, request->offset + request->done);
-        return 0;
+    for (unsigned i = 0; i < count; i++) {
+        struct io_uring_sqe *entry = uring->entries[i] = io_uring_get_sqe(&uring->ring);
+        if (!entry)
+            return i;
+        bool own = requests[i]->data == dr_pool_buffer(&engine->pool, requests[i]->buffer);
+        prepare(entry, requests[i], own && requests[i]->buffer < engine->registered);
+        io_uring_sqe_set_data(entry, requests[i]);
     }
-    struct io_uring_sqe *sqe = io_uring_get_sqe(&uring->ring);
-    if (!sqe)
-        return dr_error_system(error, EBUSY, DR_CALL_URING_GET_SQE, request->path);
-    bool own = request->data == dr_pool_buffer(&engine->pool, request->buffer);
-    prepare(sqe, request, own && request->buffer < engine->registered);
-    io_uring_sqe_set_data(sqe, request);
-    int rc = dr_sys.uring_submit(&uring->ring);
-    for (unsigned tries = 0; (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY) && tries < MAX_SUBMITS; tries++) {
-        usleep(PAUSE_US);
-        rc = dr_sys.uring_submit(&uring->ring);
+    return count;
+}
+
+/* Gives the kernel all entries of the queue; why it took no more of them. */
+static int give_entries(struct io_uring *ring) {
+    int rc = 0;
+    for (unsigned tries = 0; io_uring_sq_ready(ring) > 0 && tries < MAX_SUBMITS; tries++) {
+        rc = dr_sys.uring_submit(ring);
+        if (rc == -EINTR || rc == -EAGAIN || rc == -EBUSY)
+            usleep(PAUSE_US);
+        else if (rc < 0)
+            break;
     }
-    if (rc < 0) {
-        /* The entry stays queued; as a no-op it can do no harm if a later submit flushes it. */
-        io_uring_prep_nop(sqe);
-        io_uring_sqe_set_data(sqe, NULL);
-        return dr_error_io(error, -rc, DR_CALL_URING_ENTER, request->path, request->offset, request->size);
+    return rc;
+}
+
+static unsigned uring_submit(struct dr_engine *engine, struct dr_request *const *requests, unsigned count,
+                             struct dr_error *error) {
+    struct uring *uring = engine->method;
+    if (count == 1 && made_at_once(uring, requests[0]))
+        return 1;
+    unsigned prepared = prepare_all(engine, requests, count);
+    int rc = give_entries(&uring->ring);
+    unsigned left = io_uring_sq_ready(&uring->ring);
+    unsigned started = left < prepared ? prepared - left : 0;
+    /* Entries that were not taken stay queued; as no-ops they can do no harm if a later submit flushes them. */
+    for (unsigned i = started; i < prepared; i++) {
+        io_uring_prep_nop(uring->entries[i]);
+        io_uring_sqe_set_data(uring->entries[i], NULL);
     }
-    return 0;
+    if (started < prepared)
+        dr_error_io(error, rc < 0 ? -rc : EIO, DR_CALL_URING_ENTER, requests[started]->path, requests[started]->offset,
+                    requests[started]->size);
+    else if (started < count)
+        dr_error_system(error, EBUSY, DR_CALL_URING_GET_SQE, requests[started]->path);
+    return started;
 }
 
 static int uring_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr_request **request, int *result,

@@ -3,7 +3,7 @@
 
 #include "base/clock.h"
 #include "base/memory.h"
-#include "base/thread.h"
+#include "io/sys.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -215,7 +215,7 @@ static int start_member(void (*job)(void *), void *argument) {
     lock();
     kept.alive++;
     /* With the lock: the thread's id is written before the thread can be found. */
-    int rc = dr_thread_start(&member->id, serve, member);
+    int rc = dr_sys.thread(&member->id, serve, member);
     if (rc < 0)
         kept.alive--;
     unlock();

@@ -132,13 +132,19 @@ int dr_output_wait(struct dr_workers *workers, struct dr_engine *engine, struct 
 struct waiting {
     struct dr_output *output;
     struct dr_workers workers;
+    atomic_uint next; /* engine to wait for */
 };
 
-static int wait_for_one(void *context, unsigned index, struct dr_error *error) {
+static int wait_for_some(void *context, unsigned worker, struct dr_error *error) {
     struct waiting *waiting = context;
-    struct dr_engine *engine = waiting->output->engines[index];
-    int rc = dr_output_wait(&waiting->workers, engine, error);
-    dr_engine_drain(engine);
+    int rc = 0;
+    (void)worker;
+    for (unsigned i; (i = atomic_fetch_add(&waiting->next, 1)) < waiting->output->engine_count;) {
+        struct dr_engine *engine = waiting->output->engines[i];
+        if (rc == 0)
+            rc = dr_output_wait(&waiting->workers, engine, error);
+        dr_engine_drain(engine);
+    }
     return rc;
 }
 
@@ -149,7 +155,7 @@ int dr_output_wait_all(struct dr_output *out, const struct dr_control *control, 
         busy += out->engines[i]->in_flight > 0;
     if (busy == 0)
         return 0;
-    return dr_workers_run(&waiting.workers, out->engine_count, wait_for_one, &waiting, control, error);
+    return dr_workers_run(&waiting.workers, out->engine_count, wait_for_some, &waiting, control, error);
 }
 
 int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data, size_t size, struct dr_error *error) {

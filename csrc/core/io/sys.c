@@ -1,6 +1,8 @@
 /* The real system calls behind dr_sys. See sys.h. */
 #include "io/sys.h"
 
+#include "base/thread.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>
@@ -214,7 +216,22 @@ static int real_futex_wake(atomic_uint *word) {
     return result((int)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0));
 }
 
+static int real_thread(pthread_t *id, void *(*run)(void *), void *argument) {
+    return dr_thread_start(id, run, argument);
+}
+
 static int real_uring_init(unsigned entries, struct io_uring *ring) { return io_uring_queue_init(entries, ring, 0); }
+
+static int real_uring_try(struct io_uring *ring) {
+    struct io_uring_cqe *cqe;
+    io_uring_prep_nop(io_uring_get_sqe(ring));
+    int rc = io_uring_submit_and_wait(ring, 1);
+    if (rc >= 0)
+        rc = io_uring_peek_cqe(ring, &cqe);
+    if (rc == 0)
+        io_uring_cqe_seen(ring, cqe);
+    return rc;
+}
 
 static int real_uring_supports(struct io_uring *ring, int operation) {
     struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
@@ -232,6 +249,8 @@ static int real_uring_submit(struct io_uring *ring) { return io_uring_submit(rin
 
 static int real_uring_wait(struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms) {
     struct __kernel_timespec timeout = {.tv_sec = timeout_ms / 1000, .tv_nsec = (timeout_ms % 1000) * 1000000LL};
+    if (timeout_ms == 0)
+        return io_uring_peek_cqe(ring, cqe);
     return io_uring_wait_cqe_timeout(ring, cqe, &timeout);
 }
 

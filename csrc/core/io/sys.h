@@ -12,6 +12,7 @@
 #define DCPRING_SYS_H
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -74,12 +75,17 @@ enum dr_advice { DR_ADVICE_HUGE_PAGES, DR_ADVICE_GIVE_BACK };
     /* On a word that processes may share: as long as it has this value, and nobody wakes who waits. */ \
     CALL(NEVER, int, futex_wait, (atomic_uint * word, unsigned value, unsigned timeout_ms), (word, value, timeout_ms)) \
     CALL(NEVER, int, futex_wake, (atomic_uint * word), (word)) \
+    /* Starts a thread as dr_thread_start does. */ \
+    CALL(ERRNO, int, thread, (pthread_t * id, void *(*run)(void *), void *argument), (id, run, argument)) \
     CALL(ERRNO, int, uring_init, (unsigned entries, struct io_uring *ring), (entries, ring)) \
+    /* Sends a request that does nothing through a new ring, and waits for it. */ \
+    CALL(ERRNO, int, uring_try, (struct io_uring * ring), (ring)) \
     /* Whether the ring's kernel can do an operation (IORING_OP_*). */ \
     CALL(NONE, int, uring_supports, (struct io_uring * ring, int operation), (ring, operation)) \
     CALL(ERRNO, int, uring_register, (struct io_uring * ring, const struct iovec *buffers, unsigned count), \
          (ring, buffers, count)) \
     CALL(ERRNO, int, uring_submit, (struct io_uring * ring), (ring)) \
+    /* With no time to wait it makes no call. */ \
     CALL(ERRNO, int, uring_wait, (struct io_uring * ring, struct io_uring_cqe * *cqe, unsigned timeout_ms), \
          (ring, cqe, timeout_ms)) \
     /* The result of a completion, as the engine shall see it. */ \

@@ -6,6 +6,8 @@
 #include <assert.h>
 #include <errno.h>
 
+enum { HERE_MS = 2 }; /* a thread is worth its beginning where there is more to do */
+
 struct worker {
     struct dr_workers *workers;
     unsigned index;
@@ -63,6 +65,7 @@ static void init(struct dr_workers *workers) {
     pthread_mutex_init(&workers->lock, NULL);
     atomic_init(&workers->stop, false);
     workers->running = 0;
+    workers->ticker = (struct dr_ticker){0};
     dr_error_clear(&workers->error);
 }
 
@@ -77,13 +80,12 @@ struct team {
     struct worker each[DR_MAX_WORKERS];
 };
 
-/* Work is shared out as it is taken, so fewer workers than asked for still do all of it: an error where there is none.
- */
-static int start(struct team *team, unsigned count, int (*work)(void *, unsigned, struct dr_error *), void *context) {
+/* How many could be started. */
+static unsigned start(struct team *team, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
+                      void *context) {
     struct dr_workers *workers = team->workers;
     unsigned started = 0;
-    int rc = 0;
-    for (; rc == 0 && started < count; started += rc == 0) {
+    for (int rc = 0; rc == 0 && started < count; started += rc == 0) {
         struct worker *worker = &team->each[started];
         *worker = (struct worker){workers, started, work, context};
         pthread_mutex_lock(&workers->lock);
@@ -91,7 +93,24 @@ static int start(struct team *team, unsigned count, int (*work)(void *, unsigned
         workers->running += rc == 0;
         pthread_mutex_unlock(&workers->lock);
     }
-    return started > 0 ? 0 : rc;
+    return started;
+}
+
+bool dr_workers_ask(struct dr_workers *workers) {
+    DR_NEW_ERROR(error);
+    if (dr_ticker_ask(&workers->ticker, &error) == 0)
+        return false;
+    record_failure(workers, &error);
+    return true;
+}
+
+/* Where no thread can be started (a limit of the user's or of a container's), the caller works. */
+static void work_here(struct dr_workers *workers, int (*work)(void *, unsigned, struct dr_error *), void *context,
+                      const struct dr_control *control) {
+    DR_NEW_ERROR(error);
+    workers->ticker.control = control;
+    if (work(context, 0, &error) < 0)
+        record_failure(workers, &error);
 }
 
 /*
@@ -113,9 +132,8 @@ int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void 
     assert(count > 0 && count <= DR_MAX_WORKERS);
     struct team team = {.workers = workers};
     init(workers);
-    int rc = start(&team, count, work, context);
-    if (rc < 0)
-        dr_error_system(error, -rc, DR_CALL_PTHREAD_CREATE, NULL);
+    if (start(&team, count, work, context) == 0)
+        work_here(workers, work, context, control);
     pthread_cleanup_push(stop_and_wait, workers);
     watch(workers, control);
     pthread_cleanup_pop(0);
@@ -131,6 +149,46 @@ int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *, unsigned
     int rc = work(context, 0, error);
     destroy(workers);
     return rc;
+}
+
+/* ---- the same for each of many ---- */
+
+struct each {
+    struct dr_workers workers;
+    size_t count;
+    atomic_size_t next;
+    int (*one)(void *context, size_t index, struct dr_error *error);
+    void *context;
+};
+
+static int take_each(void *context, unsigned worker, struct dr_error *error) {
+    struct each *each = context;
+    int rc = 0;
+    (void)worker;
+    while (rc == 0 && !dr_workers_stopped(&each->workers)) {
+        size_t index = atomic_fetch_add(&each->next, 1);
+        if (index >= each->count)
+            break;
+        rc = each->one(each->context, index, error);
+    }
+    return rc;
+}
+
+int dr_workers_each(size_t count, unsigned most, int (*one)(void *, size_t, struct dr_error *), void *context,
+                    const struct dr_control *control, struct dr_error *error) {
+    struct each each = {.count = count, .one = one, .context = context};
+    size_t index = 0;
+    for (uint64_t begin = dr_clock_ms(); index < count && dr_clock_ms() - begin < HERE_MS; index++) {
+        int rc = one(context, index, error);
+        if (rc < 0)
+            return rc;
+    }
+    if (index == count)
+        return 0;
+    atomic_init(&each.next, index);
+    if (count - index < most)
+        most = (unsigned)(count - index);
+    return dr_workers_run(&each.workers, most, take_each, &each, control, error);
 }
 
 bool dr_workers_wait(struct dr_workers *workers, bool (*ready)(const void *), const void *context) {

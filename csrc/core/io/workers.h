@@ -19,10 +19,15 @@ struct dr_workers {
     pthread_mutex_t lock;
     pthread_cond_t changed; /* something that dr_workers_wait waits for may have happened */
     unsigned running;
-    struct dr_error error; /* the first failure; guarded by lock */
+    struct dr_error error;   /* the first failure; guarded by lock */
+    struct dr_ticker ticker; /* of the calling thread where it works itself, and asks between two pieces of work */
 };
 
-/* Runs work(context, i) for each i < count; returns 0, or the first failure. */
+/*
+ * Runs work(context, i) for each i < count; returns 0, or the first failure. Where a thread cannot be started there are
+ * fewer workers, and where none can be, only work(context, 0) in the calling thread: so what there is to do is shared
+ * out as it is taken, not by i.
+ */
 int dr_workers_run(struct dr_workers *workers, unsigned count,
                    int (*work)(void *context, unsigned index, struct dr_error *), void *context,
                    const struct dr_control *control, struct dr_error *error);
@@ -31,8 +36,19 @@ int dr_workers_run(struct dr_workers *workers, unsigned count,
 int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *context, unsigned index, struct dr_error *),
                         void *context, struct dr_error *error);
 
+/*
+ * Runs one(context, i) for each i < count: in the calling thread for as long as that takes but a moment, then by at
+ * most so many workers, which take them in order. Returns 0, or the first failure.
+ */
+int dr_workers_each(size_t count, unsigned most, int (*one)(void *context, size_t index, struct dr_error *),
+                    void *context, const struct dr_control *control, struct dr_error *error);
+
+/* Asks, in the calling thread: whether a cancel has stopped it. */
+bool dr_workers_ask(struct dr_workers *workers);
+
 static inline bool dr_workers_stopped(struct dr_workers *workers) {
-    return atomic_load_explicit(&workers->stop, memory_order_relaxed);
+    return atomic_load_explicit(&workers->stop, memory_order_relaxed) ||
+           (workers->ticker.control && dr_workers_ask(workers));
 }
 
 /* Waits until ready(context), another worker having called dr_workers_notify; false when they were stopped. */

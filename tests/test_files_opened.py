@@ -129,6 +129,48 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     assert run_python(FEW, str(tmp_path / "checkpoint")) == "loaded\n"
 
 
+HARDLY_ANY = """
+import os, resource, sys, torch
+import torch.distributed.checkpoint as dcp
+from pathlib import Path
+from dcpring import RingLoadPlanner, RingReader, verify
+
+path = Path(sys.argv[1])
+state = {f"t{n}": torch.full((1000,), float(n)) for n in range(300)}
+loads = [(None, {}), (RingLoadPlanner(), {}), (None, {"engine": "threads"}), (None, {"engine": "uring"})]
+dcp.save(state, storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=1), no_dist=True)
+dcp.load({key: torch.zeros(1000) for key in state}, storage_reader=RingReader(path), no_dist=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for planner, options in loads:
+    loaded = {key: torch.zeros(1000) for key in state}
+    dcp.load(loaded, storage_reader=RingReader(path, **options), planner=planner, no_dist=True)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+verify(path)
+print("loaded")
+"""
+
+
+@pytest.mark.parametrize("limit", (40, 100))
+def test_where_hardly_any_file_may_be_open(tmp_path: Path, limit: int) -> None:
+    assert run_python(HARDLY_ANY, str(tmp_path / "checkpoint"), str(limit)) == "loaded\n"
+
+
+@each_planner
+def test_many_files_are_opened_once(tmp_path: Path, planner: Any) -> None:
+    """Those of stock's writer, too, which are looked into first to find the tensors."""
+    state = {f"t{number}": torch.full((100,), float(number)) for number in range(300)}
+    dcp.save(state, storage_writer=RingWriter(tmp_path / "ours", single_file_per_rank=False), no_dist=True)
+    stock = dcp.FileSystemWriter(tmp_path / "stock", single_file_per_rank=False, thread_count=1)
+    dcp.save(state, storage_writer=stock, no_dist=True)
+    for path in (tmp_path / "ours", tmp_path / "stock"):
+        drop_cache(path)
+        wanted = {key: torch.zeros(100) for key in state}
+        with counting() as opened:
+            load(path, wanted, planner, direct=False)
+        assert opened == [300]
+        assert all(torch.equal(wanted[key], state[key]) for key in state)
+
+
 @each_planner
 def test_the_limit_of_open_files_is_named(path: Path, planner: Any) -> None:
     _C.arm_fault("open_below", 2, errno.EMFILE, True)

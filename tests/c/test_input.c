@@ -10,6 +10,7 @@
 #include "io/sys_fault.h"
 
 #include <fcntl.h>
+#include <liburing.h>
 #include <sys/resource.h>
 
 enum { FILES = 600, EACH = 4096 };
@@ -180,13 +181,19 @@ static int64_t cached_and_counted(int fd, off_t offset, size_t size) {
     return 0;
 }
 
-/* Six hundred files under a limit of three hundred descriptors. */
-static void many_files(void) {
-    make_files();
+static struct rlimit limit_descriptors(rlim_t most) {
     struct rlimit before, limit;
     CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-    limit = (struct rlimit){300, before.rlim_max};
+    limit = (struct rlimit){most, before.rlim_max};
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    return before;
+}
+
+/* Six hundred files under a limit of three hundred descriptors, of which half may be kept. */
+static void many_files(void) {
+    enum { LIMIT = 300, KEPT = LIMIT / 2 };
+    make_files();
+    struct rlimit before = limit_descriptors(LIMIT);
     for (unsigned n = 0; n < 4; n++) {
         const struct dr_options options = way(n);
         const int each = options.direct == DR_DIRECT_OFF ? 1 : 2;
@@ -199,12 +206,143 @@ static void many_files(void) {
         CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
         CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
         dr_sys = dr_sys_real;
-        CHECK_INT(most_open, >, open + DR_INPUT_KEPT / 2);
-        CHECK_INT(most_open, <=, open + each * (DR_INPUT_KEPT + (int)options.queue_depth) + 4); /* and two rings */
-        CHECK_INT(check_open_descriptors(), <=, open + each * DR_INPUT_KEPT);
+        CHECK_INT(most_open, >, open + KEPT / 2);
+        CHECK_INT(most_open, <=, open + KEPT + each * (int)options.queue_depth + 4); /* and two rings */
+        CHECK_INT(check_open_descriptors(), <=, open + KEPT);
         dr_input_destroy(&input);
     }
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+/* Where there is room for the descriptors of all of them, each is opened once, and once more to be read directly. */
+static void each_once(void) {
+    make_files();
+    struct rlimit before = limit_descriptors(2 * FILES + 100);
+    for (unsigned n = 0; n < 4; n++) {
+        const struct dr_options options = way(n);
+        struct dr_input input;
+        begin(&input);
+        forget_cached();
+        uint64_t opens = opens_of(&input, 0, FILES, &options);
+        CHECK_INT(opens, >=, FILES);
+        CHECK_INT(opens, <=, options.direct == DR_DIRECT_OFF ? FILES : 2 * FILES);
+        dr_input_destroy(&input);
+        begin(&input); /* now they are in the page cache, most of them */
+        if (options.direct == DR_DIRECT_OFF)
+            CHECK_EQ(opens_of(&input, 0, FILES, &options), FILES);
+        dr_input_destroy(&input);
+    }
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+/* A handful of descriptors, fewer than blocks may be in flight: what is kept goes, and blocks wait for each other. */
+static void hardly_any_descriptors(void) {
+    make_files();
+    for (int spare = 5; spare <= 14; spare += 3)
+        for (unsigned n = 0; n < 4; n++) {
+            const struct dr_options options = way(n);
+            struct dr_input input;
+            struct dr_error error;
+            begin(&input);
+            forget_cached();
+            dr_kept_release();
+            int lowest = open(check_dir, O_RDONLY);
+            close(lowest);
+            struct rlimit before = limit_descriptors((rlim_t)(lowest + spare));
+            alarm(60);
+            CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
+            CHECK_OK(load(&input, 0, FILES, &options, &error), &error);
+            CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+            dr_input_destroy(&input);
+        }
+}
+
+/* None at all: that is an error, which nobody waits for. */
+static void no_descriptor(void) {
+    make_files();
+    for (unsigned n = 0; n < 4; n++) {
+        const struct dr_options options = way(n);
+        struct dr_input input;
+        struct dr_error error;
+        begin(&input);
+        alarm(30);
+        dr_fault_arm(&(struct dr_fault){.call = "open_below", .nth = 2, .err = EMFILE, .sticky = true});
+        CHECK_FAILS(load(&input, 0, 20, &options, &error), &error, EMFILE);
+        dr_fault_disarm();
+        CHECK(strstr(dr_error_cure(&error), "ulimit -n"));
+        CHECK_OK(load(&input, 0, 20, &options, &error), &error);
+        dr_input_destroy(&input);
+    }
+}
+
+/* ---- several at once ---- */
+
+static atomic_int opening, most_opening;
+
+/* Slow in the calling thread, so that others begin; these wait until there are two. */
+static int slow_open(int dirfd, const char *name, int flags, mode_t mode) {
+    if (pthread_equal(pthread_self(), caller)) {
+        usleep(5000);
+    } else {
+        int now = atomic_fetch_add(&opening, 1) + 1, most = atomic_load(&most_opening);
+        while (now > most && !atomic_compare_exchange_weak(&most_opening, &most, now))
+            ;
+        while (atomic_load(&most_opening) < 2)
+            usleep(100);
+        atomic_fetch_sub(&opening, 1);
+    }
+    return dr_sys_real.open_below(dirfd, name, flags, mode);
+}
+
+static void slow_opens_are_made_at_once(void) {
+    make_files();
+    caller = pthread_self();
+    for (unsigned n = 0; n < 4; n++) {
+        const struct dr_options options = way(n);
+        struct dr_input input;
+        struct dr_error error;
+        begin(&input);
+        alarm(60);
+        opening = most_opening = 0;
+        dr_sys.open_below = slow_open;
+        CHECK_OK(load(&input, 0, 50, &options, &error), &error);
+        dr_sys = dr_sys_real;
+        CHECK_INT(most_opening, >=, 2);
+        dr_input_destroy(&input);
+    }
+}
+
+/* Threads that want the same file open it once, and wait for who does. */
+static void *hold_all(void *context) {
+    struct dr_input *input = context;
+    DR_NEW_ERROR(error);
+    for (size_t i = 0; i < 100; i++) {
+        int fd;
+        CHECK_OK(dr_input_look(input, i, &error), &error);
+        CHECK_OK(dr_input_hold(input, i, 2, DR_INPUT_WAIT, &fd, &error), &error);
+        uint8_t byte = 0;
+        CHECK_EQ(pread(fd, &byte, 1, 0), 1);
+        CHECK_EQ(byte, i % 251);
+        dr_input_release(input, i);
+        dr_input_release(input, i);
+    }
+    return NULL;
+}
+
+static void one_opens_for_all(void) {
+    enum { THREADS = 8 };
+    make_files();
+    struct dr_input input;
+    pthread_t threads[THREADS];
+    begin(&input);
+    dr_fault_arm(&(struct dr_fault){.call = "open_below"});
+    for (int i = 0; i < THREADS; i++)
+        CHECK_EQ(pthread_create(&threads[i], NULL, hold_all, &input), 0);
+    for (int i = 0; i < THREADS; i++)
+        CHECK_EQ(pthread_join(threads[i], NULL), 0);
+    CHECK_EQ(dr_fault_disarm(), 100);
+    CHECK_EQ(input.held, 0);
+    dr_input_destroy(&input);
 }
 
 /* ---- files that change their place after they were looked at ---- */
@@ -212,7 +350,7 @@ static void many_files(void) {
 static void fails_to_hold(struct dr_input *input, size_t file, const char *message) {
     DR_NEW_ERROR(error);
     int fd;
-    CHECK_FAILS(dr_input_hold(input, file, &fd, &error), &error, EBADMSG);
+    CHECK_FAILS(dr_input_hold(input, file, 1, DR_INPUT_TRY, &fd, &error), &error, EBADMSG);
     CHECK(strstr(error.detail, message));
 }
 
@@ -226,6 +364,7 @@ static void put_back(const char *name) { CHECK_EQ(rename(check_path("away"), che
 
 static void others_in_its_place(void) {
     make_files();
+    struct rlimit before = limit_descriptors(100); /* so that the last is not kept */
     struct dr_input input;
     struct dr_error error;
     int fd;
@@ -240,9 +379,10 @@ static void others_in_its_place(void) {
     fails_to_hold(&input, 599, "another file has taken its place");
     put_back("file599");
     dr_error_clear(&error);
-    CHECK_OK(dr_input_hold(&input, 599, &fd, &error), &error);
+    CHECK_OK(dr_input_hold(&input, 599, 1, DR_INPUT_TRY, &fd, &error), &error);
     dr_input_release(&input, 599);
     dr_input_destroy(&input);
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
 /*
@@ -272,6 +412,80 @@ static void removed_meanwhile(void) {
     CHECK_FAILS(load(&input, 3, 4, &options, &error), &error, ENOENT);
     put_back("file3");
     dr_input_destroy(&input);
+}
+
+/* ---- many small reads ---- */
+
+enum { SLICES = 512, STRIDE = 64 << 10 };
+
+static atomic_uint submits, in_flight;
+
+static int counted_submit(struct io_uring *ring) {
+    int rc = dr_sys_real.uring_submit(ring);
+    atomic_fetch_add(&submits, 1);
+    if (rc > 0)
+        atomic_fetch_add(&in_flight, (unsigned)rc);
+    return rc;
+}
+
+/* When the worker waits, all that it has submitted is there: so it has to submit as much together. */
+static int wait_for_all(struct io_uring *ring, struct io_uring_cqe **cqe, unsigned timeout_ms) {
+    while (io_uring_cq_ready(ring) < atomic_load(&in_flight))
+        usleep(100);
+    int rc = dr_sys_real.uring_wait(ring, cqe, timeout_ms);
+    if (rc == 0)
+        atomic_fetch_sub(&in_flight, 1);
+    return rc;
+}
+
+/* Loads 4 KiB out of each 64 KiB: how often it asks for the page cache, and submits. */
+static void load_slices(enum dr_direct direct, bool cached) {
+    static uint8_t memory[SLICES][EACH];
+    static struct dr_read reads[SLICES];
+    const int64_t size = EACH;
+    const char *const name = "slices";
+    struct dr_options options = way(1);
+    struct dr_stream_stats stats;
+    struct dr_input input;
+    DR_NEW_ERROR(error);
+    options.direct = direct;
+    options.workers = 1;
+    CHECK_OK(dr_input_init(&input, check_dir, &name, 1, &error), &error);
+    for (size_t i = 0; i < SLICES; i++) {
+        reads[i] = read_of(0, &size, memory[i]);
+        reads[i].payload_offset = i * STRIDE;
+    }
+    memset(memory, 0xff, sizeof memory);
+    asked = 0;
+    submits = in_flight = 0;
+    dr_kept_release();
+    dr_sys.cached = cached_and_asked;
+    dr_sys.uring_submit = counted_submit;
+    dr_sys.uring_wait = wait_for_all;
+    CHECK_OK(dr_load(&input, reads, SLICES, &options, &never, &stats, &error), &error);
+    dr_sys = dr_sys_real;
+    for (size_t i = 0; i < SLICES; i++)
+        CHECK(memory[i][0] == i % 251 && memory[i][EACH - 1] == i % 251);
+    CHECK_INT(asked, <=, SLICES / (int)options.queue_depth);
+    if (cached)
+        CHECK_EQ(stats.cached_bytes, SLICES * EACH);
+    else if (strcmp(stats.engine, "uring") == 0 && stats.cached_bytes == 0)
+        CHECK_INT(submits, <=, SLICES / options.queue_depth);
+    dr_input_destroy(&input);
+}
+
+static void small_blocks_go_together(void) {
+    uint8_t *data = check_alloc(SLICES * STRIDE);
+    for (size_t i = 0; i < SLICES; i++)
+        memset(data + i * STRIDE, (int)(i % 251), EACH);
+    check_write_file("slices", data, SLICES * STRIDE);
+    free(data);
+    load_slices(DR_DIRECT_OFF, true);
+    int fd = open(check_path("slices"), O_RDONLY);
+    fsync(fd);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    close(fd);
+    load_slices(DR_DIRECT_AUTO, false);
 }
 
 /* ---- many reads of the same bytes ---- */
@@ -314,6 +528,8 @@ static void many_in_one_block(void) {
 
 CHECK_MAIN({"only_what_is_needed", only_what_is_needed},
            {"a_little_that_is_cached_needs_no_thread", a_little_that_is_cached_needs_no_thread},
-           {"one_that_is_gone", one_that_is_gone}, {"many_files", many_files},
-           {"others_in_its_place", others_in_its_place}, {"removed_meanwhile", removed_meanwhile},
-           {"many_in_one_block", many_in_one_block})
+           {"one_that_is_gone", one_that_is_gone}, {"many_files", many_files}, {"each_once", each_once},
+           {"hardly_any_descriptors", hardly_any_descriptors}, {"no_descriptor", no_descriptor},
+           {"slow_opens_are_made_at_once", slow_opens_are_made_at_once}, {"one_opens_for_all", one_opens_for_all},
+           {"small_blocks_go_together", small_blocks_go_together}, {"others_in_its_place", others_in_its_place},
+           {"removed_meanwhile", removed_meanwhile}, {"many_in_one_block", many_in_one_block})

@@ -154,15 +154,14 @@ static int make_blocks(struct dr_load_plan *plan, uint64_t block_size, struct dr
 int dr_load_plan_init(struct dr_load_plan *plan, struct dr_input *input, struct dr_read *reads, size_t read_count,
                       const struct dr_options *options, const struct dr_control *control, struct dr_error *error) {
     struct dr_ticker ticker = {.control = control};
+    int rc = read_count > 0 ? dr_input_look_many(input, &reads->file, sizeof *reads, read_count, control, error) : 0;
     plan->input = input;
     plan->reads = reads;
     plan->read_count = read_count;
-    int rc = 0;
     for (size_t i = 0; i < read_count && rc == 0; i++) {
         rc = add_read(plan, i, options, error);
-        bool turned = i == 0 || reads[i].file != reads[i - 1].file; /* looking at a file may take long */
         if (rc == 0)
-            rc = turned ? dr_ticker_ask(&ticker, error) : dr_ticker_turn(&ticker, i, error);
+            rc = dr_ticker_turn(&ticker, i, error);
     }
     if (rc < 0)
         return rc;

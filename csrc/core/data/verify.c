@@ -70,7 +70,7 @@ static const char *file_problem(const struct dr_input_file *file, const struct d
 
 /* Whether something failed for a lack of ours, which says nothing of the checkpoint: checking cannot go on. */
 static bool is_our_lack(const struct dr_error *why) {
-    return why->kind == DR_ERROR_SYSTEM && (why->err == ENOMEM || why->err == EMFILE || why->err == ENFILE);
+    return dr_input_is_lack(why) || (why->kind == DR_ERROR_SYSTEM && why->err == ENOMEM);
 }
 
 /* 1: the file is there; 0: every record of it has that problem. */
@@ -129,7 +129,7 @@ static int plan_records(struct verify_run *run, const struct dr_control *control
         sorted[i] = i;
     qsort_r(sorted, v->count, sizeof *sorted, by_place, v->checks);
     struct dr_ticker ticker = {.control = control};
-    int rc = 0;
+    int rc = dr_input_look_many(v->input, &v->checks->file, sizeof *v->checks, v->count, control, error);
     for (size_t i = 0, end; i < v->count && rc >= 0; i = end) {
         for (end = i + 1; end < v->count && v->checks[sorted[end]].file == v->checks[sorted[i]].file; end++)
             ;
@@ -170,7 +170,7 @@ static int turn_to_file(struct verify_run *run, struct reader *reader, size_t fi
     leave_file(run, reader);
     reader->file = file;
     reader->view.filled = reader->ahead.filled = 0;
-    int rc = dr_input_hold(input, file, &reader->fd, error);
+    int rc = dr_input_hold(input, file, 1, DR_INPUT_WAIT, &reader->fd, error);
     reader->view.fd = reader->ahead.fd = reader->fd;
     reader->view.path = reader->ahead.path = input->files[file].path;
     return rc;

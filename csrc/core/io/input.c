@@ -4,14 +4,26 @@
 #include "base/memory.h"
 #include "io/file.h"
 #include "io/sys.h"
+#include "io/workers.h"
 
 #include <assert.h>
 #include <fcntl.h>
+#include <sys/resource.h>
+
+enum { LOOKERS = 16 }; /* threads that wait for files to be opened */
+
+/* Descriptors that may stay open: others in this process need some, too. */
+static unsigned most_open(void) {
+    struct rlimit limit;
+    bool known = getrlimit(RLIMIT_NOFILE, &limit) == 0;
+    return known && limit.rlim_cur / 2 < DR_INPUT_MOST ? (unsigned)(limit.rlim_cur / 2) : DR_INPUT_MOST;
+}
 
 int dr_input_init(struct dr_input *input, const char *dir, const char *const *names, size_t count,
                   struct dr_error *error) {
-    *input = (struct dr_input){.dir = dir, .dirfd = DR_RETRY(dr_sys.open_dir(dir))};
+    *input = (struct dr_input){.dir = dir, .dirfd = DR_RETRY(dr_sys.open_dir(dir)), .most = most_open()};
     pthread_mutex_init(&input->lock, NULL);
+    pthread_cond_init(&input->changed, NULL);
     input->opened = input->dirfd >= 0;
     if (!input->opened)
         return dr_error_system(error, -input->dirfd, DR_CALL_OPEN, dir);
@@ -37,16 +49,79 @@ bool dr_input_is_outside(const char *name) {
     }
 }
 
-/* ---- one file; the lock is held ---- */
+/* ---- closing; the lock is held, but not while the kernel closes ---- */
 
-static void close_file(struct dr_input_file *file) {
-    assert(file->holders == 0 && !file->kept);
-    if (file->buffered_fd >= 0)
-        dr_sys.close(file->buffered_fd);
-    if (file->direct_fd >= 0)
-        dr_sys.close(file->direct_fd);
+static void close_file(struct dr_input *input, struct dr_input_file *file) {
+    assert(file->holders == 0 && !file->opening);
+    const int fds[] = {file->buffered_fd, file->direct_fd};
     file->buffered_fd = file->direct_fd = -1;
     file->direct_tried = false;
+    pthread_mutex_unlock(&input->lock);
+    unsigned closed = 0;
+    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
+        if (fds[i] >= 0) {
+            dr_sys.close(fds[i]);
+            closed++;
+        }
+    pthread_mutex_lock(&input->lock);
+    input->open -= closed;
+    input->closed++;
+}
+
+/* Closes a file that nobody holds, those first that came first: most likely they have been read. False: there is none.
+ */
+static bool close_one(struct dr_input *input) {
+    for (size_t tries = 0; tries < input->count; tries++) {
+        struct dr_input_file *file = &input->files[input->next];
+        input->next = (input->next + 1) % input->count;
+        if (file->buffered_fd < 0 || file->holders > 0 || file->opening)
+            continue;
+        close_file(input, file);
+        return true;
+    }
+    return false;
+}
+
+/* Until `more` descriptors can be opened without there being too many. */
+static void close_for(struct dr_input *input, unsigned more) {
+    while (input->open + more > input->most && close_one(input))
+        ;
+}
+
+/* ---- opening; without the lock ---- */
+
+/*
+ * A descriptor could not be had, though `closed` files had been closed when it was asked for. Lets go of half of what
+ * is kept, for others in the process need some, too. Whether it is worth asking again.
+ */
+static bool make_room(struct dr_input *input, uint64_t closed, enum dr_input_lack lack) {
+    pthread_mutex_lock(&input->lock);
+    if (input->closed == closed) {
+        input->most = input->open / 2;
+        close_for(input, 0);
+    }
+    while (input->closed == closed && lack == DR_INPUT_WAIT && input->held > 0)
+        pthread_cond_wait(&input->changed, &input->lock);
+    bool is_changed = input->closed != closed;
+    pthread_mutex_unlock(&input->lock);
+    return is_changed;
+}
+
+static uint64_t closed_so_far(struct dr_input *input) {
+    pthread_mutex_lock(&input->lock);
+    uint64_t closed = input->closed;
+    pthread_mutex_unlock(&input->lock);
+    return closed;
+}
+
+/* O_NONBLOCK: a FIFO in the file's place is refused, not waited for. */
+static int open_below(struct dr_input *input, const char *name, enum dr_input_lack lack) {
+    for (;;) {
+        uint64_t closed = closed_so_far(input);
+        int fd = DR_RETRY(dr_sys.open_below(input->dirfd, name, O_RDONLY | O_NONBLOCK, 0));
+        if ((fd != -EMFILE && fd != -ENFILE) || !make_room(input, closed, lack))
+            return fd;
+    }
 }
 
 /* What is behind a descriptor: a regular file, and the same one as before. */
@@ -63,15 +138,19 @@ static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
         file->size = (uint64_t)st.st_size;
         file->device = st.st_dev;
         file->inode = st.st_ino;
-        file->looked = true;
     }
     return 0;
 }
 
-/* O_NONBLOCK: a FIFO in the file's place is refused, not waited for. io_uring would not wait for a disk either, so the
- * flag goes. */
-static int open_checked(const struct dr_input *input, struct dr_input_file *file, int *out, struct dr_error *error) {
-    int fd = DR_RETRY(dr_sys.open_below(input->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0));
+/* A descriptor, or -errno. io_uring would not wait for a disk with O_NONBLOCK either, so the flag goes. */
+static int open_checked(struct dr_input *input, struct dr_input_file *file, enum dr_input_lack lack,
+                        struct dr_error *error) {
+    if (!file->path && !(file->path = dr_path_join(input->dir, file->name)))
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, input->dir);
+    if (dr_input_is_outside(file->name))
+        return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
+                                "the metadata names a file outside of the checkpoint directory");
+    int fd = open_below(input, file->name, lack);
     if (fd < 0)
         return dr_error_system(error, -fd, DR_CALL_OPEN, file->path);
     int rc = look_at(file, fd, error);
@@ -79,123 +158,172 @@ static int open_checked(const struct dr_input *input, struct dr_input_file *file
         dr_error_system(error, -rc, DR_CALL_FCNTL, file->path);
     if (rc < 0)
         dr_sys.close(fd);
-    else
-        *out = fd;
-    return rc;
+    return rc < 0 ? rc : fd;
 }
 
-/* Lets a file that is open stay open, in the place of one that nobody holds if need be; false when there is none. */
-static bool keep_open(struct dr_input *input, size_t index, bool instead) {
-    struct dr_input_file *file = &input->files[index];
-    if (input->kept_count < DR_INPUT_KEPT) {
-        input->kept[input->kept_count++] = index;
-        return file->kept = true;
-    }
-    for (unsigned tries = 0; instead && tries < DR_INPUT_KEPT; tries++) {
-        size_t *place = &input->kept[input->next];
-        struct dr_input_file *other = &input->files[*place];
-        input->next = (input->next + 1) % DR_INPUT_KEPT;
-        if (other->holders > 0)
-            continue;
-        other->kept = false;
-        close_file(other);
-        *place = index;
-        return file->kept = true;
-    }
-    return false;
+/* A descriptor with O_DIRECT, -1 where the file system has none, or an error in *error. */
+static int open_direct(struct dr_input *input, struct dr_input_file *file, enum dr_direct direct,
+                       struct dr_error *error) {
+    int fd = open_checked(input, file, DR_INPUT_TRY, error);
+    if (fd < 0)
+        return -1;
+    if (dr_file_use_direct(fd, file->path, direct, error) > 0)
+        return fd;
+    dr_sys.close(fd);
+    return -1;
 }
 
-static int look(struct dr_input *input, size_t index, struct dr_error *error) {
+/* ---- one file, which one thread opens at a time; the lock is held, but not while the kernel opens ---- */
+
+static struct dr_input_file *lock_file(struct dr_input *input, size_t index) {
+    assert(index < input->count);
     struct dr_input_file *file = &input->files[index];
+    pthread_mutex_lock(&input->lock);
+    while (file->opening)
+        pthread_cond_wait(&input->changed, &input->lock);
+    return file;
+}
+
+/* One that was looked at is about to be read: others make room for it. */
+static void begin_opening(struct dr_input *input, struct dr_input_file *file) {
+    file->opening = true;
     if (file->looked)
-        return 0;
-    if (!file->path && !(file->path = dr_path_join(input->dir, file->name)))
-        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, input->dir);
-    if (dr_input_is_outside(file->name))
-        return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
-                                "the metadata names a file outside of the checkpoint directory");
-    int rc = open_checked(input, file, &file->buffered_fd, error);
-    /* Files are looked at in the order in which they are read: those that were first stay open. */
-    if (rc == 0 && !keep_open(input, index, false))
-        close_file(file);
-    return rc;
+        close_for(input, 1);
+    pthread_mutex_unlock(&input->lock);
 }
 
-/* ---- with the lock ---- */
+static void end_opening(struct dr_input *input, struct dr_input_file *file, int *out, int fd) {
+    pthread_mutex_lock(&input->lock);
+    file->opening = false;
+    if (fd >= 0) {
+        *out = fd;
+        file->looked = true;
+        input->open++;
+    }
+    pthread_cond_broadcast(&input->changed);
+}
+
+static int open_file(struct dr_input *input, struct dr_input_file *file, enum dr_input_lack lack,
+                     struct dr_error *error) {
+    begin_opening(input, file);
+    int fd = open_checked(input, file, lack, error);
+    end_opening(input, file, &file->buffered_fd, fd);
+    return fd < 0 ? fd : 0;
+}
+
+/* ---- what others call ---- */
+
+bool dr_input_make_room(struct dr_input *input) { return make_room(input, closed_so_far(input), DR_INPUT_TRY); }
 
 int dr_input_look(struct dr_input *input, size_t index, struct dr_error *error) {
-    assert(index < input->count);
-    pthread_mutex_lock(&input->lock);
-    int rc = look(input, index, error);
+    struct dr_input_file *file = lock_file(input, index);
+    int rc = 0;
+    if (!file->looked) {
+        rc = open_file(input, file, DR_INPUT_WAIT, error);
+        /* Files are looked at in the order in which they are read: those that were first stay open. */
+        if (rc == 0 && input->open > input->most && file->holders == 0)
+            close_file(input, file);
+    }
     pthread_mutex_unlock(&input->lock);
     return rc;
 }
 
-int dr_input_hold(struct dr_input *input, size_t index, int *fd, struct dr_error *error) {
-    assert(index < input->count);
-    struct dr_input_file *file = &input->files[index];
-    int rc = 0;
+struct looking {
+    struct dr_input *input;
+    size_t *files;
+};
+
+static int look_at_one(void *context, size_t index, struct dr_error *error) {
+    const struct looking *looking = context;
+    (void)error;
+    DR_NEW_ERROR(later);
+    dr_input_look(looking->input, looking->files[index], &later);
+    return 0;
+}
+
+int dr_input_look_many(struct dr_input *input, const size_t *files, size_t stride, size_t count,
+                       const struct dr_control *control, struct dr_error *error) {
+    struct looking looking = {input, dr_malloc((input->count + 1) * sizeof *looking.files)};
+    size_t wanted = 0;
+    if (!looking.files)
+        return dr_error_memory(error);
     pthread_mutex_lock(&input->lock);
-    assert(file->looked);
+    for (size_t i = 0; i < count; i++) {
+        size_t index = *(const size_t *)((const char *)files + i * stride);
+        struct dr_input_file *file = &input->files[index];
+        if (!file->looked && !file->awaited)
+            looking.files[wanted++] = index;
+        file->awaited = true;
+    }
+    pthread_mutex_unlock(&input->lock);
+    int rc = dr_workers_each(wanted, LOOKERS, look_at_one, &looking, control, error);
+    free(looking.files);
+    return rc;
+}
+
+int dr_input_hold(struct dr_input *input, size_t index, unsigned times, enum dr_input_lack lack, int *fd,
+                  struct dr_error *error) {
+    struct dr_input_file *file = lock_file(input, index);
+    int rc = 0;
+    assert(file->looked && times > 0);
     if (file->buffered_fd < 0)
-        rc = open_checked(input, file, &file->buffered_fd, error);
+        rc = open_file(input, file, lack, error);
     if (rc == 0) {
-        if (!file->kept)
-            keep_open(input, index, true);
-        file->holders++;
+        input->held += file->holders == 0;
+        file->holders += times;
         *fd = file->buffered_fd;
     }
     pthread_mutex_unlock(&input->lock);
     return rc;
 }
 
-static int open_direct(struct dr_input *input, struct dr_input_file *file, enum dr_direct direct,
-                       struct dr_error *error) {
-    file->direct_tried = true;
-    int rc = open_checked(input, file, &file->direct_fd, error);
-    if (rc < 0)
-        return rc;
-    rc = dr_file_use_direct(file->direct_fd, file->path, direct, error);
-    if (rc <= 0) {
-        dr_sys.close(file->direct_fd);
-        file->direct_fd = -1;
-    }
-    return rc;
-}
-
 int dr_input_direct(struct dr_input *input, size_t index, enum dr_direct direct, int *fd, struct dr_error *error) {
-    struct dr_input_file *file = &input->files[index];
-    DR_NEW_ERROR(ignored);
-    int rc = 0;
-    pthread_mutex_lock(&input->lock);
+    *fd = -1;
+    if (direct == DR_DIRECT_OFF)
+        return 0;
+    struct dr_input_file *file = lock_file(input, index);
     assert(file->holders > 0);
-    if (direct == DR_DIRECT_ON && file->direct_fd < 0)
-        rc = open_direct(input, file, direct, error);
-    else if (direct == DR_DIRECT_AUTO && !file->direct_tried)
-        open_direct(input, file, direct, &ignored);
-    *fd = direct == DR_DIRECT_OFF ? -1 : file->direct_fd;
+    int rc = 0;
+    if (file->direct_fd < 0 && (direct == DR_DIRECT_ON || !file->direct_tried)) {
+        DR_NEW_ERROR(why);
+        begin_opening(input, file);
+        int opened = open_direct(input, file, direct, &why);
+        end_opening(input, file, &file->direct_fd, opened);
+        file->direct_tried = true;
+        if (direct == DR_DIRECT_ON && opened < 0) {
+            *error = why;
+            rc = -why.err;
+        }
+    }
+    *fd = file->direct_fd;
     pthread_mutex_unlock(&input->lock);
-    return rc < 0 ? rc : 0;
+    return rc;
 }
 
 void dr_input_release(struct dr_input *input, size_t index) {
     struct dr_input_file *file = &input->files[index];
     pthread_mutex_lock(&input->lock);
     assert(file->holders > 0);
-    if (--file->holders == 0 && !file->kept)
-        close_file(file);
+    if (--file->holders == 0) {
+        input->held--;
+        if (input->open > input->most)
+            close_file(input, file);
+        pthread_cond_broadcast(&input->changed);
+    }
     pthread_mutex_unlock(&input->lock);
 }
 
 void dr_input_destroy(struct dr_input *input) {
+    pthread_mutex_lock(&input->lock);
     for (size_t i = 0; i < input->count; i++) {
-        input->files[i].kept = false;
-        close_file(&input->files[i]);
+        close_file(input, &input->files[i]);
         free(input->files[i].path);
     }
+    pthread_mutex_unlock(&input->lock);
     free(input->files);
     if (input->opened)
         dr_sys.close(input->dirfd);
+    pthread_cond_destroy(&input->changed);
     pthread_mutex_destroy(&input->lock);
     *input = (struct dr_input){.dirfd = -1};
 }

@@ -5,25 +5,30 @@
  * Their names come from metadata, which is not believed: a name that leads out
  * of the directory, or to something else than a file, is refused. A file is
  * looked at when something of it is wanted, and not before; its descriptor is
- * kept, so that it is looked at once and stays the same file.
+ * kept, so that it is opened once and stays the same file.
  *
- * Of thousands of files only DR_INPUT_KEPT are kept open, and besides them those
- * that somebody holds at the moment: in dr_stream_run the files of the blocks in
- * flight, at most as many as the queue is deep. One that was closed in between is
- * opened again, and must still be the one that was looked at.
+ * Descriptors stay open up to half of those that the process may have, at most
+ * DR_INPUT_MOST, and besides them those that somebody holds at the moment: in
+ * dr_stream_run of the blocks in flight, at most as many as the queue is deep.
+ * Where the process, or the machine, has no descriptor left, those go that
+ * nobody holds. A file that was closed in between is opened again, and must
+ * still be the one that was looked at.
  *
- * Any number of threads may use an input at the same time.
+ * Any number of threads may use an input at the same time. Files are opened and
+ * closed without its lock: several at once, each by one thread, for which others
+ * that want the same file wait.
  */
 #ifndef DCPRING_INPUT_H
 #define DCPRING_INPUT_H
 
-#include "base/error.h"
+#include "base/control.h"
 #include "io/options.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <sys/types.h>
 
-enum { DR_INPUT_KEPT = 128 };
+enum { DR_INPUT_MOST = 1024 };
 
 struct dr_input_file {
     const char *name;
@@ -32,7 +37,9 @@ struct dr_input_file {
     /* guarded by the input's lock: */
     dev_t device;
     ino_t inode;
-    bool looked, kept, direct_tried;
+    bool looked, direct_tried;
+    bool awaited;               /* somebody is about to look at it */
+    bool opening;               /* by a thread, without the lock; it alone changes the rest meanwhile */
     int buffered_fd, direct_fd; /* -1 while closed */
     unsigned holders;
 };
@@ -44,8 +51,11 @@ struct dr_input {
     struct dr_input_file *files;
     size_t count;
     pthread_mutex_t lock;
-    size_t kept[DR_INPUT_KEPT]; /* files that stay open without a holder */
-    unsigned kept_count, next;  /* the next of them to be closed for another one */
+    pthread_cond_t changed; /* a file was opened, or somebody let go of one */
+    unsigned open, most;    /* descriptors: now, and as many may stay without a holder */
+    unsigned held;          /* files with a holder */
+    uint64_t closed;        /* files so far */
+    size_t next;            /* file to be closed in favour of another, where nobody holds it */
 };
 
 /*
@@ -63,9 +73,32 @@ bool dr_input_is_outside(const char *name);
 int dr_input_look(struct dr_input *input, size_t file, struct dr_error *error);
 
 /*
- * Gives a descriptor that reads through the page cache; it stays open until dr_input_release. The file was looked at.
+ * Looks at many files, several at once where that takes long: the indices lie `stride` bytes apart, from *files on. It
+ * fails only by a cancel: what a look finds wrong is for dr_input_look to say, of the file that its caller asks for.
  */
-int dr_input_hold(struct dr_input *input, size_t file, int *fd, struct dr_error *error);
+int dr_input_look_many(struct dr_input *input, const size_t *files, size_t stride, size_t count,
+                       const struct dr_control *control, struct dr_error *error);
+
+/*
+ * What to do where there is no descriptor, and those that are open have holders: DR_INPUT_WAIT waits for one of these,
+ * and is for who holds no file himself; DR_INPUT_TRY fails with EMFILE or ENFILE.
+ */
+enum dr_input_lack { DR_INPUT_TRY, DR_INPUT_WAIT };
+
+/* Whether it failed for that. */
+static inline bool dr_input_is_lack(const struct dr_error *error) {
+    return error->kind == DR_ERROR_SYSTEM && (error->err == EMFILE || error->err == ENFILE);
+}
+
+/* Lets go of half of the descriptors that nobody holds, or more, for somebody who lacks one. False: there are none. */
+bool dr_input_make_room(struct dr_input *input);
+
+/*
+ * Gives a descriptor that reads through the page cache; it stays open until dr_input_release was called `times` times.
+ * The file was looked at.
+ */
+int dr_input_hold(struct dr_input *input, size_t file, unsigned times, enum dr_input_lack lack, int *fd,
+                  struct dr_error *error);
 
 /*
  * Of a file that is held: gives a descriptor with O_DIRECT, or -1 where there is none to be had: by the options,

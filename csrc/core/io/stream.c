@@ -9,7 +9,13 @@
 #include <assert.h>
 #include <errno.h>
 
-enum { WAIT_MS = 100, HERE_BYTES = 1 << 20, HERE_BLOCKS = 8 };
+enum {
+    WAIT_MS = 100,
+    HERE_BYTES = 1 << 20,
+    HERE_BLOCKS = 8,
+    SMALL_BLOCK = 128 << 10, /* blocks up to this size are read together with their neighbours */
+    RUN_BYTES = 16 << 20,    /* so far apart at most */
+};
 
 struct stream_run {
     const struct dr_stream *stream;
@@ -24,9 +30,28 @@ struct stream_run {
     const char *_Atomic engine;
 };
 
-static bool is_cached(int fd, const struct dr_block *block) {
-    uint64_t size = block->hi - block->lo;
-    return dr_sys.cached(fd, (off_t)block->lo, size) >= (int64_t)size;
+/* A worker, and what it has taken to read: blocks that lie near each other in a file. */
+struct reader {
+    struct stream_run *run;
+    struct dr_engine *engine;
+    size_t next, end; /* of the stream's blocks; those before `next` are begun */
+};
+
+/* The two descriptors of the file that a run is of; it is held. */
+struct opened {
+    int fd, direct;
+    bool direct_asked;
+};
+
+/* Of some blocks of a file, and of what lies between them. */
+enum cached { CACHED_NONE, CACHED_SOME, CACHED_ALL };
+
+static enum cached look_for_cached(int fd, const struct dr_block *blocks, size_t count) {
+    uint64_t lo = blocks[0].lo, size = blocks[count - 1].hi - lo;
+    int64_t bytes = dr_sys.cached(fd, (off_t)lo, size);
+    if (bytes >= (int64_t)size)
+        return CACHED_ALL;
+    return bytes > 0 && count > 1 ? CACHED_SOME : CACHED_NONE;
 }
 
 static int use_piece(struct stream_run *run, unsigned worker, const struct dr_block *piece, const uint8_t *data,
@@ -60,8 +85,6 @@ static int report_unreadable(struct stream_run *run, const struct dr_block *bloc
  */
 static int read_cached(struct stream_run *run, unsigned worker, const struct dr_block *block, int fd, uint8_t *buffer,
                        struct dr_error *error) {
-    if (!run->at_hand && !is_cached(fd, block))
-        return 0;
     struct dr_watch *watch = run->options->watch;
     struct dr_span span = {.begin = dr_watch_now(watch),
                            .offset = block->lo,
@@ -88,12 +111,13 @@ static int read_cached(struct stream_run *run, unsigned worker, const struct dr_
     return 1;
 }
 
-static int submit_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
-                        const struct dr_block *block, int fd, bool direct, struct dr_error *error) {
+static void queue_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
+                        const struct dr_block *block, const struct opened *opened) {
+    bool direct = opened->direct >= 0;
     uint64_t size = block->hi - block->lo;
     assert(block->lo % DR_ALIGNMENT == 0 && block->lo < block->hi && size <= run->options->block_size);
     request->op = DR_READ;
-    request->fd = fd;
+    request->fd = direct ? opened->direct : opened->fd;
     request->direct = direct;
     request->offset = (int64_t)block->lo;
     request->size = (uint32_t)(direct ? dr_align_up(size, DR_ALIGNMENT) : size);
@@ -103,7 +127,7 @@ static int submit_block(struct stream_run *run, struct dr_engine *engine, struct
     atomic_fetch_add(&run->bytes, size);
     if (direct)
         atomic_store(&run->direct, true);
-    return dr_engine_submit(engine, request, error);
+    dr_engine_queue(engine, request);
 }
 
 /* ---- the workers ---- */
@@ -121,55 +145,136 @@ static void release_block(struct stream_run *run, struct dr_request *request) {
         dr_input_release(run->stream->input, block->file);
 }
 
-/* Reads a block at once through the page cache: 1 when it was used up; or puts it in flight, and gives 0. */
-static int start_held(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
-                      const struct dr_block *block, int fd, struct dr_error *error) {
-    struct dr_input *input = run->stream->input;
-    enum dr_direct wanted = run->options->direct;
-    int direct = -1;
-    /* Where direct I/O must be had, its lack is an error even of a file that is in the page cache. */
-    int rc = wanted == DR_DIRECT_ON ? dr_input_direct(input, block->file, wanted, &direct, error) : 0;
-    if (rc == 0)
-        rc = read_cached(run, engine->worker, block, fd, request->data, error);
-    if (rc == 0 && wanted == DR_DIRECT_AUTO)
-        rc = dr_input_direct(input, block->file, wanted, &direct, error);
-    if (rc != 0)
-        return rc;
-    return submit_block(run, engine, request, block, direct >= 0 ? direct : fd, direct >= 0, error);
+/* Takes the next blocks, as many as there are requests for: one, or several that are small and near each other. */
+static bool take_run(struct reader *reader) {
+    const struct dr_stream *stream = reader->run->stream;
+    size_t first = atomic_load(&reader->run->next), end;
+    do {
+        if (first >= stream->count)
+            return false;
+        const struct dr_block *block = &stream->blocks[first];
+        for (end = first + 1; end < stream->count && end - first < reader->engine->pool.free_count; end++) {
+            const struct dr_block *next = &stream->blocks[end];
+            if (next->file != block->file || next->hi - block->lo > RUN_BYTES || block->hi - block->lo > SMALL_BLOCK ||
+                next->hi - next->lo > SMALL_BLOCK)
+                break;
+        }
+    } while (!atomic_compare_exchange_weak(&reader->run->next, &first, end));
+    reader->next = first;
+    reader->end = end;
+    return true;
 }
 
-static int start_block(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
-                       const struct dr_block *block, struct dr_error *error) {
-    DR_NEW_ERROR(why);
-    int fd = -1, rc = dr_input_hold(run->stream->input, block->file, &fd, &why);
-    if (rc == 0) {
-        take_block(request, block);
-        rc = start_held(run, engine, request, block, fd, error);
-        if (rc == 0)
-            return 0;
-    } else {
-        rc = report_unreadable(run, block, -1, request->data, &why, error);
-    }
-    release_block(run, request);
-    dr_engine_release(engine, request);
+static int ask_for_direct(struct stream_run *run, size_t file, struct opened *opened, struct dr_error *error) {
+    if (opened->direct_asked)
+        return 0;
+    opened->direct_asked = true;
+    return dr_input_direct(run->stream->input, file, run->options->direct, &opened->direct, error);
+}
+
+/* Reads a block at once through the page cache: 1 when it was used up; or puts it in the queue, and gives 0. */
+static int start_held(struct stream_run *run, struct dr_engine *engine, struct dr_request *request,
+                      const struct dr_block *block, enum cached cached, struct opened *opened, struct dr_error *error) {
+    int rc = 0;
+    if (cached == CACHED_SOME)
+        cached = look_for_cached(opened->fd, block, 1);
+    if (cached == CACHED_ALL && (rc = dr_engine_flush(engine, error)) == 0)
+        rc = read_cached(run, engine->worker, block, opened->fd, request->data, error);
+    if (rc == 0)
+        rc = ask_for_direct(run, block->file, opened, error);
+    if (rc == 0)
+        queue_block(run, engine, request, block, opened);
+    return rc;
+}
+
+static int start_block(struct reader *reader, const struct dr_block *block, enum cached cached, struct opened *opened,
+                       struct dr_error *error) {
+    struct dr_request *request = dr_engine_take(reader->engine);
+    take_block(request, block);
+    int rc = start_held(reader->run, reader->engine, request, block, cached, opened, error);
+    if (rc == 0)
+        return 0;
+    release_block(reader->run, request);
+    dr_engine_release(reader->engine, request);
     return rc < 0 ? rc : 0;
 }
 
-static int fill_queue(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
-    while (!dr_workers_stopped(&run->workers) && atomic_load(&run->next) < run->stream->count) {
-        struct dr_request *request = dr_engine_take(engine);
-        if (!request)
-            return 0;
-        size_t index = atomic_fetch_add(&run->next, 1);
-        if (index >= run->stream->count) {
-            dr_engine_release(engine, request);
-            return 0;
-        }
-        int rc = start_block(run, engine, request, &run->stream->blocks[index], error);
+/* Holds the run's file for each of its blocks. */
+static int hold_run(struct reader *reader, struct opened *opened, struct dr_error *error) {
+    enum dr_input_lack lack = reader->engine->in_flight > 0 ? DR_INPUT_TRY : DR_INPUT_WAIT;
+    unsigned count = (unsigned)(reader->end - reader->next);
+    const struct dr_stream *stream = reader->run->stream;
+    return dr_input_hold(stream->input, stream->blocks[reader->next].file, count, lack, &opened->fd, error);
+}
+
+static void release_run(struct reader *reader) {
+    const struct dr_stream *stream = reader->run->stream;
+    for (size_t i = reader->next; i < reader->end; i++)
+        dr_input_release(stream->input, stream->blocks[i].file);
+}
+
+/* Of a file that is held once for each block of the run. */
+static int start_blocks(struct reader *reader, struct opened *opened, struct dr_error *error) {
+    struct stream_run *run = reader->run;
+    const struct dr_block *blocks = run->stream->blocks;
+    const struct dr_block *first = &blocks[reader->next];
+    enum cached cached = run->at_hand ? CACHED_ALL : look_for_cached(opened->fd, first, reader->end - reader->next);
+    int rc = 0;
+    for (; reader->next < reader->end && rc == 0; reader->next++)
+        rc = start_block(reader, &blocks[reader->next], cached, opened, error);
+    release_run(reader);
+    return rc;
+}
+
+/* The file of a run cannot be opened. */
+static int skip_run(struct reader *reader, const struct dr_error *why, struct dr_error *error) {
+    struct dr_request *request = dr_engine_take(reader->engine);
+    int rc = 0;
+    for (; reader->next < reader->end && rc == 0; reader->next++)
+        rc = report_unreadable(reader->run, &reader->run->stream->blocks[reader->next], -1, request->data, why, error);
+    dr_engine_release(reader->engine, request);
+    return rc;
+}
+
+/* Begins nothing where the file's descriptors must wait for those of blocks in flight. */
+static int start_run(struct reader *reader, struct dr_error *error) {
+    struct stream_run *run = reader->run;
+    struct opened opened = {.fd = -1, .direct = -1};
+    DR_NEW_ERROR(why);
+    int rc = dr_engine_flush(reader->engine, error); /* before a file is opened, which may take long */
+    if (rc < 0)
+        return rc;
+    rc = hold_run(reader, &opened, &why);
+    bool is_held = rc == 0;
+    /* Where direct I/O must be had, its lack is an error even of a file that is in the page cache. */
+    if (is_held && run->options->direct == DR_DIRECT_ON) {
+        rc = ask_for_direct(run, run->stream->blocks[reader->next].file, &opened, &why);
+        if (rc < 0)
+            release_run(reader);
+    }
+    if (rc == 0)
+        return start_blocks(reader, &opened, error);
+    if (dr_input_is_lack(&why) && reader->engine->in_flight > 0)
+        return 0;
+    if (!is_held)
+        return skip_run(reader, &why, error);
+    *error = why;
+    return rc;
+}
+
+static int fill_queue(struct reader *reader, struct dr_error *error) {
+    struct dr_engine *engine = reader->engine;
+    while (!dr_workers_stopped(&reader->run->workers) && engine->pool.free_count > 0) {
+        if (reader->next == reader->end && !take_run(reader))
+            break;
+        size_t before = reader->next;
+        int rc = start_run(reader, error);
         if (rc < 0)
             return rc;
+        if (reader->next == before)
+            break;
     }
-    return 0;
+    return dr_engine_flush(engine, error);
 }
 
 /* The same for a block that was in flight. */
@@ -178,18 +283,21 @@ static int report_failed_read(struct stream_run *run, const struct dr_request *r
     const struct dr_block *block = request->user;
     DR_NEW_ERROR(ignored);
     int fd;
-    if (dr_input_hold(run->stream->input, block->file, &fd, &ignored) < 0)
+    if (dr_input_hold(run->stream->input, block->file, 1, DR_INPUT_TRY, &fd, &ignored) < 0)
         return report_unreadable(run, block, -1, request->data, why, error);
     int rc = report_unreadable(run, block, fd, request->data, why, error);
     dr_input_release(run->stream->input, block->file);
     return rc;
 }
 
-/* What is in flight, or nothing within a while; what failed is the user's to go on without, or not. */
-static int finish_block(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
+/*
+ * Uses a block that was in flight, or none within the time; what failed is the user's to go on without, or not. 1: it
+ * was a small one.
+ */
+static int finish_block(struct stream_run *run, struct dr_engine *engine, unsigned timeout_ms, struct dr_error *error) {
     struct dr_request *done;
     DR_NEW_ERROR(why);
-    int rc = dr_engine_wait(engine, WAIT_MS, &done, &why);
+    int rc = dr_engine_wait(engine, timeout_ms, &done, &why);
     if (!done) {
         if (rc < 0)
             *error = why;
@@ -197,30 +305,55 @@ static int finish_block(struct stream_run *run, struct dr_engine *engine, struct
     }
     rc = rc < 0 ? report_failed_read(run, done, &why, error)
                 : use_piece(run, engine->worker, done->user, done->data, error);
+    bool is_small = done->needed <= SMALL_BLOCK;
     release_block(run, done);
     dr_engine_release(engine, done);
-    return rc;
+    return rc < 0 ? rc : is_small;
+}
+
+/* One block; of small ones all that are there, so that as many new ones are submitted together. */
+static int finish_blocks(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
+    int rc = finish_block(run, engine, WAIT_MS, error);
+    while (rc > 0 && engine->in_flight > 0)
+        rc = finish_block(run, engine, 0, error);
+    return rc < 0 ? rc : 0;
 }
 
 static int read_blocks(struct stream_run *run, struct dr_engine *engine, struct dr_error *error) {
+    struct reader reader = {.run = run, .engine = engine};
     while (!dr_workers_stopped(&run->workers)) {
-        int rc = fill_queue(run, engine, error);
+        int rc = fill_queue(&reader, error);
         if (rc < 0)
             return rc;
         if (engine->in_flight == 0)
             return 0;
-        rc = finish_block(run, engine, error);
+        rc = finish_blocks(run, engine, error);
         if (rc < 0)
             return rc;
     }
     return 0;
 }
 
+/* None where there is no descriptor for its ring, and another worker has an engine. */
+static int take_engine(struct stream_run *run, struct dr_engine **engine, struct dr_error *error) {
+    const struct dr_options *options = run->options;
+    DR_NEW_ERROR(why);
+    int rc = dr_kept_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
+    if (rc < 0 && dr_input_is_lack(&why) && dr_input_make_room(run->stream->input)) {
+        dr_error_clear(&why);
+        rc = dr_kept_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
+    }
+    if (rc >= 0 || (dr_input_is_lack(&why) && atomic_load(&run->engine)))
+        return 0;
+    *error = why;
+    return rc;
+}
+
 static int work(void *context, unsigned index, struct dr_error *error) {
     struct stream_run *run = context;
     struct dr_engine *engine = NULL;
-    int rc = dr_kept_take(&engine, run->options->engine, run->depth, run->most, run->options->block_size, error);
-    if (rc < 0)
+    int rc = take_engine(run, &engine, error);
+    if (!engine)
         return rc;
     dr_pool_drop_spares(&engine->pool); /* of a save before: a load has other memory beside its buffers */
     engine->watch = run->options->watch;
@@ -237,9 +370,9 @@ static int work(void *context, unsigned index, struct dr_error *error) {
 static bool is_cached_block(struct dr_input *input, const struct dr_block *block) {
     DR_NEW_ERROR(ignored);
     int fd;
-    if (dr_input_hold(input, block->file, &fd, &ignored) < 0)
+    if (dr_input_hold(input, block->file, 1, DR_INPUT_TRY, &fd, &ignored) < 0)
         return false;
-    bool cached = is_cached(fd, block);
+    bool cached = look_for_cached(fd, block, 1) == CACHED_ALL;
     dr_input_release(input, block->file);
     return cached;
 }

@@ -257,6 +257,55 @@ static void hardly_any_descriptors(void) {
         }
 }
 
+static atomic_bool scarce;
+static atomic_int attempts;
+
+static int scarce_open(int dirfd, const char *name, int flags, mode_t mode) {
+    atomic_fetch_add(&attempts, 1);
+    return atomic_load(&scarce) ? -EMFILE : dr_sys_real.open_below(dirfd, name, flags, mode);
+}
+
+static void *hold_patiently(void *context) {
+    struct dr_input *input = context;
+    DR_NEW_ERROR(error);
+    int fd;
+    CHECK_OK(dr_input_hold(input, 1, 1, DR_INPUT_WAIT, &fd, &error), &error);
+    dr_input_release(input, 1);
+    return NULL;
+}
+
+/* Who waits for a descriptor does not stop another, who has some in use, from finding out that there is none. */
+static void who_waits_stops_nobody(void) {
+    make_files();
+    struct dr_input input;
+    struct dr_error error;
+    pthread_t thread;
+    int fd;
+    begin(&input);
+    input.most = 0; /* nothing is kept */
+    dr_error_clear(&error);
+    for (size_t i = 0; i < 2; i++)
+        CHECK_OK(dr_input_look(&input, i, &error), &error);
+    CHECK_OK(dr_input_hold(&input, 0, 1, DR_INPUT_TRY, &fd, &error), &error);
+    alarm(30);
+    scarce = true;
+    attempts = 0;
+    dr_sys.open_below = scarce_open;
+    CHECK_EQ(pthread_create(&thread, NULL, hold_patiently, &input), 0);
+    while (atomic_load(&attempts) == 0)
+        usleep(100);
+    for (int i = 0; i < 3; i++) {
+        dr_error_clear(&error);
+        CHECK_FAILS(dr_input_hold(&input, 1, 1, DR_INPUT_TRY, &fd, &error), &error, EMFILE);
+    }
+    scarce = false;
+    dr_input_release(&input, 0);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(input.busy, 0);
+    dr_input_destroy(&input);
+}
+
 /* None at all: that is an error, which nobody waits for. */
 static void no_descriptor(void) {
     make_files();
@@ -341,7 +390,7 @@ static void one_opens_for_all(void) {
     for (int i = 0; i < THREADS; i++)
         CHECK_EQ(pthread_join(threads[i], NULL), 0);
     CHECK_EQ(dr_fault_disarm(), 100);
-    CHECK_EQ(input.held, 0);
+    CHECK_EQ(input.busy, 0);
     dr_input_destroy(&input);
 }
 
@@ -529,7 +578,8 @@ static void many_in_one_block(void) {
 CHECK_MAIN({"only_what_is_needed", only_what_is_needed},
            {"a_little_that_is_cached_needs_no_thread", a_little_that_is_cached_needs_no_thread},
            {"one_that_is_gone", one_that_is_gone}, {"many_files", many_files}, {"each_once", each_once},
-           {"hardly_any_descriptors", hardly_any_descriptors}, {"no_descriptor", no_descriptor},
-           {"slow_opens_are_made_at_once", slow_opens_are_made_at_once}, {"one_opens_for_all", one_opens_for_all},
-           {"small_blocks_go_together", small_blocks_go_together}, {"others_in_its_place", others_in_its_place},
-           {"removed_meanwhile", removed_meanwhile}, {"many_in_one_block", many_in_one_block})
+           {"hardly_any_descriptors", hardly_any_descriptors}, {"who_waits_stops_nobody", who_waits_stops_nobody},
+           {"no_descriptor", no_descriptor}, {"slow_opens_are_made_at_once", slow_opens_are_made_at_once},
+           {"one_opens_for_all", one_opens_for_all}, {"small_blocks_go_together", small_blocks_go_together},
+           {"others_in_its_place", others_in_its_place}, {"removed_meanwhile", removed_meanwhile},
+           {"many_in_one_block", many_in_one_block})

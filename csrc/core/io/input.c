@@ -56,6 +56,7 @@ static void close_file(struct dr_input *input, struct dr_input_file *file) {
     const int fds[] = {file->buffered_fd, file->direct_fd};
     file->buffered_fd = file->direct_fd = -1;
     file->direct_tried = false;
+    input->busy++;
     pthread_mutex_unlock(&input->lock);
     unsigned closed = 0;
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
@@ -66,10 +67,11 @@ static void close_file(struct dr_input *input, struct dr_input_file *file) {
     pthread_mutex_lock(&input->lock);
     input->open -= closed;
     input->closed++;
+    input->busy--;
+    pthread_cond_broadcast(&input->changed);
 }
 
-/* Closes a file that nobody holds, those first that came first: most likely they have been read. False: there is none.
- */
+/* Closes a file that nobody holds, those that came first before others: they have been read, most likely. */
 static bool close_one(struct dr_input *input) {
     for (size_t tries = 0; tries < input->count; tries++) {
         struct dr_input_file *file = &input->files[input->next];
@@ -88,40 +90,27 @@ static void close_for(struct dr_input *input, unsigned more) {
         ;
 }
 
-/* ---- opening; without the lock ---- */
-
 /*
- * A descriptor could not be had, though `closed` files had been closed when it was asked for. Lets go of half of what
- * is kept, for others in the process need some, too. Whether it is worth asking again.
+ * A descriptor could not be had; `closed` is from before it was asked for. Lets go of half of what is kept, for others
+ * in the process need some, too; where all of it is in use, waits if it may. Whether it is worth asking again.
  */
 static bool make_room(struct dr_input *input, uint64_t closed, enum dr_input_lack lack) {
-    pthread_mutex_lock(&input->lock);
     if (input->closed == closed) {
         input->most = input->open / 2;
         close_for(input, 0);
     }
-    while (input->closed == closed && lack == DR_INPUT_WAIT && input->held > 0)
+    while (input->closed == closed && !close_one(input) && lack == DR_INPUT_WAIT && input->busy > 0)
         pthread_cond_wait(&input->changed, &input->lock);
-    bool is_changed = input->closed != closed;
-    pthread_mutex_unlock(&input->lock);
-    return is_changed;
+    return input->closed != closed;
 }
 
-static uint64_t closed_so_far(struct dr_input *input) {
+/* ---- opening; without the lock ---- */
+
+static void close_again(struct dr_input *input, int fd) {
+    dr_sys.close(fd);
     pthread_mutex_lock(&input->lock);
-    uint64_t closed = input->closed;
+    input->closed++;
     pthread_mutex_unlock(&input->lock);
-    return closed;
-}
-
-/* O_NONBLOCK: a FIFO in the file's place is refused, not waited for. */
-static int open_below(struct dr_input *input, const char *name, enum dr_input_lack lack) {
-    for (;;) {
-        uint64_t closed = closed_so_far(input);
-        int fd = DR_RETRY(dr_sys.open_below(input->dirfd, name, O_RDONLY | O_NONBLOCK, 0));
-        if ((fd != -EMFILE && fd != -ENFILE) || !make_room(input, closed, lack))
-            return fd;
-    }
 }
 
 /* What is behind a descriptor: a regular file, and the same one as before. */
@@ -142,59 +131,63 @@ static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
     return 0;
 }
 
-/* A descriptor, or -errno. io_uring would not wait for a disk with O_NONBLOCK either, so the flag goes. */
-static int open_checked(struct dr_input *input, struct dr_input_file *file, enum dr_input_lack lack,
-                        struct dr_error *error) {
+/* O_NONBLOCK: a FIFO in the file's place is refused, not waited for. io_uring would not wait for a disk either, so the
+ * flag goes. */
+static int open_checked(struct dr_input *input, struct dr_input_file *file, struct dr_error *error) {
     if (!file->path && !(file->path = dr_path_join(input->dir, file->name)))
         return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, input->dir);
     if (dr_input_is_outside(file->name))
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM,
                                 "the metadata names a file outside of the checkpoint directory");
-    int fd = open_below(input, file->name, lack);
+    int fd = DR_RETRY(dr_sys.open_below(input->dirfd, file->name, O_RDONLY | O_NONBLOCK, 0));
     if (fd < 0)
         return dr_error_system(error, -fd, DR_CALL_OPEN, file->path);
     int rc = look_at(file, fd, error);
     if (rc == 0 && (rc = DR_RETRY(dr_sys.set_blocking(fd))) < 0)
         dr_error_system(error, -rc, DR_CALL_FCNTL, file->path);
     if (rc < 0)
-        dr_sys.close(fd);
+        close_again(input, fd);
     return rc < 0 ? rc : fd;
 }
 
-/* A descriptor with O_DIRECT, -1 where the file system has none, or an error in *error. */
-static int open_direct(struct dr_input *input, struct dr_input_file *file, enum dr_direct direct,
-                       struct dr_error *error) {
-    int fd = open_checked(input, file, DR_INPUT_TRY, error);
+/* A descriptor, or -1: why in *error, but where the file system has no direct I/O and need not have it. */
+static int open_descriptor(struct dr_input *input, struct dr_input_file *file, enum dr_direct direct,
+                           struct dr_error *error) {
+    int fd = open_checked(input, file, error);
     if (fd < 0)
         return -1;
-    if (dr_file_use_direct(fd, file->path, direct, error) > 0)
+    if (direct == DR_DIRECT_OFF || dr_file_use_direct(fd, file->path, direct, error) > 0)
         return fd;
-    dr_sys.close(fd);
+    close_again(input, fd);
     return -1;
 }
 
 /* ---- one file, which one thread opens at a time; the lock is held, but not while the kernel opens ---- */
 
-static struct dr_input_file *lock_file(struct dr_input *input, size_t index) {
-    assert(index < input->count);
-    struct dr_input_file *file = &input->files[index];
-    pthread_mutex_lock(&input->lock);
+static void await_opened(struct dr_input *input, const struct dr_input_file *file) {
     while (file->opening)
         pthread_cond_wait(&input->changed, &input->lock);
-    return file;
 }
 
-/* One that was looked at is about to be read: others make room for it. */
-static void begin_opening(struct dr_input *input, struct dr_input_file *file) {
+static struct dr_input_file *lock_file(struct dr_input *input, size_t index) {
+    assert(index < input->count);
+    pthread_mutex_lock(&input->lock);
+    await_opened(input, &input->files[index]);
+    return &input->files[index];
+}
+
+/* Of a file that was looked at others make room for it: it is about to be read. */
+static void open_once(struct dr_input *input, struct dr_input_file *file, int *out, enum dr_direct direct,
+                      struct dr_error *error) {
     file->opening = true;
+    input->busy++;
     if (file->looked)
         close_for(input, 1);
     pthread_mutex_unlock(&input->lock);
-}
-
-static void end_opening(struct dr_input *input, struct dr_input_file *file, int *out, int fd) {
+    int fd = open_descriptor(input, file, direct, error);
     pthread_mutex_lock(&input->lock);
     file->opening = false;
+    input->busy--;
     if (fd >= 0) {
         *out = fd;
         file->looked = true;
@@ -203,23 +196,37 @@ static void end_opening(struct dr_input *input, struct dr_input_file *file, int 
     pthread_cond_broadcast(&input->changed);
 }
 
-static int open_file(struct dr_input *input, struct dr_input_file *file, enum dr_input_lack lack,
-                     struct dr_error *error) {
-    begin_opening(input, file);
-    int fd = open_checked(input, file, lack, error);
-    end_opening(input, file, &file->buffered_fd, fd);
-    return fd < 0 ? fd : 0;
+/* One of the file's two descriptors. Who waits for another file's does not stop others from opening this one. */
+static int open_file(struct dr_input *input, struct dr_input_file *file, int *out, enum dr_direct direct,
+                     enum dr_input_lack lack, struct dr_error *error) {
+    DR_NEW_ERROR(why);
+    while (*out < 0) {
+        uint64_t closed = input->closed;
+        dr_error_clear(&why);
+        open_once(input, file, out, direct, &why);
+        if (!dr_input_is_lack(&why) || !make_room(input, closed, lack))
+            break;
+        await_opened(input, file);
+    }
+    if (*out < 0 && why.kind != DR_ERROR_NONE)
+        *error = why;
+    return *out < 0 ? -why.err : 0;
 }
 
 /* ---- what others call ---- */
 
-bool dr_input_make_room(struct dr_input *input) { return make_room(input, closed_so_far(input), DR_INPUT_TRY); }
+bool dr_input_make_room(struct dr_input *input) {
+    pthread_mutex_lock(&input->lock);
+    bool made = make_room(input, input->closed, DR_INPUT_TRY);
+    pthread_mutex_unlock(&input->lock);
+    return made;
+}
 
 int dr_input_look(struct dr_input *input, size_t index, struct dr_error *error) {
     struct dr_input_file *file = lock_file(input, index);
     int rc = 0;
     if (!file->looked) {
-        rc = open_file(input, file, DR_INPUT_WAIT, error);
+        rc = open_file(input, file, &file->buffered_fd, DR_DIRECT_OFF, DR_INPUT_WAIT, error);
         /* Files are looked at in the order in which they are read: those that were first stay open. */
         if (rc == 0 && input->open > input->most && file->holders == 0)
             close_file(input, file);
@@ -264,12 +271,10 @@ int dr_input_look_many(struct dr_input *input, const size_t *files, size_t strid
 int dr_input_hold(struct dr_input *input, size_t index, unsigned times, enum dr_input_lack lack, int *fd,
                   struct dr_error *error) {
     struct dr_input_file *file = lock_file(input, index);
-    int rc = 0;
     assert(file->looked && times > 0);
-    if (file->buffered_fd < 0)
-        rc = open_file(input, file, lack, error);
+    int rc = open_file(input, file, &file->buffered_fd, DR_DIRECT_OFF, lack, error);
     if (rc == 0) {
-        input->held += file->holders == 0;
+        input->busy += file->holders == 0;
         file->holders += times;
         *fd = file->buffered_fd;
     }
@@ -283,20 +288,16 @@ int dr_input_direct(struct dr_input *input, size_t index, enum dr_direct direct,
         return 0;
     struct dr_input_file *file = lock_file(input, index);
     assert(file->holders > 0);
+    DR_NEW_ERROR(why);
     int rc = 0;
-    if (file->direct_fd < 0 && (direct == DR_DIRECT_ON || !file->direct_tried)) {
-        DR_NEW_ERROR(why);
-        begin_opening(input, file);
-        int opened = open_direct(input, file, direct, &why);
-        end_opening(input, file, &file->direct_fd, opened);
-        file->direct_tried = true;
-        if (direct == DR_DIRECT_ON && opened < 0) {
-            *error = why;
-            rc = -why.err;
-        }
-    }
+    if (direct == DR_DIRECT_ON || !file->direct_tried)
+        rc = open_file(input, file, &file->direct_fd, direct, DR_INPUT_TRY, &why);
+    file->direct_tried = true;
     *fd = file->direct_fd;
     pthread_mutex_unlock(&input->lock);
+    if (rc == 0 || direct == DR_DIRECT_AUTO)
+        return 0;
+    *error = why;
     return rc;
 }
 
@@ -305,7 +306,7 @@ void dr_input_release(struct dr_input *input, size_t index) {
     pthread_mutex_lock(&input->lock);
     assert(file->holders > 0);
     if (--file->holders == 0) {
-        input->held--;
+        input->busy--;
         if (input->open > input->most)
             close_file(input, file);
         pthread_cond_broadcast(&input->changed);

@@ -53,8 +53,8 @@ struct dr_input {
     pthread_mutex_t lock;
     pthread_cond_t changed; /* a file was opened, or somebody let go of one */
     unsigned open, most;    /* descriptors: now, and as many may stay without a holder */
-    unsigned held;          /* files with a holder */
-    uint64_t closed;        /* files so far */
+    unsigned busy;          /* files with a holder, being opened, or being closed: their descriptors will come back */
+    uint64_t closed;        /* how often descriptors have come back */
     size_t next;            /* file to be closed in favour of another, where nobody holds it */
 };
 
@@ -80,8 +80,8 @@ int dr_input_look_many(struct dr_input *input, const size_t *files, size_t strid
                        const struct dr_control *control, struct dr_error *error);
 
 /*
- * What to do where there is no descriptor, and those that are open have holders: DR_INPUT_WAIT waits for one of these,
- * and is for who holds no file himself; DR_INPUT_TRY fails with EMFILE or ENFILE.
+ * What to do where there is no descriptor, and all that are open are in use: DR_INPUT_WAIT waits for one of these, and
+ * is for who holds no file himself; DR_INPUT_TRY fails with EMFILE or ENFILE.
  */
 enum dr_input_lack { DR_INPUT_TRY, DR_INPUT_WAIT };
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 
 from dcpring.torchside.frames import callers, local
 from dcpring.torchside.versions import function, optional
@@ -23,8 +24,6 @@ _world: Any = optional(_C10D, "_world")
 set_timeout: Callable[[timedelta, dist.ProcessGroup], None]
 set_timeout = getattr(dist, "set_timeout", function(_C10D, "_set_pg_timeout"))
 """torch 2.15 has made it public, and warns of the private name."""
-
-_NCCL_TIMEOUT: timedelta | None = optional(_C10D, "default_pg_nccl_timeout")
 
 _CONNECT_TIME = timedelta(seconds=300)
 """How long the members of a new group look for each other, once all of them have begun to."""
@@ -53,7 +52,7 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
         backend = group._get_backend(device_of(group))  # type: ignore[union-attr]
         timeout = getattr(backend, "wrapped_pg", backend).options._timeout
-    return dist.default_pg_timeout if timeout in (None, _NCCL_TIMEOUT) else timeout
+    return dist.default_pg_timeout if timeout in (None, constants.default_pg_nccl_timeout) else timeout
 
 
 def new_group(members: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ own. Of tensors that are contiguous there, none is noted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,40 +39,48 @@ def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> 
         keep: saves memory that several have parts of, and none has all of; gives its name.
     """
     found: dict[str, Layout] = {}
-    for spans in _overlapping(tensors):
-        alignment = max(span.tensor.itemsize for span in spans)
-        begin, end = spans[0].begin // alignment * alignment, max(span.end for span in spans)
-        base = next((one.name for one in spans if one[:2] == (begin, end) and is_dense(one.tensor)), "")
-        if not base and len(spans) > 1 and not _are_apart(spans):
-            base = keep(_memory(spans[0].tensor, begin, end))
-        for span in spans:
-            if base not in ("", span.name):
-                found[span.name] = base, span.begin - begin, span.tensor.stride()
-            elif not span.tensor.is_contiguous() and is_dense(span.tensor):
-                found[span.name] = "", 0, span.tensor.stride()
+    by_storage: dict[tuple[int, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.device), []).append(name)
+        if not tensor.is_contiguous() and is_dense(tensor):
+            found[name] = "", 0, tensor.stride()
+    for names in (names for (memory, _), names in by_storage.items() if memory and len(names) > 1):
+        for spans in _overlapping(_span(name, tensors[name]) for name in names if not is_lazy_view(tensors[name])):
+            base, begin = _base(spans, keep)
+            others = [span for span in spans if base not in ("", span.name)]
+            found |= {span.name: (base, span.begin - begin, span.tensor.stride()) for span in others}
     return found
 
 
-def _overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
+def _span(name: str, tensor: Tensor) -> _Span:
+    begin, elements = int(tensor.storage_offset()), reach(tensor.shape, tensor.stride()) if tensor.numel() else 0
+    return _Span(begin * tensor.itemsize, (begin + elements) * tensor.itemsize, name, tensor)
+
+
+def _overlapping(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
     """Tensors of one storage whose spans overlap, together."""
-    by_storage: dict[tuple[torch.device, int], list[_Span]] = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        if memory and tensor.numel() and not is_lazy_view(tensor):
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            span = _Span(begin, begin + reach(tensor.shape, tensor.stride()) * tensor.itemsize, name, tensor)
-            by_storage.setdefault((tensor.device, memory), []).append(span)
-    for spans in by_storage.values():
-        spans.sort(key=lambda span: span.begin)
-        ends = itertools.accumulate((span.end for span in spans), max)
-        cuts = [at for at, end in enumerate(ends, 1) if at == len(spans) or spans[at].begin >= end]
-        yield from (spans[first:last] for first, last in itertools.pairwise([0, *cuts]))
+    ordered = sorted((span for span in spans if span.end > span.begin), key=lambda span: span.begin)
+    ends = itertools.accumulate((span.end for span in ordered), max)
+    cuts = [at for at, end in enumerate(ends, 1) if at == len(ordered) or ordered[at].begin >= end]
+    for first, last in itertools.pairwise([0, *cuts]):
+        if last > first + 1:
+            yield ordered[first:last]
 
 
 def _memory(tensor: Tensor, begin: int, end: int) -> Tensor:
     """Bytes of a tensor's storage."""
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return made.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+
+
+def _base(spans: Sequence[_Span], keep: Callable[[Tensor], str]) -> tuple[str, int]:
+    """Whose memory several are laid over, and where that begins; "" if no two of them share an element."""
+    alignment = max(span.tensor.itemsize for span in spans)
+    begin, end = spans[0].begin // alignment * alignment, max(span.end for span in spans)
+    whole = next((one.name for one in spans if one[:2] == (begin, end) and is_dense(one.tensor)), "")
+    if whole or _are_apart(spans):
+        return whole, begin
+    return keep(_memory(spans[0].tensor, begin, end)), begin
 
 
 def _are_apart(spans: Sequence[_Span]) -> bool:
@@ -122,3 +130,10 @@ def view_of(base: Tensor, dtype: torch.dtype, size: torch.Size, offset: int, str
     if offset < 0 or offset % dtype.itemsize or offset + reach(size, stride) * dtype.itemsize > storage.nbytes():
         raise ValueError(f"a view at byte {offset} of {storage.nbytes()}, with strides {list(stride)}")
     return torch.empty(0, dtype=dtype, device=base.device).set_(storage, offset // dtype.itemsize, size, tuple(stride))
+
+
+def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """The tensor with another order of its elements in memory. Raises ValueError where that has gaps."""
+    if reach(tensor.shape, stride) > tensor.numel():
+        raise ValueError(f"strides {list(stride)} of a tensor of shape {list(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from dcpring.format.metadata import TENSOR, Placed, placed_of
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
 from dcpring.report import Metrics
 from dcpring.resume import trees
-from dcpring.resume.layouts import reach
 from dcpring.store import layout
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, set_element
@@ -151,9 +149,13 @@ class Stored:
         self._file_bytes: dict[str, int] = {}
 
     @functools.cached_property
+    def _entries(self) -> Mapping[str, Any]:
+        return self.metadata.state_dict_metadata
+
+    @functools.cached_property
     def manifest(self) -> Manifest | None:
         """What a Checkpointer has noted; None where others saved, who may call an entry of their own so."""
-        entry = self.metadata.state_dict_metadata.get(MANIFEST_KEY)
+        entry = self._entries.get(MANIFEST_KEY)
         text = self.read_object(MANIFEST_KEY) if isinstance(entry, BytesStorageMetadata) else None
         return Manifest.parse(text, self.path) if isinstance(text, str) else None
 
@@ -220,11 +222,11 @@ class Stored:
         return self.manifest.components.get(name, {}) if self.manifest else {}
 
     def is_tensor(self, key: str) -> bool:
-        return isinstance(self.metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+        return isinstance(self._entries.get(key), TensorStorageMetadata)
 
     def tensor(self, key: str) -> tuple[torch.dtype, torch.Size]:
         """The dtype and the shape of a tensor."""
-        entry = self.metadata.state_dict_metadata[key]
+        entry = self._entries[key]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.properties.dtype, entry.size
 
@@ -239,18 +241,8 @@ class Stored:
                 found.setdefault(int(match[1]), []).append(key)
         return found
 
-    def blank(
-        self,
-        keys: Iterable[str],
-        device: str | torch.device = "cpu",
-        strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    ) -> dict[str, Any]:
+    def blank(self, keys: Iterable[str], device: str | torch.device = "cpu") -> dict[str, Any]:
         """What a load of these keys fills: tensors of the shapes that were saved, and None for objects.
-
-        Args:
-            keys: of the checkpoint.
-            device: where the tensors are.
-            strides: of those that are not contiguous, and have no gaps.
 
         Raises:
             CorruptCheckpointError: a tensor is larger than what is stored of it; nothing has been allocated.
@@ -259,45 +251,57 @@ class Stored:
         tensors = [key for key in keys if self.is_tensor(key)]
         for key in tensors:
             self._check_size(key)
-        made = {key: self._blank(key, device, strides.get(key)) for key in tensors}
+        made = {key: self._blank(key, device) for key in tensors}
         return {key: made.get(key) for key in keys}
 
+    def same_data(self) -> dict[str, str]:
+        """Tensors that have the very records of another one, and of which."""
+        first: dict[tuple[str, int], str] = {}
+        same: dict[str, str] = {}
+        for key, places in self._places.items():
+            other = first.setdefault((places[0].file, places[0].offset), key)
+            is_again = other != key and self.is_tensor(key) and self.is_tensor(other)
+            if is_again and (self.tensor(key), places) == (self.tensor(other), self._places[other]):
+                same[key] = other
+        return same
+
     @functools.cached_property
-    def _records(self) -> dict[str, list[Placed]]:
+    def _places(self) -> dict[str, list[Placed]]:
         """Where the data of each key are."""
         found: dict[str, list[Placed]] = {}
         for index, info in (self.metadata.storage_data or {}).items():
             found.setdefault(index.fqn, []).append(placed_of(info, index.fqn, self.path))
         return found
 
+    def _size_of(self, file: str) -> int:
+        """The size of a data file; -1 if there is none, which the load will say."""
+        if file not in self._file_bytes:
+            path = os.path.join(self.path, file)
+            self._file_bytes[file] = os.stat(path).st_size if os.path.isfile(path) else -1
+        return self._file_bytes[file]
+
     def _check_size(self, key: str) -> None:
         """Whether a tensor is no larger than what is stored of it: shapes in metadata may be any."""
         dtype, size = self.tensor(key)
         needed, room = math.prod(size) * dtype.itemsize, 0
-        records = [] if self.reader.has_headers else self._records.get(key, [])  # headers have been checked
-        for place in records:
-            file = os.path.join(self.path, place.file)
-            file_bytes = self._file_bytes.setdefault(place.file, os.stat(file).st_size if os.path.isfile(file) else -1)
-            if file_bytes < 0 or place.descriptors:  # the load will say so; what is compressed may become any size
+        places = [] if self.reader.has_headers else self._places.get(key, [])  # headers have been checked
+        for place in places:
+            file_bytes = self._size_of(place.file)
+            if file_bytes < 0 or place.descriptors:  # what is compressed may become any size
                 return
             if place.offset + place.length > file_bytes:
                 why = f"the record ends at byte {place.offset + place.length}, the file at {file_bytes}"
-                raise CorruptCheckpointError(f"{key!r}: {why}", file, place.offset)
+                raise CorruptCheckpointError(f"{key!r}: {why}", os.path.join(self.path, place.file), place.offset)
             room += place.payload_bytes if place.kind == TENSOR else place.length * _MOST_PACKED
-        if records and needed > room:
-            what = f"{len(records)} records have {sum(place.length for place in records)} bytes"
-            raise CorruptCheckpointError(
-                f"{key!r}: the shape {list(size)} and {dtype} need {needed} bytes, and {what}", file, place.offset
-            )
+        if places and needed > room:
+            what = f"{len(places)} records have {sum(place.length for place in places)} bytes"
+            why = f"the shape {list(size)} and {dtype} need {needed} bytes, and {what}"
+            raise CorruptCheckpointError(f"{key!r}: {why}", os.path.join(self.path, place.file), place.offset)
 
-    def _blank(self, key: str, device: str | torch.device, stride: tuple[int, ...] | None) -> Tensor:
+    def _blank(self, key: str, device: str | torch.device) -> Tensor:
         dtype, size = self.tensor(key)
-        if stride is not None and reach(size, stride) > math.prod(size):
-            raise ValueError(f"{key!r} has the strides {list(stride)}")
         try:
-            if stride is None:
-                return torch.empty(size, dtype=dtype, device=device)
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+            return torch.empty(size, dtype=dtype, device=device)
         except (RuntimeError, TypeError) as error:
             needed = math.prod(size) * dtype.itemsize
             what = f"{key!r}: no tensor of {list(size)} {dtype} can be made on {device}, which takes {needed} bytes"

@@ -28,7 +28,7 @@ from dcpring.plan.flatten import Flat, Path, flat_of
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import trees
-from dcpring.resume.layouts import Layout, layouts_of, view_of
+from dcpring.resume.layouts import Layout, layouts_of, view_of, with_strides
 from dcpring.resume.manifest import MANIFEST_KEY, OnceReader, Stored
 from dcpring.store.writer import RingWriter
 from dcpring.torchside import dcp
@@ -152,16 +152,17 @@ def load(
     stored = Stored(reader)
     keys = list(stored.metadata.state_dict_metadata)
     if TREE_KEY not in keys:
-        values = _read(stored, stored.blank(keys, device))
+        values = _read(stored, keys, device)
         reader.tell(0)
         return stored.rebuilt(values, depth=0) or {}
-    marked = stored.read_object(TREE_KEY)
-    keys.remove(TREE_KEY)
+    again = stored.same_data()  # tied tensors, which were written once
+    values = _read(stored, [key for key in keys if key not in again], device)
+    reader.tell(0)
     try:
-        tree = marked[1]
+        tree = values.pop(TREE_KEY)[1]
         names, layouts = tree[1:] if type(tree) is tuple and tree[:1] == (_LAID_OUT,) else (tree, {})
-        values = _read_laid_out(stored, keys, layouts, device)
-        reader.tell(0)
+        _lay_out(values, stored, layouts)
+        values |= {name: values[first].clone() for name, first in again.items() if name not in values}
         return _Decoder(values, trusted is True, safe_globals).tree(names)
     except CheckpointError:
         raise
@@ -181,7 +182,8 @@ def _judge(values: Mapping[str, Any], writer: RingWriter, load: str, save: str) 
     logger.warning("%s holds %s", writer.path, refused_text(refused, load, save))
 
 
-def _read(stored: Stored, state: dict[str, Any]) -> dict[str, Any]:
+def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:
+    state = stored.blank(keys, device)
     try:
         dcp.load(state, stored.reader, RingLoadPlanner(), None)
     except CheckpointException as error:
@@ -189,18 +191,14 @@ def _read(stored: Stored, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _read_laid_out(
-    stored: Stored, keys: list[str], layouts: Mapping[str, Layout], device: str | torch.device
-) -> dict[str, Any]:
-    """The values, of which some are views of others; these are not read."""
-    strides = {name: stride for name, (base, _, stride) in layouts.items() if not base}
-    views = layouts.keys() - strides.keys()
-    values = _read(stored, stored.blank([key for key in keys if key not in views], device, strides))
-    made = {}
-    for name in views:
-        base, offset, stride = layouts[name]
-        made[name] = view_of(values[base], *stored.tensor(name), offset, stride)
-    return values | made
+def _lay_out(values: dict[str, Any], stored: Stored, layouts: Mapping[str, Layout]) -> None:
+    """Gives tensors their order in memory, and then lays those that are views over the memory of others."""
+    for name, (base, _, stride) in layouts.items():
+        if not base:
+            values[name] = with_strides(values[name], stride)
+    for name, (base, offset, stride) in layouts.items():
+        if base:
+            values[name] = view_of(values[base], *stored.tensor(name), offset, stride)
 
 
 def _first(error: CheckpointException) -> BaseException:

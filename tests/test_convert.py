@@ -412,7 +412,7 @@ def test_names_are_chosen_and_changed(tmp_path: Path) -> None:
 def test_floats_are_cast_as_torch_does(tmp_path: Path, goal: str) -> None:
     tensors = {
         "f32": torch.randn(3000, 4001),  # larger than a window, before and after
-        "f64": torch.tensor([1e300, float("nan"), -0.0, 1 / 3], dtype=torch.float64),
+        "f64": torch.tensor([1e30, float("nan"), -float("inf"), -0.0, 1 / 3], dtype=torch.float64),
         "f8": torch.randn(9).to(torch.float8_e4m3fn),
         "half": torch.randn(3).half(),
         "int": torch.arange(5),

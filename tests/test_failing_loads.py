@@ -67,7 +67,7 @@ class Call:
 
 
 REFUSED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], str]] = {
-    "lossy": (lambda: torch.ones(40), lambda: torch.zeros(40, dtype=torch.int32), "would lose data"),
+    "lossy": (lambda: torch.ones(40), lambda: torch.zeros(40, dtype=torch.int32), "can lose values"),
     "expanded": (lambda: torch.ones(4, 6), lambda: torch.zeros(1, 6).expand(4, 6), "single memory location"),
     "sparse target": (lambda: torch.ones(4, 6), lambda: torch.zeros(4, 6).to_sparse(), "torch.sparse_coo"),
 }

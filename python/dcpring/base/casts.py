@@ -87,5 +87,5 @@ def check_values(name: str, before: Tensor, after: torch.dtype) -> None:
     if bool((beyond & values.isfinite()).any()):
         raise CheckpointError(
             f"{name!r} has values that {after} does not have, which are to be cast to it from {before.dtype}: these "
-            f"reach from {info.min:g} to {info.max:g}. Choose a dtype with a larger range, such as bfloat16"
+            f"reach from {info.min:g} to {info.max:g}. Choose a dtype that has them, or leave the tensor as it is"
         )

@@ -34,6 +34,7 @@ enum {
 enum {
     KEY_DEPTH = 100,
     LONG_KEYS = 1 << 13, /* whose hashes anybody can let be the same */
+    RECORD_PARTS = 1024, /* of a record's tuple that is hashed each time that the record is; torch has no such tensor */
 };
 
 struct refs {
@@ -640,11 +641,14 @@ static bool are_attributes(PyObject *state) {
     return true;
 }
 
-/* What is missing is as the class has it: pickles leave out None. It is hashed: it is no longer than what tensors have.
- */
+/* What a record is hashed by. */
+static bool is_short(PyObject *value) {
+    return PyTuple_Check(value) ? PyTuple_Size(value) <= RECORD_PARTS : !PyLong_Check(value) || !long_bytes(value);
+}
+
+/* What is missing is as the class has it: pickles leave out None. */
 static bool is_one_of(PyObject *object, PyObject *types) {
-    if (object && ((PyTuple_Check(object) && PyTuple_Size(object) > DR_TABLE_MAX_DIMS) ||
-                   (PyLong_Check(object) && long_bytes(object) > 0)))
+    if (object && !is_short(object))
         return false;
     for (Py_ssize_t i = 0; object && i < PyTuple_Size(types); i++)
         if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(types, i))
@@ -667,8 +671,7 @@ static bool are_short(PyObject *state, PyObject *types) {
     Py_ssize_t at = 0;
     while (PyDict_Next(types, &at, &name, &ignored)) {
         PyObject *value = PyDict_GetItem(state, name);
-        if (value && PyTuple_Check(value) ? PyTuple_Size(value) > DR_TABLE_MAX_DIMS
-                                          : value && PyLong_Check(value) && long_bytes(value) > 0)
+        if (value && !is_short(value))
             return false;
     }
     return true;

@@ -339,11 +339,11 @@ def test_a_failing_write_leaves_nothing_under_way(tmp_path: Path, twin: Twin, mo
         def __init__(self, *args: Any) -> None:
             self._file = _C.FileWriter(*args)
 
-        def write_tensors(self, tensors: Any) -> Any:
+        def write_tensors(self, *given: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
                 raise OSError(28, "No space left on device", "x")
-            return original(self._file, tensors)
+            return original(self._file, *given)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
@@ -407,7 +407,7 @@ def test_parts_must_come_in_order(tmp_path: Path) -> None:
         file = _C.FileWriter(str(tmp_path), "file", 0, options)
         with pytest.raises((ValueError, OSError)):
             for count, at in wrong:
-                file.write_part([torch.ones(count)], (10,), at)
+                file.write_part([torch.ones(count)], (10,), at, _C.StorageIndex(1))
             file.finish()
         file.close()
         assert not (tmp_path / "file").exists()

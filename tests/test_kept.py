@@ -167,12 +167,13 @@ def test_writes_go_on_when_the_threads_that_began_them_end(tmp_path: Path, engin
     tensors = [torch.randn(3 << 18) for _ in range(40)]
     file = _C.FileWriter(str(tmp_path), "f", 0, IOOptions(engine=engine).for_core(True, None))
     file.overlap()
-    rows = []
-    for tensor in tensors:
-        rows += file.write_tensors(_C.Tensors([tensor]))
+    storage = _C.StorageIndex(len(tensors))
+    for number, tensor in enumerate(tensors):
+        file.write_tensors(_C.Tensors([tensor]), storage, [number])
         empty_cache()
     file.finish()
     file.close()
     data = (tmp_path / "f").read_bytes()
-    for tensor, (_, _, start, size, _) in zip(tensors, rows, strict=True):
+    for number, tensor in enumerate(tensors):
+        start, size = storage.get(number)[4:6]  # type: ignore[index]
         assert data[start : start + size] == tensor.numpy().tobytes()

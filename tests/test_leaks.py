@@ -155,7 +155,7 @@ def dropped(folder: str) -> None:
         for turn in range(20):
             options = IOOptions(engine=engine).for_core(True)  # type: ignore[arg-type]
             writer = _C.FileWriter(folder, f"file.{turn}", 1 << 24, options)
-            writer.write_tensors(_C.Tensors([source]))
+            writer.write_tensors(_C.Tensors([source]), _C.StorageIndex(1))
             del writer
     gc.collect()
     assert _open_files() == files and _status("Threads:") == threads

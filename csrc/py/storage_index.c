@@ -131,6 +131,44 @@ static PyObject *put(PyObject *object, PyObject *args) {
     return rc < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static int note_one(struct dr_storage_index *storage, Py_ssize_t index, uint32_t file, bool has_crcs,
+                    unsigned char kind, const struct dr_placed *p, struct dr_error *error) {
+    struct dr_storage_entry place = {.offset = p->offset,
+                                     .length = p->length,
+                                     .payload_offset = p->payload_offset,
+                                     .payload_size = p->payload_size,
+                                     .file = file,
+                                     .kind = kind};
+    bool sums = has_crcs && dr_crc_count(p->payload_offset, p->payload_size);
+    return dr_storage_index_set(storage, (size_t)index, &place, sums ? p->crcs : NULL, error);
+}
+
+int storage_index_note(struct module_state *state, PyObject *object, const struct storage_file *file,
+                       PyObject *positions, const unsigned char *kinds, unsigned char kind,
+                       const struct dr_placed *placed, Py_ssize_t count) {
+    if (!storage_index_of(state, object))
+        return -1;
+    struct dr_storage_index *storage = enter(object);
+    uint32_t number = 0;
+    DR_NEW_ERROR(error);
+    int rc = -1;
+    if (positions ? PyList_Size(positions) != count : (size_t)count > storage->count)
+        PyErr_SetString(PyExc_ValueError, "expected a position for each");
+    else
+        rc = count ? dr_storage_index_file(storage, file->name, (uint32_t)file->name_size, &number, &error) : 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < count; i++) {
+        Py_ssize_t index = index_of(storage, positions, i);
+        rc = index < 0 ? -1
+                       : note_one(storage, index, number, file->has_crcs, kinds ? kinds[i] : kind, &placed[i], &error);
+        if (rc == 0)
+            rc = gil_turn((size_t)i);
+    }
+    if (rc < 0 && !PyErr_Occurred())
+        fail(state, &error);
+    leave(object);
+    return rc;
+}
+
 static size_t bytes_of_entries(const struct dr_storage_index *storage) {
     return storage->count * sizeof *storage->entries + storage->crcs.size;
 }

@@ -1,6 +1,7 @@
 /* dcpring._C.FileWriter: one data file being written (core/data/save.h). */
 #include "module.h"
 
+#include "tables.h"
 #include "tensors.h"
 
 #include "base/crc.h"
@@ -10,6 +11,7 @@ struct writer {
     PyObject_HEAD
     struct dr_writer *core;
     PyObject *watch; /* which the core writes to, or None */
+    PyObject *name;  /* of the file, as a str */
     bool busy;       /* a call is under way, with the GIL released */
 };
 
@@ -26,8 +28,8 @@ static bool enter(struct writer *self) {
 }
 
 /* Opens a file below a directory, both as bytes of the file system. */
-static PyObject *open_writer(PyTypeObject *type, const char *directory, const char *name, uint64_t size_hint,
-                             PyObject *tuple) {
+static PyObject *open_writer(PyTypeObject *type, const char *directory, const char *name, PyObject *text,
+                             uint64_t size_hint, PyObject *tuple) {
     struct dr_options options;
     if (parse_options(PyType_GetModuleState(type), tuple, &options) < 0)
         return NULL;
@@ -35,6 +37,7 @@ static PyObject *open_writer(PyTypeObject *type, const char *directory, const ch
     if (!self)
         return NULL;
     self->watch = Py_NewRef(PyTuple_GetItem(tuple, PyTuple_Size(tuple) - 1));
+    self->name = Py_NewRef(text);
     DR_NEW_ERROR(error);
     struct gil gil;
     gil_release(&gil);
@@ -50,14 +53,15 @@ static PyObject *open_writer(PyTypeObject *type, const char *directory, const ch
 
 static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"directory", "name", "size_hint", "options", NULL};
-    PyObject *directory = NULL, *name = NULL, *tuple;
+    PyObject *directory = NULL, *name, *path = NULL, *tuple, *self = NULL;
     unsigned long long size_hint;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&KO!", names, PyUnicode_FSConverter, &directory,
-                                     PyUnicode_FSConverter, &name, &size_hint, &PyTuple_Type, &tuple))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&UKO!", names, PyUnicode_FSConverter, &directory, &name,
+                                     &size_hint, &PyTuple_Type, &tuple))
         return NULL;
-    PyObject *self = open_writer(type, PyBytes_AsString(directory), PyBytes_AsString(name), size_hint, tuple);
+    if (PyUnicode_FSConverter(name, &path))
+        self = open_writer(type, PyBytes_AsString(directory), PyBytes_AsString(path), name, size_hint, tuple);
     Py_DECREF(directory);
-    Py_DECREF(name);
+    Py_XDECREF(path);
     return self;
 }
 
@@ -72,21 +76,71 @@ static void close_core(struct writer *self) {
 static void writer_dealloc(PyObject *object) {
     close_core((struct writer *)object);
     Py_XDECREF(((struct writer *)object)->watch);
+    Py_XDECREF(((struct writer *)object)->name);
     free_instance(object);
 }
 
-static PyObject *placed_tuple(const struct dr_placed *p, bool checksum) {
-    size_t blocks = dr_crc_count(p->payload_offset, p->payload_size), count = checksum ? blocks : 0;
-    PyObject *tuple = Py_BuildValue("(KKKKy#)", (unsigned long long)p->offset, (unsigned long long)p->length,
-                                    (unsigned long long)p->payload_offset, (unsigned long long)p->payload_size,
-                                    (const char *)(count ? p->crcs : NULL), (Py_ssize_t)(count * sizeof *p->crcs));
-    if (!tuple || !p->digests)
-        return tuple;
-    return Py_BuildValue("(Ny#)", tuple, (const char *)p->digests, (Py_ssize_t)(blocks * DR_DIGEST_BYTES));
+/* Where places are noted: positions of entries (NULL: all, in order), and the kind of each (NULL: `kind` for all). */
+struct noting {
+    PyObject *storage, *positions;
+    Py_buffer kinds;
+    unsigned char kind;
+};
+
+/* The arguments after the first: storage, positions or None, kinds or None. */
+static int noting_init(struct noting *noting, PyObject *storage, PyObject *positions, PyObject *kinds,
+                       unsigned char kind) {
+    *noting = (struct noting){.storage = storage, .kind = kind};
+    if (positions && positions != Py_None) {
+        if (!PyList_Check(positions)) {
+            PyErr_SetString(PyExc_TypeError, "positions must be a list, or None");
+            return -1;
+        }
+        noting->positions = positions;
+    }
+    return kinds && kinds != Py_None ? PyObject_GetBuffer(kinds, &noting->kinds, PyBUF_SIMPLE) : 0;
 }
 
-/* Writes and returns a list of placed tuples. The sources' memory is the caller's. */
-static PyObject *write_sources(struct writer *self, const struct dr_source *sources, Py_ssize_t count) {
+static void noting_free(struct noting *noting) {
+    if (noting->kinds.obj)
+        PyBuffer_Release(&noting->kinds);
+}
+
+static int note_all(struct writer *self, const struct noting *noting, const struct dr_placed *placed,
+                    Py_ssize_t count) {
+    Py_ssize_t size;
+    const char *name = PyUnicode_AsUTF8AndSize(self->name, &size);
+    struct dr_writer_stats written;
+    dr_writer_stats(self->core, &written);
+    const unsigned char *kinds = noting->kinds.obj ? noting->kinds.buf : NULL;
+    if (!name)
+        return -1;
+    if (kinds && noting->kinds.len != count) {
+        PyErr_SetString(PyExc_ValueError, "expected one kind for each");
+        return -1;
+    }
+    struct storage_file file = {.name = name, .name_size = size, .has_crcs = written.checksum};
+    return storage_index_note(state_of((PyObject *)self), noting->storage, &file, noting->positions, kinds,
+                              noting->kind, placed, count);
+}
+
+/* Bytes of the digests of all of them: a list with an element for each. */
+static PyObject *digests_of(const struct dr_placed *placed, Py_ssize_t count) {
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        size_t blocks = dr_crc_count(placed[i].payload_offset, placed[i].payload_size);
+        PyObject *made =
+            PyBytes_FromStringAndSize((const char *)placed[i].digests, (Py_ssize_t)(blocks * DR_DIGEST_BYTES));
+        if (!made || PyList_SetItem(list, i, made) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* Writes, notes where (but for NULL), and returns how many bytes of payload, or the digests where there are some. The
+ * sources' memory is the caller's. */
+static PyObject *write_sources(struct writer *self, const struct dr_source *sources, Py_ssize_t count,
+                               const struct noting *noting) {
     struct dr_placed *placed = PyMem_Calloc((size_t)count + 1, sizeof *placed);
     if (!placed)
         return PyErr_NoMemory();
@@ -95,70 +149,65 @@ static PyObject *write_sources(struct writer *self, const struct dr_source *sour
     gil_release(&gil);
     int rc = dr_writer_write(self->core, sources, (size_t)count, placed, &gil.control, &error);
     gil_take(&gil);
-    PyObject *list = NULL;
     if (rc < 0)
         raise_error(state_of((PyObject *)self), &error);
-    else
-        list = PyList_New(count);
-    struct dr_writer_stats writer_stats;
-    dr_writer_stats(self->core, &writer_stats);
-    for (Py_ssize_t i = 0; list && i < count; i++) {
-        PyObject *tuple = placed_tuple(&placed[i], writer_stats.checksum);
-        if (!tuple || PyList_SetItem(list, i, tuple) < 0)
-            Py_CLEAR(list);
+    else if (noting)
+        rc = note_all(self, noting, placed, count);
+    PyObject *result = NULL;
+    if (rc == 0 && count && placed[0].digests) {
+        result = digests_of(placed, count);
+    } else if (rc == 0) {
+        unsigned long long bytes = 0;
+        for (Py_ssize_t i = 0; i < count; i++)
+            bytes += placed[i].payload_size;
+        result = PyLong_FromUnsignedLongLong(bytes);
     }
     PyMem_Free(placed);
-    return list;
+    return result;
 }
 
-static PyObject *write_views(struct writer *self, const struct tensors *tensors) {
+static PyObject *write_views(struct writer *self, const struct tensors *tensors, const struct noting *noting) {
     struct dr_source *sources = PyMem_Calloc((size_t)tensors->count + 1, sizeof *sources);
     if (!sources)
         return PyErr_NoMemory();
-    PyObject *list = NULL;
+    PyObject *result = NULL;
     Py_ssize_t i = 0;
     for (; i < tensors->count && tensors->views[i].kind == TENSOR_PLAIN; i++)
         sources[i] = view_source(&tensors->views[i]);
     if (i < tensors->count)
         PyErr_Format(PyExc_ValueError, "tensor %zd is not plain CPU memory", i);
     else
-        list = write_sources(self, sources, tensors->count);
+        result = write_sources(self, sources, tensors->count, noting);
     PyMem_Free(sources);
-    return list;
+    return result;
 }
 
-static PyObject *write_tensors(PyObject *object, PyObject *argument) {
+static PyObject *write_tensors(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
-    const struct tensors *tensors = held_tensors(state_of(object), argument);
-    if (!tensors || !enter(self))
-        return NULL;
-    PyObject *placed = write_views(self, tensors);
-    self->busy = false;
-    return placed;
-}
-
-static PyObject *write_digested(PyObject *object, PyObject *args) {
-    struct writer *self = (struct writer *)object;
-    PyObject *list, *bytes;
-    if (!PyArg_ParseTuple(args, "OO", &list, &bytes))
+    PyObject *list, *storage, *positions = NULL, *kinds = NULL, *bytes = Py_None;
+    if (!PyArg_ParseTuple(args, "OO|OOO", &list, &storage, &positions, &kinds, &bytes))
         return NULL;
     const struct tensors *tensors = held_tensors(state_of(object), list);
-    struct dr_digest_key *key = tensors ? parse_digest_key(bytes) : NULL;
-    PyObject *placed = NULL;
-    if (key && enter(self)) {
+    struct noting noting;
+    if (!tensors || noting_init(&noting, storage, positions, kinds, DR_STORAGE_TENSOR) < 0)
+        return NULL;
+    struct dr_digest_key *key = bytes == Py_None ? NULL : parse_digest_key(bytes);
+    PyObject *result = NULL;
+    if ((key || bytes == Py_None) && enter(self)) {
         dr_writer_digest(self->core, key);
-        placed = write_views(self, tensors);
+        result = write_views(self, tensors, &noting);
         dr_writer_digest(self->core, NULL);
         self->busy = false;
     }
     PyMem_Free(key);
-    return placed;
+    noting_free(&noting);
+    return result;
 }
 
 static PyObject *write_buffers(struct writer *self, PyObject *list, Py_buffer *views, struct dr_source *sources,
-                               Py_ssize_t count) {
+                               Py_ssize_t count, const struct noting *noting) {
     Py_ssize_t held = 0;
-    PyObject *placed = NULL;
+    PyObject *result = NULL;
     for (; held < count; held++) {
         if (PyObject_GetBuffer(PyList_GetItem(list, held), &views[held], PyBUF_SIMPLE) < 0)
             break;
@@ -166,31 +215,33 @@ static PyObject *write_buffers(struct writer *self, PyObject *list, Py_buffer *v
         sources[held] = (struct dr_source){.data = views[held].buf, .size = size, .total = size};
     }
     if (held == count)
-        placed = write_sources(self, sources, count);
+        result = write_sources(self, sources, count, noting);
     while (held > 0)
         PyBuffer_Release(&views[--held]);
-    return placed;
+    return result;
 }
 
-static PyObject *write_bytes(PyObject *object, PyObject *list) {
+static PyObject *write_bytes(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
-    if (!PyList_Check(list))
-        return PyErr_Format(PyExc_TypeError, "expected a list of bytes-like objects");
-    if (!enter(self))
+    PyObject *list, *storage = Py_None, *positions = NULL;
+    struct noting noting;
+    if (!PyArg_ParseTuple(args, "O!|OO", &PyList_Type, &list, &storage, &positions) ||
+        noting_init(&noting, storage, positions, NULL, DR_STORAGE_BYTES) < 0 || !enter(self))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
     struct dr_source *sources = PyMem_Calloc((size_t)count + 1, sizeof *sources);
-    PyObject *placed = views && sources ? write_buffers(self, list, views, sources, count) : PyErr_NoMemory();
+    const struct noting *noted = storage == Py_None ? NULL : &noting;
+    PyObject *result = views && sources ? write_buffers(self, list, views, sources, count, noted) : PyErr_NoMemory();
     PyMem_Free(views);
     PyMem_Free(sources);
     self->busy = false;
-    return placed;
+    return result;
 }
 
 /* A contiguous part, as a source of a tensor of another shape. */
 static PyObject *write_part_of(struct writer *self, const struct tensors *tensors, PyObject *shape,
-                               uint64_t part_offset) {
+                               uint64_t part_offset, const struct noting *noting) {
     int64_t sizes[DR_MAX_DIMS];
     Py_ssize_t ndim = PyTuple_Size(shape);
     if (ndim < 0 || ndim > DR_MAX_DIMS || parse_ints(shape, sizes, ndim) < 0)
@@ -203,27 +254,31 @@ static PyObject *write_part_of(struct writer *self, const struct tensors *tensor
     if (tensors->views[0].kind != TENSOR_PLAIN || !dr_shape_bytes(&source.shape, &source.total) ||
         (source.size && !view_is_contiguous(&tensors->views[0])))
         return PyErr_Format(PyExc_ValueError, "the part is not contiguous CPU memory");
-    PyObject *list = write_sources(self, &source, 1);
-    PyObject *placed = list ? Py_NewRef(PyList_GetItem(list, 0)) : NULL;
-    Py_XDECREF(list);
-    return placed;
+    bool is_last = part_offset + source.size == source.total;
+    return write_sources(self, &source, 1, is_last ? noting : NULL);
 }
 
 static PyObject *write_part(PyObject *object, PyObject *args) {
     struct writer *self = (struct writer *)object;
-    PyObject *list, *shape;
+    PyObject *list, *shape, *storage, *positions = NULL, *kinds = NULL;
     unsigned long long part_offset;
-    if (!PyArg_ParseTuple(args, "O!O!K", &PyList_Type, &list, &PyTuple_Type, &shape, &part_offset) || !enter(self))
+    struct noting noting;
+    if (!PyArg_ParseTuple(args, "O!O!KO|OO", &PyList_Type, &list, &PyTuple_Type, &shape, &part_offset, &storage,
+                          &positions, &kinds) ||
+        noting_init(&noting, storage, positions, kinds, DR_STORAGE_TENSOR) < 0)
         return NULL;
     struct tensors tensors;
-    PyObject *placed = NULL;
-    if (tensors_init(&tensors, state_of(object), list) == 0) {
-        placed = tensors.count == 1 ? write_part_of(self, &tensors, shape, part_offset)
-                                    : PyErr_Format(PyExc_ValueError, "expected one tensor");
-        tensors_free(&tensors);
+    PyObject *result = NULL;
+    if (enter(self)) {
+        if (tensors_init(&tensors, state_of(object), list) == 0) {
+            result = tensors.count == 1 ? write_part_of(self, &tensors, shape, part_offset, &noting)
+                                        : PyErr_Format(PyExc_ValueError, "expected one tensor");
+            tensors_free(&tensors);
+        }
+        self->busy = false;
     }
-    self->busy = false;
-    return placed;
+    noting_free(&noting);
+    return result;
 }
 
 static PyObject *overlap(PyObject *object, PyObject *unused) {
@@ -279,13 +334,15 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"write_tensors", write_tensors, METH_O,
-     "write_tensors(Tensors) -> [(offset, length, payload_offset, payload_size, crcs)]"},
-    {"write_digested", write_digested, METH_VARARGS,
-     "write_digested(Tensors, key) -> [(as write_tensors, digests of the blocks that the CRCs are of)]"},
-    {"write_bytes", write_bytes, METH_O, "write_bytes(buffers) -> as write_tensors"},
+    {"write_tensors", write_tensors, METH_VARARGS,
+     "write_tensors(Tensors, StorageIndex, positions=None, kinds=None, key=None) -> bytes: notes where each lies in "
+     "the index at these positions (all, in order) as of these kinds (0); with a key -> [digests of each one's "
+     "blocks]"},
+    {"write_bytes", write_bytes, METH_VARARGS,
+     "write_bytes(buffers, StorageIndex=None, positions=None) -> bytes: likewise, as kind 1"},
     {"write_part", write_part, METH_VARARGS,
-     "write_part([contiguous part], shape of the whole, bytes before the part) -> as one of write_tensors"},
+     "write_part([contiguous part], shape of the whole, bytes before the part, StorageIndex, [position], kinds): notes "
+     "the whole with its last part"},
     {"overlap", overlap, METH_NOARGS, "overlap(): from now on no call but finish waits for the disk"},
     {"finish", finish, METH_VARARGS,
      "finish(syncs=None): the file gets its length and is made durable, or is so once these Syncs were waited for"},

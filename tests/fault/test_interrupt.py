@@ -313,7 +313,7 @@ with open(path / "there", "wb") as file:
 
 
 def save():
-    _C.FileWriter(str(path), "file", 0, options).write_tensors(_C.Tensors([data]))
+    _C.FileWriter(str(path), "file", 0, options).write_tensors(_C.Tensors([data]), _C.StorageIndex(1))
 
 
 def load():

@@ -24,7 +24,7 @@ from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
-from dcpring.errors import CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, Trust, unpickle, warn_of
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import StorageInfo, StoredProperties
@@ -62,6 +62,14 @@ class Placed(NamedTuple):
     payload_bytes: int
     crcs: bytes | None
     descriptors: list[str] | None = None
+
+
+def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
+    """An entry of a storage index, as ``Placed`` takes it."""
+    place = storage.get(index)
+    if place is None:
+        raise CheckpointError("a rank reported an item as not stored")
+    return place
 
 
 def block_count(offset: int, size: int) -> int:

@@ -148,10 +148,8 @@ class Keeping:
         """The tensors that lie as they are in CPU memory."""
         items, looked = self._items, self._saving.look(self._items.tensors)
         self._note_contents(looked)
-        fits = [
-            kind == PLAIN and items.as_planned(position, tensor)
-            for position, tensor, kind in zip(looked.positions, looked.tensors, looked.kinds, strict=True)
-        ]
+        stored = items.kinds_of(looked.positions, looked.tensors) or bytes([TENSOR]) * len(looked.positions)
+        fits = [kind == PLAIN and one == TENSOR for kind, one in zip(looked.kinds, stored, strict=True)]
         if all(fits):
             return looked.positions, looked.handles
         return list(compress(looked.positions, fits)), _C.Tensors(list(compress(looked.tensors, fits)))

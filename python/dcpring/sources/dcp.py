@@ -15,7 +15,16 @@ from dcpring import _C
 from dcpring.base.files import new_tag, unfinished_name
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import Chunks
-from dcpring.format.metadata import BYTES, METADATA_NAME, OPAQUE, TENSOR, Placed, Trailer, join_metadata, load_metadata
+from dcpring.format.metadata import (
+    BYTES,
+    METADATA_NAME,
+    OPAQUE,
+    Placed,
+    Trailer,
+    join_metadata,
+    load_metadata,
+    place_at,
+)
 from dcpring.format.unpickler import Safe
 from dcpring.move.objects import load
 from dcpring.plan.flatten import path_code
@@ -198,30 +207,32 @@ class DcpTarget:
         hint = sum(piece.nbytes + _RECORD_BYTES + _padding(piece) for piece in pieces)
         with writing(directory, name, hint, watch, syncs) as file:
             for runs in stream(source, pieces):
-                self._write_runs(file, name, runs)
-            self._write_objects(file, name, source, objects)
+                self._write_runs(file, runs)
+            self._write_objects(file, source, objects)
         self.files.append(name)
 
-    def _write_runs(self, file: _C.FileWriter, name: str, runs: list[Run]) -> None:
-        run = runs[0]
+    def _write_runs(self, file: _C.FileWriter, runs: list[Run]) -> None:
+        run, storage = runs[0], _C.StorageIndex(len(runs))
         if run.is_whole:
-            rows = file.write_tensors(_C.Tensors([run.part.tensor for run in runs]))
+            file.write_tensors(_C.Tensors([run.part.tensor for run in runs]), storage)
         else:
-            row = file.write_part([run.part.tensor], run.piece.lengths, run.start)
-            is_last = run.start + run.part.tensor.nbytes == run.piece.nbytes
-            rows = [row] if is_last else []
-        for run, row in zip(runs, rows, strict=False):
-            self._placed[run.piece.item.name].append((run.piece, Placed(name, TENSOR, *row)))
+            file.write_part([run.part.tensor], run.piece.lengths, run.start, storage)
+        for number, run in enumerate(runs):
+            place = storage.get(number)
+            if place is not None:  # of a tensor that is written in parts after its last
+                self._placed[run.piece.item.name].append((run.piece, Placed(*place)))
 
-    def _write_objects(self, file: _C.FileWriter, name: str, source: Source, objects: Sequence[SourceItem]) -> None:
+    def _write_objects(self, file: _C.FileWriter, source: Source, objects: Sequence[SourceItem]) -> None:
         batch: list[SourceItem] = []
         data: list[bytes] = []
         for number, item in enumerate(objects):
             batch.append(item)
             data.append(source.object_bytes(item))
             if sum(map(len, data)) >= _OBJECT_BATCH_BYTES or number == len(objects) - 1:
-                for written, row in zip(batch, file.write_bytes(data), strict=True):
-                    self._placed[written.name].append((None, Placed(name, BYTES, *row)))
+                storage = _C.StorageIndex(len(data))
+                file.write_bytes(data, storage)
+                for at, written in enumerate(batch):
+                    self._placed[written.name].append((None, Placed(*place_at(storage, at))))
                 batch, data = [], []
 
     def _metadata(self) -> bytes:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from dcpring.errors import PlanError
 from dcpring.format.ledger import NO_PLAN, identity_of, plan_of
+from dcpring.format.metadata import OPAQUE, TENSOR
 from dcpring.move.objects import archive_of
 from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
@@ -89,8 +90,14 @@ class GivenItems:
             f"gave a {type(data)}"
         )
 
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        """Whether the metadata's shape and dtype describe the tensor; a planner's ``resolve_data`` may change both."""
+    def kinds_of(self, positions: Sequence[int], tensors: Sequence[Tensor]) -> bytes | None:
+        """What each tensor is stored as, for the storage index: opaque where the metadata's shape and dtype do not
+        describe it, as a planner's ``resolve_data`` may change both; None: all as they were planned.
+        """
+        planned = [self._is_planned(*pair) for pair in zip(positions, tensors, strict=True)]
+        return None if all(planned) else bytes(TENSOR if one else OPAQUE for one in planned)
+
+    def _is_planned(self, position: int, tensor: Tensor) -> bool:
         data = self._items[position].tensor_data
         return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
 
@@ -156,8 +163,8 @@ class TableItems:
             return tensor.detach().narrow(0, start, rows)
         return tensor
 
-    def as_planned(self, position: int, tensor: Tensor) -> bool:
-        return True
+    def kinds_of(self, positions: Sequence[int], tensors: Sequence[Tensor]) -> bytes | None:
+        return None
 
 
 PlanItems = GivenItems | TableItems

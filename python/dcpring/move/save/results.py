@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
-from dcpring.format.metadata import Placed, storage_info
+from dcpring.format.metadata import Placed, place_at, storage_info
 from dcpring.options import IOStats
 from dcpring.plan.items import Items
 
@@ -65,13 +65,6 @@ class Results(Sequence[WriteResult]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Results, (self.packed, self.stats, None, self.ledger)
-
-
-def place_at(storage: _C.StorageIndex, index: int) -> tuple[Any, ...]:
-    place = storage.get(index)
-    if place is None:
-        raise CheckpointError("a rank reported an item as not stored")
-    return place
 
 
 def results_of(

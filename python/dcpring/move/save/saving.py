@@ -20,12 +20,12 @@ from dcpring.base.memory import FREED, is_freed, same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.ledger import Place
-from dcpring.format.metadata import BYTES, OPAQUE, TENSOR
+from dcpring.format.metadata import place_at
 from dcpring.move.device import Downloader, HostCopies
 from dcpring.move.objects import PICKLE_CURE, Judge, archive_of
 from dcpring.move.save.items import TableItems, items_of
 from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
-from dcpring.move.save.results import ResultList, Results, place_at, results_of
+from dcpring.move.save.results import ResultList, Results, results_of
 from dcpring.options import IOStats
 from dcpring.plan.save_planner import makes_tensors
 
@@ -191,8 +191,9 @@ class Saving:
         for index, first_index in same.items():
             if positions[first_index] in self.digests:
                 self.digests[positions[index]] = self.digests[positions[first_index]]
-        first = [place_at(self.storage, positions[index])[2:] for index in same.values()]
-        self._note_tensors([positions[index] for index in same], [tensors[index] for index in same], first)
+        first = [place_at(self.storage, positions[index]) for index in same.values()]
+        self.storage.put(first, [positions[index] for index in same])
+        self._stats.tensor_bytes += sum(place[5] for place in first)
 
     def _write_distinct(
         self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor], handles: _C.Tensors, kinds: Any
@@ -230,23 +231,11 @@ class Saving:
     ) -> None:
         self._written = positions
         handles = _C.Tensors(tensors) if handles is None else handles
-        if self._digest_key is None:
-            rows = file.write_tensors(handles)
-        else:
-            both = file.write_digested(handles, self._digest_key)
-            rows = [row for row, _ in both]
-            self.digests.update(zip(positions, (made for _, made in both), strict=True))
-        self._note_tensors(positions, tensors, rows)
-
-    def _note_tensors(self, positions: list[int], tensors: list[Tensor], rows: Iterable[Any]) -> None:
-        """Of tensors that lie in the file: offsets, lengths and CRCs, as the core has given them."""
-        as_planned, name = self.items.as_planned, self._name
-        entries = [
-            (name, TENSOR if as_planned(position, tensor) else OPAQUE, *row)
-            for position, tensor, row in zip(positions, tensors, rows, strict=True)
-        ]
-        self.storage.put(entries, positions)
-        self._stats.tensor_bytes += sum(entry[5] for entry in entries)
+        kinds, key = self.items.kinds_of(positions, tensors), self._digest_key
+        made = file.write_tensors(handles, self.storage, positions, kinds, key)
+        if key is not None:
+            self.digests.update(zip(positions, made, strict=True))
+        self._stats.tensor_bytes += made if key is None else sum(tensor.nbytes for tensor in tensors)
 
     def _write_from_device(self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor]) -> None:
         file.overlap()
@@ -260,9 +249,9 @@ class Saving:
             return
         tensor = tensors[piece.indices[0]]
         self._written = positions
-        row = file.write_part(piece.tensors, tuple(tensor.shape), piece.part_offset)
-        if piece.part_offset + piece.tensors[0].nbytes == tensor.nbytes:
-            self._note_tensors(positions, [tensor], [row])
+        kinds = self.items.kinds_of(positions, [tensor])
+        shape, begin = tuple(tensor.shape), piece.part_offset
+        self._stats.tensor_bytes += file.write_part(piece.tensors, shape, begin, self.storage, positions, kinds)
 
     # ---- what is pickled ----
 
@@ -283,9 +272,7 @@ class Saving:
         made = ((position, self._pickled(position, pickled)) for position in positions)
         for window in windows(made, lambda pair: len(pair[1]), WINDOW_BYTES):
             self._written = [position for position, _ in window]
-            rows = file.write_bytes([data for _, data in window])
-            self.storage.put([(self._name, BYTES, *row) for row in rows], self._written)
-            written += sum(row[3] for row in rows)
+            written += file.write_bytes([data for _, data in window], self.storage, self._written)
             window.clear()  # before the next is made
         return written
 

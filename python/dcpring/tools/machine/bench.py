@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
+from dcpring.format.metadata import place_at
 from dcpring.options import Engine, IOOptions
 from dcpring.report import format_bytes
 from dcpring.tools.machine.scratch import private_directory
@@ -196,13 +197,14 @@ class _Bench:
         self._target = torch.zeros(PART_BYTES, dtype=torch.uint8)
         self.is_cold = True
 
-    def save(self, options: IOOptions, size: int) -> tuple[Transfer, list[Any], bool]:
+    def save(self, options: IOOptions, size: int) -> tuple[Transfer, _C.StorageIndex, bool]:
         """What it took, where the parts lie, and whether it was direct."""
         parts = [self._source[: min(PART_BYTES, size - done)] for done in range(0, size, PART_BYTES)]
+        placed = _C.StorageIndex(len(parts))
         with _timed() as took:
             writer = _C.FileWriter(str(self._scratch), "file", size, options.for_core(True))
             try:
-                placed = writer.write_tensors(_C.Tensors(parts))
+                writer.write_tensors(_C.Tensors(parts), placed)
                 writer.finish()
                 direct = writer.stats()[2]
             finally:
@@ -210,13 +212,12 @@ class _Bench:
             _C.sync_directory(str(self._scratch))
         return took[0], placed, direct
 
-    def load(self, options: IOOptions, placed: list[Any]) -> Transfer:
+    def load(self, options: IOOptions, placed: _C.StorageIndex) -> Transfer:
         """Loads what was saved, from the storage where the page cache lets go of it."""
         self._forget()
-        reads: list[Any] = [
-            (0, offset, size, crcs, None, (size,), (0,), (size,)) for _, _, offset, size, crcs in placed
-        ]
-        targets = [self._target[:size] for _, _, _, size, _ in placed]
+        places = [place_at(placed, number)[4:] for number in range(len(placed))]
+        reads: list[Any] = [(0, offset, size, crcs, None, (size,), (0,), (size,)) for offset, size, crcs in places]
+        targets = [self._target[:size] for _, size, _ in places]
         with _timed() as took, contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
             _C.load(inputs, reads, targets, options.for_core(False))
         return took[0]

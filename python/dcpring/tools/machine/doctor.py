@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.errors import CheckpointError
+from dcpring.format.metadata import place_at
 from dcpring.options import Engine, IOOptions
 from dcpring.plan.strategy import remote_storage
 from dcpring.report import format_bytes
@@ -415,13 +416,15 @@ def _round_trip(scratch: Path, options: IOOptions) -> str:
     options = replace(options, queue_depth=2, block_size_bytes=1 << 20)
     data = os.urandom(_TRIED_BYTES)
     name = f"{options.engine}-{options.direct}"
+    placed = _C.StorageIndex(1)
     writer = _C.FileWriter(str(scratch), name, len(data), options.for_core(True))
     try:
-        [(_, _, offset, size, crcs)] = writer.write_bytes([data])
+        writer.write_bytes([data], placed)
         writer.finish()
         _, _, direct = writer.stats()
     finally:
         writer.close()
+    offset, size, crcs = place_at(placed, 0)[4:]
     with contextlib.closing(_C.Input(str(scratch), [name])) as inputs:
         [back], _ = _C.load_bytes(inputs, [(0, offset, size, crcs)], options.for_core(False))
     if back != data:

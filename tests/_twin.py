@@ -11,7 +11,9 @@ twin's order. So code that waits for too little gets other bytes, here and not o
 
 Copies make the same temporaries on the device as torch's for CUDA, and what is allocated there is counted. Operations
 other than copies wait for all of the device and then work on the CPU. ``twin()`` is a fixture's business: one is active
-at a time, tensors of another are dead. It knows one thread.
+at a time, tensors of another are dead. Each thread has a current device, 0 until it sets another, and current streams,
+which are the default ones until it enters another. A context is made on each device that a thread has made current as
+CUDA does: by entering a stream of it, by leaving one of another device, and where memory is pinned.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import ctypes
 import math
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -47,15 +50,15 @@ class Stream:
 
     def __init__(self, twin: Twin, device: int) -> None:
         self._twin = twin
-        self._outer: list[Stream] = []
         self.device = device
         self.work: list[Callable[[], Any] | Event] = []
         self.done = 0
 
     def submit(self, action: Callable[[], Any]) -> None:
-        self._twin.crossings += isinstance(action, Copy)
-        self.work.append(action)
-        self._twin.submitted(self)
+        with self._twin.lock:
+            self._twin.crossings += isinstance(action, Copy)
+            self.work.append(action)
+            self._twin.submitted(self)
 
     def wait_event(self, event: Event) -> None:
         self.work.append(event)
@@ -87,12 +90,15 @@ class Stream:
             self.done += 1
 
     def __enter__(self) -> Stream:
-        self._outer.append(self._twin.current[self.device])
-        self._twin.current[self.device] = self
+        thread = self._twin.thread
+        thread.outer.append((thread.device, thread.streams[self.device]))
+        thread.streams[self.device] = self
+        self._twin.set_device(self.device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._twin.current[self.device] = self._outer.pop()
+        device, self._twin.thread.streams[self.device] = self._twin.thread.outer.pop()
+        self._twin.set_device(device)
 
 
 class Event:
@@ -135,11 +141,22 @@ class _Freed:
         ctypes.memset(self._memory, FREED, self._size)
 
 
+class _Thread(threading.local):
+    """What a thread of the host's works on."""
+
+    def __init__(self, defaults: list[Stream]) -> None:
+        self.device = 0
+        self.streams = defaults[:]
+        self.outer: list[tuple[int, Stream]] = []
+
+
 class Twin(accelerators.Accelerators):
     """The accelerator: its devices, and their streams.
 
     Attributes:
-        current: the current stream of each device.
+        thread: the current device of the thread that asks, and its current stream of each device.
+        contexts: devices that have one.
+        pinned_stretches: how much memory was pinned at a time.
         allocated, most_allocated: bytes of tensors on each device, now and at most.
         pinned_bytes, most_pinned: bytes of pinned memory that torch would hold, in use or kept, now and at most.
         waits: how often the host has waited.
@@ -148,10 +165,15 @@ class Twin(accelerators.Accelerators):
     """
 
     def __init__(self, order: Order = "needed only", devices: int = 2) -> None:
+        super().__init__()
         self._order = order
+        self.lock = threading.RLock()
         self._random = random.Random(order if isinstance(order, int) else 0)
         self.streams = [Stream(self, device) for device in range(devices)]
-        self.current = self.streams[:]
+        self.thread = _Thread(self.streams)
+        self._copying: dict[int, Stream] = {}
+        self.contexts: set[int] = set()
+        self.pinned_stretches: list[int] = []
         self.allocated = [0] * devices
         self.most_allocated = [0] * devices
         self.pinned_bytes = self.most_pinned = 0
@@ -166,8 +188,24 @@ class Twin(accelerators.Accelerators):
         self.streams.append(Stream(self, _index(device)))
         return self.streams[-1]
 
+    def copy_stream(self, device: torch.device) -> Any:
+        if _index(device) not in self._copying:
+            self._copying[_index(device)] = self.stream(device)
+        return self._copying[_index(device)]
+
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        before = self.thread.device
+        self.set_device(_index(device))
+        yield
+        self.thread.device = before  # as torch does it, where the device has no context
+
+    def set_device(self, index: int) -> None:
+        self.contexts.add(index)
+        self.thread.device = index
+
     def current_stream(self, device: torch.device) -> Any:
-        return self.current[_index(device)]
+        return self.thread.streams[_index(device)]
 
     def event(self, device: torch.device) -> Any:
         return Event()
@@ -194,6 +232,8 @@ class Twin(accelerators.Accelerators):
 
     def pin(self, address: int, size: int) -> None:
         assert address not in self._pinned
+        self.contexts.add(self.thread.device)
+        self.pinned_stretches.append(size)
         self._pinned[address] = size
         self.pinned_bytes += size
         self.most_pinned = max(self.most_pinned, self.pinned_bytes)
@@ -211,7 +251,14 @@ class Twin(accelerators.Accelerators):
         self._kept_pinned = 0
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return any(start <= tensor.data_ptr() < start + max(size, 1) for start, size in self._pinned.items())
+        begin = tensor.data_ptr()
+        for start, size in list(self._pinned.items()):
+            if start <= begin < start + max(size, 1):
+                assert begin + tensor.nbytes <= start + size or not tensor.is_contiguous(), (
+                    "a copy across two stretches"
+                )
+                return True
+        return False
 
     # ---- the order of work ----
 
@@ -222,13 +269,14 @@ class Twin(accelerators.Accelerators):
             self._run_some()
 
     def wait_for(self, stream: Stream, place: int) -> None:
-        self.waits += 1
-        if self._order == "others first":
-            for other in self.streams:
-                other.run(len(other.work) if other is not stream else place)
-        elif isinstance(self._order, int):
-            self._run_some()
-        stream.run(place)
+        with self.lock:
+            self.waits += 1
+            if self._order == "others first":
+                for other in self.streams:
+                    other.run(len(other.work) if other is not stream else place)
+            elif isinstance(self._order, int):
+                self._run_some()
+            stream.run(place)
 
     def _run_some(self) -> None:
         for stream in self._random.sample(self.streams, len(self.streams)):
@@ -248,7 +296,7 @@ class Twin(accelerators.Accelerators):
     def write(self, tensor: Tensor, value: Any, stream: Stream | None = None) -> None:
         """Changes a tensor as a kernel does: later, in a stream, the current one of its device by default."""
         memory = _memory(tensor)
-        (stream or self.current[_index(tensor.device)]).submit(lambda: memory.copy_(torch.as_tensor(value)))
+        (stream or self.thread.streams[_index(tensor.device)]).submit(lambda: memory.copy_(torch.as_tensor(value)))
 
     @property
     def under_way(self) -> int:
@@ -345,7 +393,7 @@ def _free(managed: Any) -> None:
 
 def _allocate(size: int, device: torch.device | None) -> Tensor:
     twin = _twin()
-    stream = twin.current[_index(torch.device(device or TYPE))]
+    stream = twin.thread.streams[_index(torch.device(device or TYPE))]
     memory = (ctypes.c_uint8 * max(size, 1))()
     ctypes.memset(memory, FREED, size)
     shape, strides = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
@@ -380,7 +428,7 @@ def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """torch makes new storages by allocators, of which this device has none."""
     made = _allocate(storage.nbytes(), storage.device)
     into, values = _bytes_of(made), torch.frombuffer(_blocks[storage.data_ptr()][0], dtype=torch.uint8)
-    _twin().current[_index(made.device)].submit(lambda: into.copy_(values))
+    _twin().thread.streams[_index(made.device)].submit(lambda: into.copy_(values))
     return made.untyped_storage()
 
 
@@ -403,7 +451,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if "cpu" not in (source.device.type, target.device.type):
         into, values = _memory(target), _memory(source)
-        _twin().current[_index(source.device)].submit(lambda: into.copy_(values))
+        _twin().thread.streams[_index(source.device)].submit(lambda: into.copy_(values))
     elif target.device.type == "cpu":
         _download(source, target, non_blocking)
     else:
@@ -435,7 +483,7 @@ def _download(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     """As CUDA's copy: bytes first, with temporaries on the device where they do not lie alike, then the lazy bits."""
     if source.numel() == 0:
         return
-    stream = _twin().current[_index(source.device)]
+    stream = _twin().thread.streams[_index(source.device)]
     if not _same_layout(source, target):
         dtype = target.dtype if non_blocking else source.dtype
         temporary = _temporary(source, dtype, source.device)
@@ -458,7 +506,7 @@ def _download(source: Tensor, target: Tensor, non_blocking: bool) -> None:
 def _upload(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     if source.numel() == 0:
         return
-    stream = _twin().current[_index(target.device)]
+    stream = _twin().thread.streams[_index(target.device)]
     if source.dtype != target.dtype and not non_blocking:
         source = source.to(target.dtype)
     if not _same_layout(source, target):
@@ -498,7 +546,7 @@ def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     shape = torch.cat([memory.to("meta") for memory in memories], dim).shape
     made = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     into = _bytes_of(made)
-    _twin().current[_index(made.device)].submit(lambda: into.copy_(torch.cat(memories, dim)))
+    _twin().thread.streams[_index(made.device)].submit(lambda: into.copy_(torch.cat(memories, dim)))
     return made
 
 

@@ -221,6 +221,10 @@ def _described(value: Any) -> Any:
     return value
 
 
+STARTS = 500.0
+"""Seconds for some processes to start, one after the other, which takes a busy machine its time."""
+
+
 def _deaths(path: str) -> list[str]:
     """It dies on rank 1, which comes to the next save after rank 0."""
     errors: list[str] = []
@@ -247,7 +251,7 @@ def _deaths(path: str) -> list[str]:
 
 def test_another_process_is_started_for_one_that_has_died(tmp_path: Path) -> None:
     """A save that ranks begin with other processes than they can go on with fails on all; the next one works."""
-    first, second = run(2, _deaths, str(tmp_path))
+    first, second = run(2, _deaths, str(tmp_path), timeout=STARTS)
     assert len(first) == len(second) == 1
     assert "the process of rank 1 that saves in the background has died, of signal 9" in second[0]
 
@@ -306,7 +310,7 @@ def _falls_behind(path: str) -> list[int]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_are_a_save_apart_start_another_process(tmp_path: Path, world_size: int) -> None:
     """The save that fails ends the processes of all that took part, so that each says so before its next one."""
-    assert run(world_size, _falls_behind, str(tmp_path)) == [[2]] * world_size
+    assert run(world_size, _falls_behind, str(tmp_path), timeout=STARTS) == [[2]] * world_size
 
 
 def _death_alone(path: str) -> None:
@@ -364,7 +368,7 @@ def _starts_slowly(path: str) -> int:
 
 def test_a_process_that_is_slow_to_start_is_started_once(tmp_path: Path) -> None:
     """Its first save had not asked for its copy by the time that the next ones began."""
-    assert run(1, _starts_slowly, str(tmp_path / "checkpoint")) == [1]
+    assert run(1, _starts_slowly, str(tmp_path / "checkpoint"), timeout=STARTS) == [1]
 
 
 def test_a_process_that_has_died_before_a_save_costs_no_save(tmp_path: Path) -> None:

@@ -452,6 +452,75 @@ def test_devices_are_copied_behind_the_current_stream_and_not_waited_for(
         del staged, future
 
 
+@pytest.mark.parametrize("kind", ["plain", "subclass", "DTensor"])
+def test_what_another_thread_copies_is_behind_the_callers_stream(twin: Twin, kind: str) -> None:
+    """Whose current streams and device are not that thread's: all it does is on the stream for copies."""
+    tensor = twin.tensor(torch.zeros(1000), 1)
+    value = {
+        "plain": lambda: tensor,
+        "subclass": lambda: tensor.as_subclass(Wrapped),
+        "DTensor": lambda: _dtensor(tensor, Shard(0)),
+    }[kind]()
+    with RingStager() as stager, twin.stream(torch.device(TYPE, 1)):
+        twin.write(tensor, torch.full((1000,), 5.0))
+        future = stager.stage({"x": value})
+        stager.synchronize()
+        staged = future.result(60.0)["x"]
+        staged = staged.to_local() if isinstance(staged, DTensor) else staged.as_subclass(Tensor)
+        assert staged.device.type == "cpu" and bool((staged == 5).all())
+
+
+def test_copies_of_a_device_go_on_one_stream_of_it(tmp_path: Path, twin: Twin) -> None:
+    """torch hands out 32 in turn: those that others use, as FSDP's, would soon be among them."""
+    state = {str(n): twin.tensor(torch.full((1000,), float(n)), n % 2) for n in range(4)}
+    before = len(twin.streams)
+    with RingStager() as stager:
+        for _ in range(5):
+            stager.stage(state).result(60.0)
+            stager.synchronize()
+            dcp.save(state, storage_writer=RingWriter(tmp_path))
+    assert len(twin.streams) == before + 2
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_no_other_device_gets_a_context(tmp_path: Path, twin: Twin, can_pin: bool) -> None:
+    """Each rank would take some hundred MiB of the first one's memory."""
+    twin.pins = can_pin
+    with twin.on_device(torch.device(TYPE, 1)):
+        state = {f"{n}": twin.tensor(torch.full((size,), 1.0), 1) for n, size in enumerate((3, 4, 100_000))}
+        state["subclass"] = twin.tensor(torch.ones(3), 1).as_subclass(Wrapped)
+        twin.contexts.clear()
+        stager = RingStager()
+        stager.stage(state).result(60.0)
+        stager.close()
+        components = {"model": Sharded(_Holds({key: state[key] for key in "012"}))}
+        with Checkpointer(tmp_path, components) as checkpointer:
+            checkpointer.save(1, blocking=False, async_staging=True)
+            checkpointer.wait()
+    assert twin.contexts <= {1}
+
+
+def test_memory_is_pinned_in_stretches_that_no_copy_leaves(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may hold up training while it pins."""
+    monkeypatch.setattr(arena, "_PIN_BYTES", 1 << 16)
+    sizes = [70_000, 5000, 5000, 5000, *([1] * 300), 9, 0, 16_000]
+    state = {str(n): twin.tensor(torch.full((size,), float(n)), n % 2) for n, size in enumerate(sizes)}
+    state["host"] = torch.ones(9)
+    buffer = StagingBuffer(is_shared=True)
+    for _ in range(2):
+        staged = buffer.stage(state)
+        assert all(torch.equal(staged[key], twin.values(t) if key != "host" else t) for key, t in state.items())
+        assert all(twin.is_pinned(staged[str(n)]) for n, size in enumerate(sizes) if size)
+    largest, *others = sorted(twin.pinned_stretches, reverse=True)
+    assert largest == 280_000 and len(others) == 3 and max(others) <= 1 << 16
+    smaller = {key: state[key] for key in ("1", "host")}
+    del staged
+    buffer.stage(smaller)
+    assert len(twin.pinned_stretches) == 4
+    buffer.release()
+    assert not twin.pinned_bytes
+
+
 @pytest.mark.parametrize("devices", [Devices, SideStreams])
 def test_small_tensors_cross_the_link_together(twin: Twin, devices: type[Devices]) -> None:
     """Again and again, with another stream each time, and with what training writes before and after each copy."""

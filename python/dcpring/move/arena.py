@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,11 @@ _SMALLEST_BLOCK = 1 << 20
 """Of pinned memory, but for a larger tensor: torch takes powers of two, and a state of 65 GB is not to take 128."""
 
 _HUGE_PAGE = 2 << 20
+
+_PAGE = mmap.PAGESIZE
+
+_PIN_BYTES = 1 << 30
+"""Of memory that is there, pinned in one go, but for a larger tensor."""
 
 
 class Arena:
@@ -105,11 +111,12 @@ class Arena:
         if is_one_mapping:  # in which small tensors of a device lie side by side, as they do in blocks
             groups = [(self._host, sorted(elsewhere, key=lambda n: -sources[n].nbytes) + hosts)]
         for memory, chosen in groups:
-            self.allocations += memory.make_room([sources[n].nbytes for n in chosen])
+            sizes = [sources[n].nbytes for n in chosen]
+            self.allocations += memory.make_room(sizes, len(elsewhere) if is_one_mapping else 0)
             for n, (block, start) in zip(chosen, memory.places, strict=True):
                 made[n] = _like(sources[n], memory.blocks[block], start)
         if is_one_mapping:
-            self._host.pin(sum(padded(sources[n].nbytes) for n in elsewhere))
+            self._host.pin()
         return _Kept(made, kinds, self._storages())
 
     def _storages(self) -> list[torch.UntypedStorage]:
@@ -190,16 +197,19 @@ class _Memory:
     def size_bytes(self) -> int:
         return sum(block.size_bytes for block in self.blocks)
 
-    def make_room(self, sizes: Iterable[int]) -> bool:
+    def make_room(self, sizes: list[int], to_pin: int) -> bool:
         """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time.
 
         Where somebody still refers to a tensor of a layout before, the old memory lives as long as that.
+
+        Args:
+            to_pin: as many of the sizes, the first ones, are to be pinned where the memory is not from the start.
         """
         if not all(block.is_free() for block in self.blocks):
             self.release()
-        return self._find(list(sizes))
+        return self._find(sizes, to_pin)
 
-    def _find(self, sizes: list[int]) -> bool:
+    def _find(self, sizes: list[int], to_pin: int) -> bool:
         raise NotImplementedError
 
     def release(self) -> None:
@@ -207,48 +217,60 @@ class _Memory:
 
 
 class _Host(_Memory):
-    """One block, of which the front may be pinned."""
+    """One block, of which the front may be pinned, in stretches of whole tensors: no copy may cross to another one.
+
+    While memory is pinned the driver may hold up what training gives to the device.
+    """
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__()
         self._take = shared_bytes if is_shared else ordinary_memory
-        self._pinned_bytes = 0
-        self._finalizer: Callable[[], object] = _nothing
+        self._stretches: list[tuple[int, int]] = []
+        self._pinned: list[tuple[int, int]] = []
+        self._finalizers: list[Callable[[], object]] = []
 
-    def pin(self, size: int) -> None:
-        """Pins so many bytes at the front, until ``release`` is called or this is gone."""
-        if size <= self._pinned_bytes:
+    def pin(self) -> None:
+        """Pins what is to be, until ``release`` is called or this is gone."""
+        if all(any(a <= begin and end <= z for a, z in self._pinned) for begin, end in self._stretches):
             return
         self._unpin()
-        address = self.blocks[0].storage.data_ptr()
-        try:
-            accelerators.active.pin(address, size)
-        except RuntimeError as error:
-            say_cannot_pin(size, error)
-            return
-        self._pinned_bytes = size
-        unpin = weakref.finalize(self, _unpin, address, os.getpid())  # before the blocks go
-        unpin.atexit = False
-        self._finalizer = unpin
+        start = self.blocks[0].storage.data_ptr()
+        for begin, end in self._stretches:
+            try:
+                accelerators.active.pin(start + begin, end - begin)
+            except RuntimeError as error:
+                say_cannot_pin(end - begin, error)
+                self._unpin()
+                return
+            unpin = weakref.finalize(self, _unpin, start + begin, os.getpid())  # before the blocks go
+            unpin.atexit = False
+            self._finalizers.append(unpin)
+            self._pinned.append((begin, end))
 
     def _unpin(self) -> None:
-        self._finalizer()
-        self._pinned_bytes, self._finalizer = 0, _nothing
+        for unpin in self._finalizers:
+            unpin()
+        self._pinned, self._finalizers = [], []
 
     def release(self) -> None:
         self._unpin()
         super().release()
 
-    def _find(self, sizes: list[int]) -> bool:
-        self.places, total = [], 0
-        for size in sizes:
+    def _find(self, sizes: list[int], to_pin: int) -> bool:
+        self.places, self._stretches, total, begin = [], [], 0, 0
+        for n, size in enumerate(sizes):
+            if n < to_pin and begin < total and total + padded(size) - begin > _PIN_BYTES:
+                self._stretches.append((begin, total))
+                begin = total = -(-(total + padded(1)) // _PAGE) * _PAGE  # not side by side with what is before
             self.places.append((0, total))
             total += padded(size)
+            if n == to_pin - 1 and begin < total:
+                self._stretches.append((begin, total))
         if total <= self.size_bytes and self.blocks:
             return False
-        places = self.places
+        places, stretches = self.places, self._stretches
         self.release()
-        self.blocks, self.places = [_Block(self._take(total))], places
+        self.blocks, self.places, self._stretches = [_Block(self._take(total))], places, stretches
         return total > 0
 
     def give_back(self) -> None:
@@ -257,10 +279,6 @@ class _Host(_Memory):
         for storage in self.storages:
             if storage.is_shared() and storage.nbytes():
                 _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
-
-
-def _nothing() -> None:
-    pass
 
 
 def _unpin(address: int, process: int) -> None:
@@ -294,7 +312,7 @@ def shared_bytes(size: int) -> Tensor:
 class _Pinned(_Memory):
     """Blocks that accelerators can copy to by themselves."""
 
-    def _find(self, sizes: list[int]) -> bool:
+    def _find(self, sizes: list[int], to_pin: int) -> bool:
         rooms = [padded(size) for size in sizes]
         placed = fitted(rooms, [block.size_bytes for block in self.blocks])
         is_new = placed is None

@@ -207,7 +207,7 @@ class Downloader:
 
     The tensors are as they are when the work is done that this thread has given to the current stream of their device
     before it calls ``pieces``. Who writes to them on another stream makes the current one wait for that, as before any
-    other use. Copies run on a stream of their own. Beside the two buffers on the host they take memory on the device:
+    other use. Copies run on another stream. Beside the two buffers on the host they take memory on the device:
     as much for tensors that are not contiguous, and one buffer's for small ones.
 
     Args:
@@ -226,7 +226,7 @@ class Downloader:
             self._sides = [_Side(Elements(pinned_memory(self._piece_bytes))) for _ in range(2)]
         device = tensors[0].device
         room = Room.on(device, self._piece_bytes) if sum(map(is_small, tensors)) > 1 else None
-        stream = accelerators.active.stream(device)
+        stream = accelerators.active.copy_stream(device)
         stream.wait_stream(accelerators.active.current_stream(device))
         pending: tuple[_Side, HostCopies] | None = None
         try:

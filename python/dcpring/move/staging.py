@@ -122,8 +122,8 @@ class StagingBuffer:
     def open(self, state: Any, devices: Devices, frozen: Collection[Tensor] | None = None) -> Opened:
         """The first step: what is no tensor is copied when this returns."""
         opened = Opened(state, devices, frozen)
-        sources = opened.sources()
-        devices.ready(set() if all(map(_is_cpu, sources)) else set(map(_device, sources)))
+        tensors = opened.tensors()
+        devices.ready(set() if all(map(_is_cpu, tensors)) else set(map(_device, tensors)))
         return opened
 
     def fill(self, opened: Opened) -> Any:
@@ -132,11 +132,12 @@ class StagingBuffer:
         Raises:
             CheckpointError: what was copied has been written to meanwhile, as far as autograd counts that.
         """
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                held = self._fill(opened)
-        finally:
-            opened.devices.wait()  # after an error too: the memory will be used again
+        with opened.devices.entered():
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    held = self._fill(opened)
+            finally:
+                opened.devices.wait()  # after an error too: the memory will be used again
         opened.check_unchanged()
         self._arena.held.update(held)
         return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
@@ -226,18 +227,20 @@ class StagingBuffer:
         done: set[int] = set()
         for device, chosen in small.items():
             for run in side_by_side(chosen, DEFAULT_PIECE_BYTES):
-                if len(run) < 2 or (room := self._room(device)) is None:
+                if len(run) < 2 or (room := self._room(device, opened.devices)) is None:
                     continue
                 with opened.naming(tensors[run[0]], len(run) - 1), opened.devices.on(device):
                     room.to_host([tensors[n] for n in run], [hosts[n] for n in run])
                 done.update(run)
         return done
 
-    def _room(self, device: torch.device) -> Room | None:
+    def _room(self, device: torch.device, devices: Devices) -> Room | None:
         """Memory of the device that is kept: what has used it is done when ``fill`` returns, on whatever stream."""
-        if device not in self._rooms and (room := Room.on(device, DEFAULT_PIECE_BYTES)) is not None:
-            accelerators.active.current_stream(device).synchronize()  # on which it may have been somebody else's
-            self._rooms[device] = room
+        if device not in self._rooms:
+            with devices.on(device):  # behind whatever it was used for there before
+                room = Room.on(device, DEFAULT_PIECE_BYTES)
+            if room is not None:
+                self._rooms[device] = room
         return self._rooms.get(device)
 
 
@@ -262,6 +265,10 @@ class Devices:
     def ready(self, devices: set[torch.device]) -> None:
         """Called in the thread that owns the state, with all devices on which it has tensors to be copied."""
 
+    def entered(self) -> AbstractContextManager[Any]:
+        """In the thread that copies, around all that it does."""
+        return contextlib.nullcontext()
+
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where copies from a device go."""
         return contextlib.nullcontext()
@@ -273,7 +280,10 @@ class Devices:
 
 
 class SideStreams(Devices):
-    """Copies go on a stream of their own, behind what the owner's thread has given to its current streams."""
+    """Copies go on another stream, behind what the owner's thread has given to its current ones.
+
+    The thread that copies has current streams, and a current device, of its own, which are not to be used.
+    """
 
     is_beside = True
 
@@ -291,11 +301,15 @@ class SideStreams(Devices):
             self._events[device] = accelerators.active.event(device)
             self._events[device].record(accelerators.active.current_stream(device))
 
+    def entered(self) -> AbstractContextManager[Any]:
+        first = next(iter(self._events), None)
+        return contextlib.nullcontext() if first is None else accelerators.active.on_device(first)
+
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         if device not in self._events:
             return contextlib.nullcontext()
         if device not in self._streams:
-            self._streams[device] = accelerators.active.stream(device)
+            self._streams[device] = accelerators.active.copy_stream(device)
             self._streams[device].wait_event(self._events[device])
         return self._streams[device]
 
@@ -393,7 +407,7 @@ class Opened:
         plain = ((tensor, tensor) for tensor in self._plain[2])
         inner = ((tensor, self._wholes[key]) for key, tensor in self._inner.items())
         self.signs = {} if frozen is None else signs_of(chain(plain, inner), frozen)
-        self._versions = versions_of(self._watched()) if devices.is_beside else []
+        self._versions = versions_of(self.tensors()) if devices.is_beside else []
 
     @property
     def tree(self) -> Any:
@@ -403,7 +417,8 @@ class Opened:
         """What may lie in plain memory of this rank: tensors, local parts of DTensors and of ShardedTensors."""
         return [*self._plain[2], *self._inner.values()]
 
-    def _watched(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The sources, and all that is more than a plain tensor, as a whole."""
         return [*self.sources(), *(tensor for _, _, tensor in self._others)]
 
     def check_unchanged(self) -> None:
@@ -412,11 +427,11 @@ class Opened:
         A forward pass under DistributedDataParallel writes to buffers what they have: only other bytes count.
         """
         copies, self._copies = self._copies, []
-        if not self._versions or self._versions == versions_of(self._watched()):
+        if not self._versions or self._versions == versions_of(self.tensors()):
             return
-        for device in {tensor.device for tensor in self._watched() if on_accelerator(tensor)}:
+        for device in {tensor.device for tensor in self.tensors() if on_accelerator(tensor)}:
             accelerators.active.synchronize(device)
-        pairs = zip(self._versions, versions_of(self._watched()), self._watched(), strict=True)
+        pairs = zip(self._versions, versions_of(self.tensors()), self.tensors(), strict=True)
         written = {id(tensor): tensor for before, now, tensor in pairs if before != now}
         changed = dict.fromkeys(self._names_of_changed(written, copies))
         if changed:
@@ -500,7 +515,8 @@ class Opened:
 
     def own_copy(self, tensor: Tensor) -> Tensor:
         """As the class of one of the tensors in the tree copies itself."""
-        with self.naming(tensor):
+        self.devices.meet(tensor.device)
+        with self.naming(tensor), self.devices.on(tensor.device):
             return own_copy(tensor)
 
     def naming(self, value: Any, others: int = 0) -> AbstractContextManager[None]:

@@ -6,6 +6,8 @@ All of dcpring asks ``active``, so that tests can put a simulated accelerator in
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,27 @@ def _check(result: object) -> None:
 
 class Accelerators:
     """Those of this process, as torch has them."""
+
+    def __init__(self) -> None:
+        self._copy_streams: dict[torch.device, torch.Stream] = {}
+        self._pinned_by: dict[int, int] = {}
+
+    def copy_stream(self, device: torch.device) -> torch.Stream:
+        """The stream of the device that copies from it go on: always the same, as torch has 32, handed out in turn.
+
+        Each call gives an object of its own: one can be entered by one thread at a time.
+        """
+        kept = self._copy_streams.get(device)
+        if kept is None:
+            kept = self._copy_streams.setdefault(device, self.stream(device))
+        return torch.Stream(stream_id=kept.stream_id, device_index=kept.device_index, device_type=kept.device_type)
+
+    def on_device(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The device is this thread's current one, which is 0 in a thread that has set none.
+
+        Leaving a stream of another device, or pinning memory, makes a context on the current one.
+        """
+        return torch.accelerator.device_index(device.index)
 
     def stream(self, device: torch.device) -> torch.Stream:
         """A stream of the device, other than the one that is current there."""
@@ -62,10 +85,12 @@ class Accelerators:
             RuntimeError: it cannot be.
         """
         _check(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        self._pinned_by[address] = torch.cuda.current_device()
 
     def unpin(self, address: int) -> None:
         """Of the memory that was pinned at this address."""
-        _check(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self._pinned_by.pop(address)):
+            _check(torch.cuda.cudart().cudaHostUnregister(address))
 
     def give_back_pinned(self) -> None:
         """Gives the pinned memory that torch keeps, and nobody uses, back to the system, where this torch can."""

@@ -165,7 +165,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
         ({"c": Replicated(Counter())}, {"busy": "fail"}, ValueError, "busy='fail'"),
         ({"c": Replicated(Counter())}, {"planner_options": {"share": "some"}}, ValueError, "share='some'"),
         ({"c": Replicated(Counter())}, {"planner_options": {"writers": 0}}, ValueError, "writers=0"),
-        ({"c": Replicated(Counter())}, {"planner_options": {"key_map": {}}}, ValueError, "'key_map': .* take writers"),
+        ({"c": Replicated(Counter())}, {"planner_options": {"key_map": {}}}, TypeError, "'key_map'.* takes writers"),
         ({}, {}, ValueError, "nothing to save"),
         ({"a.b": Replicated(Counter())}, {}, ValueError, "'a.b'"),
         ({"dcpring": Replicated(Counter())}, {}, ValueError, "'dcpring'"),

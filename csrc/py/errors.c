@@ -7,7 +7,7 @@ static void describe(const struct dr_error *error, char *out, size_t room) {
     const char *cure = dr_error_cure(error);
     int n;
     if (error->kind == DR_ERROR_SYSTEM)
-        n = snprintf(out, room, "%s: %s failed", strerror(error->err), dr_error_call(error));
+        n = snprintf(out, room, "%s: %s failed", dr_error_said(error), dr_error_call(error));
     else
         n = snprintf(out, room, "%s", error->detail);
     if (n >= 0 && (size_t)n < room && error->kind == DR_ERROR_SYSTEM && error->offset >= 0)

@@ -34,7 +34,7 @@ class CorruptCheckpointError(CheckpointError, RuntimeError):
 
     def __str__(self) -> str:
         message: str = self.args[0]
-        return f"{message}: {self.path!r}" if self.path else message
+        return f"{self.path}: {message}" if self.path else message
 
 
 class UntrustedCheckpointError(CheckpointError):

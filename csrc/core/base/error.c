@@ -81,6 +81,15 @@ void dr_error_at(struct dr_error *error, const char *path) {
 #define CALL_TEXT(name, text) [DR_CALL_##name] = text,
 static const char *const calls[] = {[DR_CALL_NONE] = "nothing", DR_CALLS(CALL_TEXT)};
 
+/* Of a path that openat2 must not follow, or without it open. */
+const char *dr_error_said(const struct dr_error *error) {
+    if (error->call == DR_CALL_OPEN && error->err == EXDEV)
+        return "a symbolic link that leads out of the checkpoint directory, which is refused";
+    if (error->call == DR_CALL_OPEN && error->err == ELOOP)
+        return "symbolic links that lead in a circle, or out of the checkpoint directory, which is refused";
+    return strerror(error->err);
+}
+
 const char *dr_error_call(const struct dr_error *error) { return calls[error->call]; }
 
 #define NO_URING \
@@ -112,8 +121,7 @@ static const char *cure_for(int err) {
         return "the path, or a name in it, is longer than the file system allows; choose a shorter one";
     case EXDEV:
     case ELOOP:
-        return "the path leads out of the checkpoint directory, which is refused, or its links lead in a circle; put "
-               "the file itself there";
+        return "put the file itself there";
     case ENOTDIR:
         return "a checkpoint is a directory; the path, or a part of it, is a file";
     case ESPIPE:

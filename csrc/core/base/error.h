@@ -84,6 +84,9 @@ int dr_error_memory(struct dr_error *error); /* malloc returned NULL */
 /* Names the file concerned, unless one is named already. */
 void dr_error_at(struct dr_error *error, const char *path);
 
+/* The errno of a failed system call, in words. */
+const char *dr_error_said(const struct dr_error *error);
+
 /* What failed, in a message's words. */
 const char *dr_error_call(const struct dr_error *error);
 

@@ -48,10 +48,12 @@ static int check_crcs(const struct load *load, const struct dr_block *block, con
         if (sums)
             sums[i] = crc;
         else if (crc != dr_crc_stored(read->crcs, i))
-            return dr_error_corrupt(error, load->plan.input->files[read->file].path, (int64_t)from, (int64_t)index,
-                                    "CRC-32 of bytes %llu to %llu is %08x, was %08x when they were written",
-                                    (unsigned long long)from, (unsigned long long)to, crc,
-                                    dr_crc_stored(read->crcs, i));
+            return dr_error_corrupt(
+                error, load->plan.input->files[read->file].path, (int64_t)from, (int64_t)index,
+                "bytes %llu to %llu of the file, %llu to %llu of this value, are damaged (CRC-32 is %08x, "
+                "was %08x when they were written); load another checkpoint",
+                (unsigned long long)from, (unsigned long long)to, (unsigned long long)(from - read->payload_offset),
+                (unsigned long long)(to - read->payload_offset), crc, dr_crc_stored(read->crcs, i));
     }
     return 0;
 }

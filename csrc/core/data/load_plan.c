@@ -177,9 +177,12 @@ int dr_load_plan_check_sums(const struct dr_load_plan *plan, struct dr_error *er
             continue;
         uint32_t crc = dr_crc_whole(r->payload_offset, r->payload_size, plan->sums[i]);
         if (crc != r->whole_crc)
-            return dr_error_corrupt(error, plan->input->files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
-                                    "CRC-32 of its %llu bytes is %08x, was %08x when they were written",
-                                    (unsigned long long)r->payload_size, crc, r->whole_crc);
+            return dr_error_corrupt(
+                error, plan->input->files[r->file].path, (int64_t)r->payload_offset, (int64_t)i,
+                "bytes %llu to %llu of the file, all of this value, are damaged (CRC-32 is %08x, was "
+                "%08x when they were written); load another checkpoint",
+                (unsigned long long)r->payload_offset, (unsigned long long)(r->payload_offset + r->payload_size), crc,
+                r->whole_crc);
     }
     return 0;
 }

@@ -65,6 +65,10 @@ static const char *file_problem(const struct dr_input_file *file, const struct d
         return "its file is outside of the checkpoint directory";
     if (error->kind == DR_ERROR_CORRUPT)
         return "its file is not a regular file";
+    if (error->err == EXDEV)
+        return "its file is a symbolic link that leads out of the checkpoint directory";
+    if (error->err == ELOOP)
+        return "its file is one of symbolic links that lead in a circle, or out of the checkpoint directory";
     return error->err == ENOENT ? "its file is missing" : "its file cannot be opened";
 }
 
@@ -85,7 +89,8 @@ static int look_at_file(struct verify_run *run, const size_t *records, size_t co
         return -why.err;
     }
     const char *what = file_problem(&v->input->files[file], &why);
-    int err = why.kind == DR_ERROR_SYSTEM && why.err != ENOENT ? why.err : 0;
+    bool is_told = why.err == ENOENT || why.err == EXDEV || why.err == ELOOP; /* by the words alone */
+    int err = why.kind == DR_ERROR_SYSTEM && !is_told ? why.err : 0;
     for (size_t i = 0; i < count; i++)
         dr_verify_note(v, &(struct dr_problem){.check = records[i], .what = what, .err = err, .of_file = true});
     return 0;

@@ -113,6 +113,10 @@ static void close_again(struct dr_input *input, int fd) {
     pthread_mutex_unlock(&input->lock);
 }
 
+static const char *special_kind(mode_t mode) {
+    return S_ISFIFO(mode) ? "a FIFO" : S_ISSOCK(mode) ? "a socket" : S_ISDIR(mode) ? "a directory" : "a device";
+}
+
 /* What is behind a descriptor: a regular file, and the same one as before. */
 static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
     struct stat st;
@@ -120,7 +124,7 @@ static int look_at(struct dr_input_file *file, int fd, struct dr_error *error) {
     if (rc < 0)
         return dr_error_system(error, -rc, DR_CALL_FSTAT, file->path);
     if (!S_ISREG(st.st_mode))
-        return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM, "not a regular file");
+        return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM, "%s, not a regular file", special_kind(st.st_mode));
     if (file->looked && (st.st_dev != file->device || st.st_ino != file->inode))
         return dr_error_corrupt(error, file->path, -1, DR_NO_ITEM, "another file has taken its place meanwhile");
     if (!file->looked) {

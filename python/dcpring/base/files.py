@@ -13,6 +13,8 @@ from pathlib import Path
 from dcpring import _C
 from dcpring.errors import CorruptCheckpointError
 
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
+
 
 @contextlib.contextmanager
 def with_cure(path: Path) -> Iterator[None]:
@@ -37,6 +39,13 @@ def names_in(directory: Path) -> list[str]:
         return os.listdir(directory)
 
 
+def special_kind(mode: int) -> str:
+    """What lies in the place of a regular file; "" where it is one."""
+    if stat.S_ISREG(mode):
+        return ""
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
 def open_regular(path: Path) -> io.BufferedReader:
     """Opens a file to read it.
 
@@ -46,9 +55,9 @@ def open_regular(path: Path) -> io.BufferedReader:
     """
     with with_cure(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if kind := special_kind(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CorruptCheckpointError("not a regular file", str(path))
+        raise CorruptCheckpointError(f"{kind}, not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

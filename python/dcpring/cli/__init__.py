@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         from dcpring.cli._app import run
 
         return run(argv)
-    except (KeyboardInterrupt, Exception) as error:  # while all this is being loaded, or while it ends
-        # Python 3.11 wraps what is raised in a class's __set_name__, and torch makes thousands of classes.
+    except (KeyboardInterrupt, Exception) as error:  # status 1 would be a verdict on what was looked at
+        # While all this is being loaded, Python 3.11 wraps what is raised in a class's __set_name__.
         is_interrupted = any(isinstance(one, KeyboardInterrupt) for one in (error, error.__cause__))
         print(f"dcpring: {'interrupted' if is_interrupted else fault(error)}", file=sys.stderr)
         return 130 if is_interrupted else 2
@@ -43,5 +43,6 @@ def fault(error: BaseException) -> str:
     """One line about an error that nobody has foreseen."""
     if sys.flags.dev_mode:
         traceback.print_exception(error)
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said:.500} (a fault of dcpring's; python -X dev -m dcpring shows where)"
+    said = " ".join(str(error).split())[:500]
+    said = said if said.isprintable() else ascii(said)  # it may quote a stranger's names
+    return f"{type(error).__name__}: {said} (a fault of dcpring's; python -X dev -m dcpring shows where)"

@@ -9,7 +9,7 @@ import sys
 
 from dcpring import __version__
 from dcpring.base.text import visible
-from dcpring.cli import bench, completion, convert, diff, doctor, fault, keys, ls, report, trace, verify
+from dcpring.cli import bench, completion, convert, diff, doctor, keys, ls, report, trace, verify
 from dcpring.cli import run as run_command
 from dcpring.cli._output import Output, in_words, take_streams
 from dcpring.cli._parser import Commands, Parser
@@ -49,14 +49,10 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         out.error("interrupted")
         return 128 + signal.SIGINT
-    except CheckpointError as error:
-        out.error(str(error))
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         out.error(in_words(error))
     except MemoryError:
         out.error("there is not enough memory")
-    except Exception as error:  # status 1, Python's own for this, would be a verdict on what was looked at
-        out.error(fault(error))
     return 2
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO, cast
 
 from dcpring.base.text import visible
+from dcpring.errors import UntrustedCheckpointError
 from dcpring.report import format_table
 
 _STYLES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -39,7 +40,9 @@ def take_streams() -> None:
 
 
 def in_words(error: Exception) -> str:
-    """What an error says; of the system's, without the number."""
+    """What an error says; of the system's, without the number, and of what is not trusted with the option for it."""
+    if isinstance(error, UntrustedCheckpointError):
+        return f"{error.what}. If you trust it, pass --trusted."
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"

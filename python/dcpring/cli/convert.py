@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dcpring.cli._output import Output
+from dcpring.cli._output import Output, in_words
 from dcpring.cli._parser import (
     Commands,
     add_checkpoint,
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     except ValueError as error:
         raise CheckpointError(_with_options(str(error))) from error
     except UntrustedCheckpointError as error:
-        raise CheckpointError(f"{args.source}: {error.what}. If you trust it, convert it with --trusted.") from error
+        raise CheckpointError(f"{args.source}: {in_words(error)}") from error
     if args.json:
         out.json(asdict(report))
     else:

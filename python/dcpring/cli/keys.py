@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcpring.cli._fold import folded
-from dcpring.cli._output import Output
+from dcpring.cli._output import Output, in_words
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted
 from dcpring.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def _saved_key_map(checkpoint: str, rank: int | None) -> tuple[KeyTable | None, 
     except FileNotFoundError:  # metadata of several ranks: each may have its own
         return None, ""
     except (OSError, ValueError, CheckpointError) as error:
-        return None, f"the key map of the save cannot be read: {error}"
+        return None, f"the key map of the save cannot be read: {in_words(error)}"
 
 
 # ---- for people ----

@@ -140,8 +140,8 @@ def _sum_text(sum: Sum) -> str:
 def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]) -> None:
     if inventory.problem:
         out.error(inventory.problem)
-    for state, problem in (("missing", "missing"), ("short", "too short")):
-        names = [file.name for file in files if file.state == state]
+    for state, problem in (("missing", "missing"), ("no file", "that is no regular file"), ("short", "too short")):
+        names = [f"{file.name}{f' ({file.kind})' if file.kind else ''}" for file in files if file.state == state]
         if names:
             more = ", ..." if len(names) > _MOST_SHOWN else ""
             out.error(f"{count(len(names), 'data file')} {problem}: {', '.join(names[:_MOST_SHOWN])}{more}")
@@ -283,7 +283,7 @@ def _print_files(out: Output, files: Sequence[DataFile]) -> None:
             str(file.records),
             format_bytes(file.bytes),
             "-" if file.padding is None else f"{file.padding:.1%}",
-            "" if file.state == "ok" else file.state,
+            "" if file.state == "ok" else file.kind or file.state,
         )
         for file in files
     )
@@ -337,6 +337,7 @@ def _file_document(file: DataFile) -> dict[str, Any]:
         "file": file.name,
         "rank": file.rank,
         "state": file.state,
+        "kind": file.kind,
         "size": file.size,
         "disk_bytes": file.disk_bytes,
         "links": file.links,

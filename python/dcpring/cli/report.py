@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _summary(shares: Shares) -> str:
     used = [file for file in shares.files if file.records]
-    bad = sum(file.state in ("missing", "short") for file in used)
+    bad = sum(file.state in ("missing", "no file", "short") for file in used)
     even = f", the largest share {shares.imbalance:.2f} times the mean" if len(shares.ranks) > 1 else ""
     by = f" by {count(len(shares.ranks), 'rank')}" if shares.ranks else ""
     return f"{format_bytes(sum(file.bytes for file in used))} in {count(len(used), 'file')}{by}{even}" + (

@@ -217,9 +217,9 @@ def _read_bytes(path: Path) -> tuple[bytes, os.stat_result]:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if head == _LFS:
-            raise CorruptCheckpointError("it stands for a file of Git LFS; fetch that with git lfs pull", str(path))
+            raise CorruptCheckpointError("only a pointer of Git LFS; fetch the file with git lfs pull", str(path))
         if about.st_size < 8 or length > min(about.st_size - 8, _MOST_HEADER_BYTES):
-            raise CorruptCheckpointError("it is no safetensors file, or cut off", str(path))
+            raise CorruptCheckpointError("no safetensors file, or cut off", str(path))
         return file.read(length), about
 
 
@@ -240,10 +240,10 @@ def _parsed(path: Path, data: bytes, about: os.stat_result) -> Header:
         if described < about.st_size - begin:
             raise ValueError(f"it describes {described} bytes of data, and there are {about.st_size - begin}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"its header is damaged ({error!s:.200})", str(path)) from error
+        raise CorruptCheckpointError(f"the header is damaged ({error!s:.200})", str(path)) from error
     if described > about.st_size - begin:
         raise CorruptCheckpointError(
-            f"it is cut off: it describes {described} bytes of data, and there are {about.st_size - begin}; fetch or "
+            f"cut off: the header describes {described} bytes of data, and there are {about.st_size - begin}; fetch or "
             "save it again",
             str(path),
         )
@@ -360,7 +360,7 @@ def _with_note(
             raise ValueError(f"it says that the header has a CRC-32, and there is no {SEAL}")
         return {name: add(name, info, said[name]) for name, info in tensors.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"its {note} is damaged ({error!s:.200})", str(path)) from error
+        raise CorruptCheckpointError(f"the note {note} in the header is damaged ({error!s:.200})", str(path)) from error
 
 
 def _with_offsets(name: str, info: TensorInfo, said: Any) -> TensorInfo:
@@ -387,7 +387,7 @@ def weight_map(index: Path) -> dict[str, str]:
         _check_seal(data, about.get(SEAL) if isinstance(about, dict) else None)
         bad = [name for name in dict.fromkeys(listed.values()) if not _is_below(index.parent, name)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"it is no index of safetensors files ({error!s:.200})", str(index)) from error
+        raise CorruptCheckpointError(f"no index of safetensors files ({error!s:.200})", str(index)) from error
     if bad:
         what = f"the index names {bad[0]!r:.200}, which is no file beside it or below"
         raise CorruptCheckpointError(what, str(index))
@@ -553,7 +553,7 @@ class Files(NamedTuple):
         for name, version in self.versions.items():
             path = self.directory / name
             if not path.exists() or _version_of(path.stat()) != version:
-                raise CorruptCheckpointError("it was written anew after its header was read; load it again", str(path))
+                raise CorruptCheckpointError("written anew after its header was read; load it again", str(path))
 
 
 class Model(NamedTuple):

@@ -90,7 +90,7 @@ class Checkpointer:
         export_options: for the ``RingHFWriter`` of exports, such as ``dtype=torch.bfloat16``.
 
     Raises:
-        TypeError: it cannot be told how a component reshards.
+        TypeError: it cannot be told how a component reshards; there is no such option.
         ValueError: an argument is out of range.
         CheckpointError: the folder is not there and cannot be made.
     """

@@ -170,7 +170,7 @@ class TorchSource:
                     f"{self._path} holds a special tensor, which torch cannot load here; load the file where it was "
                     f"saved, and save such tensors as ordinary ones ({from_torch!s:.100})"
                 ) from error
-            raise CorruptCheckpointError(f"it cannot be read: {error!s:.200}", str(self._path)) from error
+            raise CorruptCheckpointError(f"the file cannot be read: {error!s:.200}", str(self._path)) from error
 
     def _leaves(self, loaded: Any) -> list[tuple[Path, Any]]:
         if not isinstance(loaded, Mapping):

@@ -93,7 +93,7 @@ def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
         storage = _C.StorageIndex(len(table))
         storage.put(places)
     except (ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"it holds what no checkpoint can ({error})", str(model.path)) from error
+        raise CorruptCheckpointError(f"the header holds what no checkpoint can ({error})", str(model.path)) from error
     return Chunks(table, True, storage)
 
 

@@ -203,7 +203,7 @@ def _check_sizes(items: Sequence[SourceItem], source: str) -> None:
     """What a source says of shapes is not believed before it has been looked at."""
     strange = [item.source for item in items if min(item.shape or (0,)) < 0]
     if strange or sum(item.nbytes for item in items) >= _MOST_BYTES:
-        what = f"{strange[0]!r} has a negative size" if strange else "it claims to hold more than any disk does"
+        what = f"{strange[0]!r} has a negative size" if strange else "the source claims to hold more than any disk does"
         raise CorruptCheckpointError(what, source)
 
 

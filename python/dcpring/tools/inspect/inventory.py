@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dcpring.base.files import with_cure
+from dcpring.base.files import special_kind, with_cure
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import referenced_files
 from dcpring.format.unpickler import Safe
@@ -88,6 +89,7 @@ class DataFile:
         size: its length in bytes; None where it is missing.
         disk_bytes: that it takes on the disk.
         links: names that it has, here and elsewhere: with more than one, another checkpoint has these bytes, too.
+        kind: what it is instead of a file, as "a FIFO"; "" where it is one, or missing.
         needed: bytes that it must have at least; 0 where nothing refers to it.
         records: of tensors and objects in it; those that several keys share count once.
         bytes: of the tensors' elements and the objects' records in it.
@@ -99,6 +101,7 @@ class DataFile:
     size: int | None
     disk_bytes: int = 0
     links: int = 1
+    kind: str = ""
     needed: int = 0
     records: int = 0
     bytes: int = 0
@@ -111,9 +114,9 @@ class DataFile:
 
     @property
     def state(self) -> str:
-        """ "ok", "missing", "short" or "leftover" (nothing refers to it)."""
+        """ "ok", "missing", "no file" (see ``kind``), "short" or "leftover" (nothing refers to it)."""
         if self.size is None:
-            return "missing"
+            return "no file" if self.kind else "missing"
         if not self.records:
             return "leftover"
         return "ok" if self.size >= self.needed else "short"
@@ -254,20 +257,22 @@ def _manifest(contents: Contents) -> Manifest | None:
 
 # ---- files ----
 
+_LEADS_OUT = "a symbolic link that leads out of the checkpoint"
+
 
 def payload_bytes(entry: Entry, record: Record) -> int:
     """Bytes of a chunk's elements, or of an object's record."""
     return record.place.length if entry.dtype is None else math.prod(record.lengths) * entry.dtype.itemsize
 
 
-def _data_file(name: str, there: Mapping[str, os.stat_result]) -> DataFile:
+def _data_file(name: str, there: Mapping[str, os.stat_result | str]) -> DataFile:
     about = there.get(name)
-    if about is None:
-        return DataFile(name, rank_of_file(name), None)
+    if about is None or isinstance(about, str):
+        return DataFile(name, rank_of_file(name), None, kind=about or "")
     return DataFile(name, rank_of_file(name), about.st_size, about.st_blocks * 512, about.st_nlink)
 
 
-def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> dict[str, DataFile]:
+def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result | str]) -> dict[str, DataFile]:
     files: dict[str, DataFile] = {}
     seen: set[tuple[str, int, int]] = set()
     for item in items:
@@ -288,12 +293,21 @@ def _files_of(items: Iterable[Listed], there: Mapping[str, os.stat_result]) -> d
     return files
 
 
-def _there(directory: Path, parts: Sequence[Contents]) -> dict[str, os.stat_result]:
-    """The files in a directory, and those of models that lie in folders below it."""
-    with with_cure(directory), os.scandir(directory) as entries:
-        there = {entry.name: entry.stat() for entry in entries if entry.is_file()}
+def _there(directory: Path, parts: Sequence[Contents]) -> dict[str, os.stat_result | str]:
+    """The files in a directory, and those of models that lie in folders below it; of what is no file, what it is."""
     models = [contents.model.files for contents in parts if contents.model is not None]
+    there: dict[str, os.stat_result | str] = {}
+    with with_cure(directory), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                about = entry.stat()
+                leads_out = not models and entry.is_symlink() and not _is_below(Path(entry.path), directory)
+                there[entry.name] = _LEADS_OUT if leads_out else special_kind(about.st_mode) or about
     return there | {name: (files.directory / name).stat() for files in models for name in files.versions}
+
+
+def _is_below(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
 
 
 def _leftovers(directory: Path, names: Iterable[str], parts: Sequence[Contents]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dcpring import _C
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import names_in, open_regular, read_regular
+from dcpring.base.files import names_in, open_regular, read_regular, special_kind
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.boxes import wrong_boxes
 from dcpring.format.lazy import StoredChunks, has_known_tables
@@ -51,6 +51,11 @@ _RAW = 3
 """A tensor's elements alone, with no record around them, likewise."""
 
 _END = 1 << 63
+
+_SMALL_BYTES = 1 << 16
+"""Where a record has less on average, the time is that of records and not of bytes."""
+
+_SPECIAL = "not a regular file"
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,11 @@ class VerifyReport:
         what = f"{format_bytes(self.bytes)} in {_count(self.records, 'record')} of {_count(self.files, 'file')}"
         if self.quick:
             return f"{what}, structure and sizes only"
-        return f"{what}, {self.bytes / self.seconds / 1e9:.2f} GB/s" if self.seconds else what
+        if not self.seconds:
+            return what
+        if self.bytes < _SMALL_BYTES * self.records:
+            return f"{what}, {self.records / self.seconds:,.0f} records/s"
+        return f"{what}, {self.bytes / self.seconds / 1e9:.2f} GB/s"
 
     def rows(self) -> list[tuple[str, ...]]:
         """The problems as cells: key, file, offset, bytes, what. Keys with the same problem have one row."""
@@ -271,6 +280,8 @@ class _Records:
         with contextlib.closing(Inputs(str(self._directory), files, links)) as inputs:
             problems, left, unkept, repeated, _ = _C.verify(inputs.core, self._items, self._report.quick, options)
         for index, offset, length, what, err, crcs in problems:
+            if what.endswith(_SPECIAL):
+                what = f"its file is {self._kind_of_file(index)}"
             self._note(index, offset, length, _in_words(what, err, crcs))
         self._report.unlisted = unkept
         self._check_left(left)
@@ -289,6 +300,13 @@ class _Records:
             more = path.stat().st_size - size if path.is_file() else 0
             if more > 0:
                 yield f"{name}: {_count(more, 'byte')} belong to no key, and nothing covers them"
+
+    def _kind_of_file(self, index: int) -> str:
+        path = self._directory / self._records[index][1].place.file
+        with contextlib.suppress(OSError):
+            if kind := special_kind(os.stat(path).st_mode):
+                return f"{kind}, {_SPECIAL}"
+        return _SPECIAL
 
     def _note(self, index: int, offset: int, length: int, what: str) -> None:
         file = self._records[index][1].place.file

@@ -102,7 +102,7 @@ def test_what_it_says(here: Path) -> None:
         (("model.pt", "a.pt", "--files", "2"), "--files 2: is for DCP"),
         (("old/__0_0.distcp", "a.pt"), "is a data file of a DCP checkpoint; name the directory, old"),
         (("evil", "a.pt"), "evil: 'evil' holds more than plain data"),
-        (("evil", "a.pt"), "If you trust it, convert it with --trusted."),
+        (("evil", "a.pt"), "If you trust it, pass --trusted."),
         (("model.pt", "a", "--files", "0"), "not above 0"),
         (
             ("model.pt", "a.safetensors", "--shard-size", "1G"),

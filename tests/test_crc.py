@@ -102,7 +102,7 @@ def test_a_load_that_casts(tmp_path: Path, tensor: Tensor, row: int) -> None:
     assert torch.equal(state["big"], tensor.double())
     reader = RingReader(save_damaged(tmp_path / "bad", tensor, row))
     error = _kinds.failure(lambda: dcp.load(state, storage_reader=reader, no_dist=True))
-    assert re.match(r"CorruptCheckpointError: 'big' \(rank 0\): CRC-32 of its 41943040 bytes is not .*distcp", error)
+    assert re.match(r"CorruptCheckpointError: .*distcp: 'big' \(rank 0\): bytes \d+ to \d+ of the file, all of ", error)
     assert "already overwritten in the state dict: 'big'" in error
 
 
@@ -110,7 +110,7 @@ def test_a_load_that_casts(tmp_path: Path, tensor: Tensor, row: int) -> None:
 @pytest.mark.parametrize("goal", ["a.pt", "a.safetensors", "a"])
 def test_conversion(tmp_path: Path, tensor: Tensor, row: int, goal: str) -> None:
     source = save_damaged(tmp_path / "source", tensor, row)
-    with pytest.raises(CorruptCheckpointError, match=r"'big'.*CRC-32 of its 41943040 bytes") as caught:
+    with pytest.raises(CorruptCheckpointError, match=r"'big'.*all of this value, are damaged \(CRC-32") as caught:
         convert(source, tmp_path / goal)
     assert str(source) in str(caught.value)
     assert not (tmp_path / goal).exists()
@@ -148,7 +148,7 @@ def test_shards_of_columns(tmp_path: Path, tensor: Tensor) -> None:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        with pytest.raises(CorruptCheckpointError, match=rf"'big'.*CRC-32 of its 20971520 bytes.*{file.name}"):
+        with pytest.raises(CorruptCheckpointError, match=rf"{file.name}.*'big'.*all of this value, are damaged"):
             convert(tmp_path / "source", tmp_path / "bad.pt")
         data[len(data) // 2] ^= 1
         file.write_bytes(data)

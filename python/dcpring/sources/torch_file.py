@@ -157,7 +157,7 @@ class TorchSource:
         except RefusedError as error:
             raise UntrustedCheckpointError(
                 f"{self._path} holds more than plain data and tensors, and loading it could run code: {error}",
-                "convert it with --trusted",
+                "pass trusted=True",
             ) from error
         except (MemoryError, OSError):
             raise

@@ -174,7 +174,11 @@ class PlainTensors:
             payload = payload_of(box)
             name = self._reads.inputs.names[payload.file]
             if not sum_up(sums, name, box):
-                why = f"CRC-32 of its {payload.payload_bytes} bytes is not what it was when they were written"
+                end = payload.payload_offset + payload.payload_bytes
+                why = (
+                    f"bytes {payload.payload_offset} to {end} of the file, all of this value, are damaged (CRC-32 is "
+                    "not what it was when they were written); load another checkpoint"
+                )
                 path = f"{self._explain.path}/{name}"
                 raise CorruptCheckpointError(f"{self._explain.name(box.position)}: {why}", path, payload.payload_offset)
 

@@ -174,6 +174,7 @@ class Twin(accelerators.Accelerators):
         self._copying: dict[int, Stream] = {}
         self.contexts: set[int] = set()
         self.pinned_stretches: list[int] = []
+        self._in_place: dict[int, int] = {}
         self.allocated = [0] * devices
         self.most_allocated = [0] * devices
         self.pinned_bytes = self.most_pinned = 0
@@ -234,12 +235,14 @@ class Twin(accelerators.Accelerators):
         assert address not in self._pinned
         self.contexts.add(self.thread.device)
         self.pinned_stretches.append(size)
+        self._in_place[address] = size
         self._pinned[address] = size
         self.pinned_bytes += size
         self.most_pinned = max(self.most_pinned, self.pinned_bytes)
 
     def unpin(self, address: int) -> None:
         self.pinned_bytes -= self._pinned.pop(address)
+        del self._in_place[address]
         ctypes.c_uint8.from_address(address).value  # noqa: B018 - it is still there
 
     def _unpin(self, start: int, rounded: int) -> None:
@@ -298,6 +301,18 @@ class Twin(accelerators.Accelerators):
         memory = _memory(tensor)
         (stream or self.thread.streams[_index(tensor.device)]).submit(lambda: memory.copy_(torch.as_tensor(value)))
 
+    def extra_bytes(self, work: Callable[[], Any]) -> int:
+        """What tensors on the first device take at most while the work is done, beside those that are there."""
+        self.synchronize(torch.device(TYPE, 0))
+        before = self.most_allocated[0] = self.allocated[0]
+        work()
+        return self.most_allocated[0] - before
+
+    @property
+    def pinned_in_place(self) -> int:
+        """Of the pinned bytes those of memory that is not torch's."""
+        return sum(self._in_place.values())
+
     @property
     def under_way(self) -> int:
         return sum(stream.under_way for stream in self.streams)
@@ -314,6 +329,11 @@ _active: Twin | None = None
 def _twin() -> Twin:
     assert _active is not None, "this is a tensor of a twin that is gone"
     return _active
+
+
+def twin_in_use() -> Twin:
+    """For tests of any accelerator."""
+    return _twin()
 
 
 @contextlib.contextmanager
@@ -621,8 +641,10 @@ def _register() -> list[Any]:
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("cat", _cat, "PrivateUse1")
+    aten.impl("is_pinned", lambda *_, **__: False, "PrivateUse1")
     for key in ("Conjugate", "Negative"):
-        aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
+        for name in ("_copy_from", "is_pinned"):
+            aten.impl(name, torch.library.fallthrough_kernel, key)
     rest.fallback(_any_other, "PrivateUse1")
     return [guard, aten, rest]
 

@@ -1,36 +1,26 @@
-"""Leaves the tests of this folder out where there is no accelerator, and says so."""
+"""Where there is no accelerator, the tests of this folder run on the simulated one, and the run says so."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from device._support import KIND
+from device._support import IS_TWIN, KIND, _twin
 
-HERE = Path(__file__).parent
-
-_left_out: list[pytest.Item] = []
+collect_ignore_glob = [] if KIND else ["test_*.py"]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if KIND:
+@pytest.fixture(autouse=True, params=["needed only", "others first"] if IS_TWIN else [KIND])
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not IS_TWIN:
+        yield
         return
-    _left_out[:] = [item for item in items if item.path.is_relative_to(HERE)]
-    config.hook.pytest_deselected(items=_left_out)
-    items[:] = [item for item in items if not item.path.is_relative_to(HERE)]
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Nothing to run is no failure where all that was asked for needs an accelerator."""
-    if _left_out and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
+    with _twin.active(_twin.Twin(request.param)):
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _left_out:
-        terminalreporter.write_line(
-            f"NOT RUN: {len(_left_out)} tests in tests/device, as torch finds no accelerator on this machine",
-            yellow=True,
-        )
+    if IS_TWIN:
+        terminalreporter.write_line("tests/device ran on a simulated accelerator, as torch finds none", yellow=True)
     elif KIND:
         terminalreporter.write_line(f"tests/device ran on {KIND!r}")

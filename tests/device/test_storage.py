@@ -185,4 +185,4 @@ def test_fingerprints_are_those_of_the_cpu() -> None:
 def test_the_accelerator_is_what_it_is_said_to_be() -> None:
     """What the other tests take for granted: these tensors are there, and pinned memory is pinned."""
     assert all(tensor.device.type == KIND for tensor in spread({"x": torch.ones(2), "y": torch.ones(2)}).values())
-    assert is_pinned(accelerators.active.pinned(100))
+    assert KIND == "cpu" or is_pinned(accelerators.active.pinned(100))

@@ -22,7 +22,7 @@ static PyObject *make_directory(PyObject *module, PyObject *args) {
     rc = dr_directory_make(path, names, &error);
     Py_END_ALLOW_THREADS
     Py_DECREF(object);
-    return finish_call(module, rc, &error);
+    return rc < 0 ? raise_error(module_state(module), &error) : PyBool_FromLong(rc);
 }
 
 static PyObject *file_system(PyObject *module, PyObject *args) {
@@ -200,7 +200,9 @@ static PyObject *cure(PyObject *module, PyObject *args) {
 
 PyMethodDef directory_methods[] = {
     {"make_directory", make_directory, METH_VARARGS,
-     "make_directory(path, sync, last=True): mkdir -p; without `last` only the names of those above it are synced"},
+     "make_directory(path, sync, last=True) -> whether it is new: mkdir -p; without `last` only the names of those "
+     "above "
+     "it are synced"},
     {"file_system", file_system, METH_VARARGS, "file_system(path) -> the magic number of the file system it lies on"},
     {"sync_directory", sync_directory, METH_VARARGS, "sync_directory(path): its names are durable"},
     {"commit", commit, METH_VARARGS, "commit(directory, tmp, name, data, sync): name holds the old bytes or the new"},

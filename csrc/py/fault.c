@@ -10,11 +10,12 @@ static PyObject *arm_fault(PyObject *module, PyObject *args) {
     (void)module;
     struct dr_fault fault = {0};
     unsigned long long nth;
-    int sticky;
-    if (!PyArg_ParseTuple(args, "zKip|I", &fault.call, &nth, &fault.err, &sticky, &fault.delay_ms))
+    int sticky, is_warm = false;
+    if (!PyArg_ParseTuple(args, "zKip|Ip", &fault.call, &nth, &fault.err, &sticky, &fault.delay_ms, &is_warm))
         return NULL;
     fault.nth = nth;
     fault.sticky = sticky;
+    fault.warm = is_warm;
     Py_BEGIN_ALLOW_THREADS
     dr_fault_arm(&fault);
     Py_END_ALLOW_THREADS
@@ -54,7 +55,9 @@ static PyObject *watch_gil(PyObject *module, PyObject *list) {
 
 PyMethodDef fault_methods[] = {
     {"arm_fault", arm_fault, METH_VARARGS,
-     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky, delay_ms=0): for tests"},
+     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky, delay_ms=0, warm=False): for tests; lets "
+     "go "
+     "of what is kept, unless it is to begin warm"},
     {"watch_gil", watch_gil, METH_O,
      "watch_gil(list): from now on notes in it each system call of the core that is made with the GIL held, as the one "
      "that this makes is: close; for tests"},

@@ -214,7 +214,7 @@ static int open_core(struct stripe_file *self, const char *directory, const char
     gil_release(&gil);
     int rc = dr_output_open(&self->core, directory, name, allocated > 0, options, &error);
     if (rc == 0)
-        rc = dr_output_allocate(&self->core, allocated, &error);
+        rc = dr_output_prepare(&self->core, allocated, &error);
     gil_take(&gil);
     self->open = self->removed = true;
     if (rc < 0)

@@ -5,6 +5,8 @@
 #include "io/sys_fault.h"
 
 #include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
 
 static const struct dr_control never;
 
@@ -30,7 +32,10 @@ static void makes_directories(void) {
         for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
             DR_NEW_ERROR(error);
             const char *path = check_path(names[i]);
-            CHECK_OK(dr_directory_make(path, sync ? DR_NAMES_ALL : DR_NAMES_LATER, &error), &error);
+            bool is_new = !check_exists(names[i]);
+            int rc = dr_directory_make(path, sync ? DR_NAMES_ALL : DR_NAMES_LATER, &error);
+            CHECK_OK(rc, &error);
+            CHECK_EQ(rc, is_new);
             CHECK(is_directory(path));
         }
 }
@@ -91,9 +96,9 @@ static void making_fails_at_each_call(void) {
             int rc = dr_directory_make(check_path(name), DR_NAMES_ALL, &error);
             calls = n == 0 ? dr_fault_disarm() : (dr_fault_disarm(), calls);
             CHECK_EQ(check_open_descriptors(), before);
-            CHECK_EQ(rc, error.kind == DR_ERROR_NONE ? 0 : -EIO);
+            CHECK_EQ(rc, error.kind == DR_ERROR_NONE ? 1 : -EIO);
             CHECK(rc < 0 || is_directory(check_path(name)));
-            CHECK(errors[e] != EINTR || rc == 0);
+            CHECK(errors[e] != EINTR || rc == 1);
         }
         CHECK_INT(calls, >=, 9);
     }
@@ -505,8 +510,8 @@ static void syncs_go_together(void) {
     dr_sys.fdatasync = counted_fdatasync;
     atomic_store(&most_under_way, 0);
     for (int i = 0; i < 30; i++)
-        CHECK_OK(dr_syncs_add_file(&syncs, fd, "synced", DR_SYNC_DATA, 7, &never, &error), &error);
-    close(fd); /* they have their own */
+        CHECK_OK(dr_syncs_add_file(&syncs, dup(fd), "synced", DR_SYNC_DATA, 7, &never, &error), &error);
+    close(fd);
     CHECK_OK(dr_syncs_add_directory(&syncs, check_dir, &error), &error);
     CHECK_OK(dr_syncs_add_above(&syncs, check_dir, &error), &error);
     CHECK_OK(dr_syncs_wait(&syncs, &never, &watch, &error), &error);
@@ -566,8 +571,8 @@ static void the_first_of_some_failures(void) {
     int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
     dr_syncs_init(&syncs);
     dr_sys.fsync = failing_fsync;
-    CHECK_OK(dr_syncs_add_file(&syncs, fd, "data", DR_SYNC_DATA, 0, &never, &error), &error);
-    CHECK_OK(dr_syncs_add_file(&syncs, fd, "first", DR_SYNC_LENGTH, 0, &never, &error), &error);
+    CHECK_OK(dr_syncs_add_file(&syncs, dup(fd), "data", DR_SYNC_DATA, 0, &never, &error), &error);
+    CHECK_OK(dr_syncs_add_file(&syncs, dup(fd), "first", DR_SYNC_LENGTH, 0, &never, &error), &error);
     CHECK_OK(dr_syncs_add_directory(&syncs, check_dir, &error), &error);
     CHECK_FAILS(dr_syncs_wait(&syncs, &never, NULL, &error), &error, EIO);
     CHECK(strcmp(error.path, "first") == 0 && error.call == DR_CALL_FSYNC);
@@ -578,10 +583,47 @@ static void the_first_of_some_failures(void) {
     CHECK_OK(dr_syncs_add_file(&syncs, fd, "left alone", DR_SYNC_DATA, 0, &never, &error), &error);
     dr_syncs_abandon(&syncs);
     dr_syncs_abandon(&syncs);
-    close(fd);
     for (int tries = 0; check_open_descriptors() > before && tries < 1000; tries++)
         nanosleep(&(struct timespec){0, 10000000}, NULL);
     CHECK_EQ(check_open_descriptors(), before);
+}
+
+static int failing_close(int fd) {
+    dr_sys_real.close(fd);
+    return -ENOSPC;
+}
+
+/* NFS says only then that it could not write. Of a directory nothing was written. */
+static void closing_fails(void) {
+    struct dr_syncs syncs;
+    DR_NEW_ERROR(error);
+    int before = check_open_descriptors();
+    dr_syncs_init(&syncs);
+    dr_sys.close = failing_close;
+    CHECK_OK(dr_syncs_add_directory(&syncs, check_dir, &error), &error);
+    CHECK_OK(dr_syncs_wait(&syncs, &never, NULL, &error), &error);
+    int fd = open(check_path("synced"), O_RDWR | O_CREAT, 0666);
+    CHECK_OK(dr_syncs_add_file(&syncs, fd, "synced", DR_SYNC_DATA, 0, &never, &error), &error);
+    CHECK_FAILS(dr_syncs_wait(&syncs, &never, NULL, &error), &error, ENOSPC);
+    CHECK(strcmp(error.path, "synced") == 0 && error.call == DR_CALL_CLOSE);
+    dr_sys = dr_sys_real;
+    CHECK_EQ(check_open_descriptors(), before);
+}
+
+/* ---- which process ---- */
+
+/* However it was forked: by clone too, of which nobody is told. */
+static void forked_processes_have_numbers_of_their_own(void) {
+    CHECK_EQ(dr_process(), getpid());
+    for (int raw = 0; raw < 2; raw++) {
+        pid_t child = raw ? (pid_t)syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : fork();
+        if (child == 0)
+            _exit(dr_process() == (pid_t)syscall(SYS_getpid) ? 0 : 1);
+        int status;
+        CHECK_EQ(waitpid(child, &status, 0), child);
+        CHECK_EQ(status, 0);
+        CHECK_EQ(dr_process(), getpid());
+    }
 }
 
 /* ---- names ---- */
@@ -626,4 +668,6 @@ CHECK_MAIN({"makes_directories", makes_directories}, {"makes_relative_directorie
            {"removes_files", removes_files}, {"direct_modes", direct_modes}, {"sync_can_be_left", sync_can_be_left},
            {"sync_fails", sync_fails}, {"syncs_go_together", syncs_go_together},
            {"memory_is_synced_by_the_caller", memory_is_synced_by_the_caller},
-           {"the_first_of_some_failures", the_first_of_some_failures}, {"opens_only_below", opens_only_below})
+           {"the_first_of_some_failures", the_first_of_some_failures}, {"closing_fails", closing_fails},
+           {"forked_processes_have_numbers_of_their_own", forked_processes_have_numbers_of_their_own},
+           {"opens_only_below", opens_only_below})

@@ -105,7 +105,7 @@ static int save_together(const char *name, const struct dr_options *options, uin
     unlink(check_path(name));
     struct dr_output made;
     int rc = dr_output_open(&made, check_dir, name, true, options, error);
-    rc = rc < 0 ? rc : dr_output_allocate(&made, file_end, error);
+    rc = rc < 0 ? rc : dr_output_prepare(&made, file_end, error);
     for (int rank = 0; rank < RANKS && rc == 0; rank++) {
         struct dr_stripes all = ranks[rank].stripes;
         all.stripes = stripes, all.count = count;

@@ -12,6 +12,9 @@
 #include <string.h>
 #include <unistd.h>
 
+/* A file of no more than that goes through the page cache: its sync writes it, which saves a wait for the disk. */
+#define SMALL_FILE ((size_t)256 * 1024)
+
 struct dr_writer {
     struct dr_output output;
     bool finished, failed;
@@ -105,10 +108,13 @@ static int choose_carry(struct writing *writing, struct dr_error *error) {
 static int run(struct writing *writing, const struct dr_control *control, struct dr_error *error) {
     struct dr_writer *w = writing->writer;
     struct save_window *window = &writing->window;
-    unsigned workers = dr_output_workers(&w->output, window->end - window->begin);
     if (window->end > w->expected)
         w->expected = window->end;
-    int rc = dr_output_engines(&w->output, workers, w->expected, error);
+    int rc = window->end > SMALL_FILE ? dr_output_prepare(&w->output, w->expected, error) : 0;
+    if (rc < 0)
+        return rc;
+    unsigned workers = dr_output_workers(&w->output, window->end - window->begin);
+    rc = dr_output_engines(&w->output, workers, w->expected, error);
     if (rc == 0)
         rc = choose_carry(writing, error);
     if (rc < 0)
@@ -131,7 +137,7 @@ static int run(struct writing *writing, const struct dr_control *control, struct
 }
 
 static int check_usable(const struct dr_writer *w, struct dr_error *error) {
-    if (w->output.owner != getpid())
+    if (w->output.owner != dr_process())
         return dr_error_invalid(error, DR_NO_ITEM, "the writer of %s belongs to the parent process", w->output.path);
     if (w->failed || w->finished)
         return dr_error_invalid(error, DR_NO_ITEM, "the writer of %s was closed, or failed before", w->output.path);
@@ -175,9 +181,6 @@ int dr_writer_write(struct dr_writer *w, const struct dr_source *sources, size_t
 
 /* ---- opening, finishing, closing ---- */
 
-/* A file of no more than that goes through the page cache: its sync writes it, which saves a wait for the disk. */
-#define SMALL_FILE ((size_t)256 * 1024)
-
 int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, uint64_t size_hint,
                    const struct dr_options *options, struct dr_error *error) {
     struct dr_writer *w = dr_calloc(1, sizeof *w);
@@ -185,8 +188,8 @@ int dr_writer_open(struct dr_writer **out, const char *dir, const char *name, ui
         return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
     w->expected = size_hint;
     int rc = dr_output_open(&w->output, dir, name, true, options, error);
-    if (rc == 0)
-        rc = dr_output_allocate(&w->output, size_hint, error);
+    if (rc == 0 && (size_hint > SMALL_FILE || options->direct == DR_DIRECT_ON))
+        rc = dr_output_prepare(&w->output, size_hint, error);
     if (rc < 0) {
         dr_writer_close(w);
         return rc;
@@ -256,7 +259,7 @@ void dr_writer_stats(const struct dr_writer *w, struct dr_writer_stats *out) {
 }
 
 void dr_writer_close(struct dr_writer *w) {
-    if (!w || w->output.owner != getpid())
+    if (!w || w->output.owner != dr_process())
         return;
     dr_output_close(&w->output, !w->finished);
     free(w->crcs);

@@ -58,39 +58,47 @@ static int look_at_directory(const char *path) {
     return rc == 0 && !S_ISDIR(st.st_mode) ? -ENOTDIR : rc;
 }
 
-/* One directory of the path. Some file systems refuse to make one that is there with other errors than EEXIST. */
-static int make_one(const char *path, bool sync, struct dr_error *error) {
+/*
+ * One directory of the path: 1 where it is new, 0 where it was there. Some file systems refuse to make one that is
+ * there with other errors than EEXIST.
+ */
+static int make_one(const char *path, struct dr_error *error) {
     int rc = DR_RETRY(dr_sys.mkdir(path, 0777));
     if (rc == 0)
-        return sync ? sync_parent(path, error) : 0;
-    int there = look_at_directory(path);
+        return 1;
+    int there = rc == -ENOENT ? rc : look_at_directory(path);
     if (there == 0)
         return 0;
     return dr_error_system(error, rc == -EEXIST ? -there : -rc, DR_CALL_MKDIR, path);
 }
 
-int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error) {
-    bool sync = names != DR_NAMES_LATER;
-    int rc = look_at_directory(path);
-    if (rc == 0)
-        return names == DR_NAMES_ALL ? sync_parent(path, error) : 0;
-    if (rc != -ENOENT || *path == '\0')
-        return dr_error_system(error, -rc, DR_CALL_STAT, path);
+static int make_above(const char *path, bool sync, struct dr_error *error) {
     char *partial = dr_strdup(path);
     if (!partial)
         return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, path);
-    rc = 0;
-    for (char *at = partial + 1; *at && rc == 0; at++) {
+    int rc = 0;
+    for (char *at = partial + 1; *at && rc >= 0; at++) {
         if (*at != '/')
             continue;
         *at = '\0';
-        rc = make_one(partial, sync, error);
+        rc = make_one(partial, error);
+        if (rc == 1 && sync)
+            rc = sync_parent(partial, error);
         *at = '/';
     }
-    if (rc == 0)
-        rc = make_one(partial, names == DR_NAMES_ALL, error);
     free(partial);
-    return rc;
+    return rc < 0 ? rc : 0;
+}
+
+int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error) {
+    int made = make_one(path, error);
+    if (made == -ENOENT && *path) {
+        dr_error_clear(error);
+        int rc = make_above(path, names != DR_NAMES_LATER, error);
+        made = rc < 0 ? rc : make_one(path, error);
+    }
+    int rc = made >= 0 && names == DR_NAMES_ALL ? sync_parent(path, error) : 0;
+    return rc < 0 ? rc : made;
 }
 
 static int write_all(int fd, const char *path, const uint8_t *data, size_t size, struct dr_error *error) {
@@ -110,11 +118,13 @@ static int write_file(int dirfd, const char *name, const char *path, int flags, 
     if (fd < 0)
         return dr_error_system(error, -fd, DR_CALL_OPEN, path);
     int rc = write_all(fd, path, data, size, error);
-    if (rc == 0 && syncs)
+    if (rc == 0 && syncs) {
         rc = dr_syncs_add_file(syncs, fd, path, DR_SYNC_LENGTH, size, control, error);
-    int closed = dr_sys.close(fd);
-    if (rc == 0 && closed < 0)
-        rc = dr_error_system(error, -closed, DR_CALL_CLOSE, path);
+    } else {
+        int closed = dr_sys.close(fd);
+        if (rc == 0 && closed < 0)
+            rc = dr_error_system(error, -closed, DR_CALL_CLOSE, path);
+    }
     if (rc < 0)
         DR_RETRY(dr_sys.unlink(dirfd, name));
     return rc;
@@ -253,17 +263,19 @@ static int clone_file(const struct linking *linking) {
     return rc;
 }
 
-/* Whether the new file's bytes are durable: they are when the syncs are over. */
-static int sync_linked(const struct linking *linking, int fd, const char *dir, struct dr_syncs *syncs,
+/* The new file's bytes are durable when the syncs are over, which take the descriptor. */
+static int sync_linked(const struct linking *linking, int *fd, const char *dir, struct dr_syncs *syncs,
                        const struct dr_control *control, struct dr_error *error) {
     char *path = dr_path_join(dir, linking->name);
-    int rc = path ? dr_syncs_add_file(syncs, fd, path, DR_SYNC_LENGTH, linking->size, control, error)
-                  : dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    if (!path)
+        return dr_error_system(error, ENOMEM, DR_CALL_MALLOC, dir);
+    int rc = dr_syncs_add_file(syncs, *fd, path, DR_SYNC_LENGTH, linking->size, control, error);
+    *fd = -1;
     free(path);
     return rc;
 }
 
-static int link_or_clone(const struct linking *linking, const char *dir, bool is_durable, struct dr_syncs *syncs,
+static int link_or_clone(struct linking *linking, const char *dir, bool is_durable, struct dr_syncs *syncs,
                          const struct dr_control *control, enum dr_link *how, struct dr_error *error) {
     int rc = DR_RETRY(dr_sys.link(linking->from_dirfd, linking->from, linking->dirfd, linking->name));
     int clone = rc < 0 ? clone_file(linking) : -1;
@@ -271,7 +283,7 @@ static int link_or_clone(const struct linking *linking, const char *dir, bool is
     if (rc < 0 && clone < 0)
         return dr_error_system(error, -rc, DR_CALL_LINK, linking->path);
     bool is_synced = syncs && (clone >= 0 || !is_durable);
-    rc = is_synced ? sync_linked(linking, clone >= 0 ? clone : linking->from_fd, dir, syncs, control, error) : 0;
+    rc = is_synced ? sync_linked(linking, clone >= 0 ? &clone : &linking->from_fd, dir, syncs, control, error) : 0;
     int closed = clone >= 0 ? dr_sys.close(clone) : 0;
     if (rc == 0 && closed < 0)
         rc = dr_error_system(error, -closed, DR_CALL_CLOSE, linking->path);

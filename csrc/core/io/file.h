@@ -20,7 +20,7 @@ int dr_file_use_direct(int fd, const char *path, enum dr_direct direct, struct d
  */
 enum dr_names { DR_NAMES_LATER, DR_NAMES_ABOVE, DR_NAMES_ALL };
 
-/* mkdir -p */
+/* mkdir -p; 1 where it was not there. */
 int dr_directory_make(const char *path, enum dr_names names, struct dr_error *error);
 
 /*

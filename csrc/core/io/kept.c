@@ -3,6 +3,7 @@
 
 #include "base/clock.h"
 #include "base/memory.h"
+#include "base/thread.h"
 #include "io/sys.h"
 
 #include <assert.h>
@@ -16,6 +17,7 @@ struct member {
     void (*job)(void *); /* to do next; NULL while it waits */
     void *argument;
     bool dismissed;         /* it was taken from those that wait, to end; who did that joins it */
+    atomic_uint holders;    /* the thread itself, or who joins it, and whoever is about to wake it */
     struct member *waiting; /* the next of those that wait */
 };
 
@@ -34,6 +36,14 @@ static struct {
     unsigned count;
     unsigned ms;
 } kept = {.lock = PTHREAD_MUTEX_INITIALIZER, .ms = DR_KEPT_MS};
+
+/* Frees it once nobody holds it. */
+static void drop(struct member *member) {
+    if (atomic_fetch_sub(&member->holders, 1) > 1)
+        return;
+    pthread_cond_destroy(&member->wake);
+    free(member);
+}
 
 /* ---- forks ---- */
 
@@ -65,9 +75,9 @@ static void lock(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&kept.lock);
-    if (kept.owner != getpid()) {
+    if (kept.owner != dr_process()) {
         forget_all();
-        kept.owner = getpid();
+        kept.owner = dr_process();
     }
 }
 
@@ -198,8 +208,7 @@ static void *serve(void *argument) {
     unlock();
     if (!dismissed) {
         pthread_detach(pthread_self());
-        pthread_cond_destroy(&self->wake);
-        free(self);
+        drop(self);
     }
     return NULL;
 }
@@ -211,6 +220,7 @@ static int start_member(void (*job)(void *), void *argument) {
         return -ENOMEM;
     member->job = job;
     member->argument = argument;
+    atomic_init(&member->holders, 1);
     dr_clock_cond_init(&member->wake);
     lock();
     kept.alive++;
@@ -219,10 +229,8 @@ static int start_member(void (*job)(void *), void *argument) {
     if (rc < 0)
         kept.alive--;
     unlock();
-    if (rc < 0) {
-        pthread_cond_destroy(&member->wake);
-        free(member);
-    }
+    if (rc < 0)
+        drop(member);
     return rc;
 }
 
@@ -261,10 +269,14 @@ int dr_kept_run(void (*job)(void *), void *argument) {
         take_out(member);
         member->argument = argument;
         member->job = job;
-        pthread_cond_signal(&member->wake);
+        atomic_fetch_add(&member->holders, 1);
     }
     unlock();
-    return member ? 0 : start_member(job, argument);
+    if (!member)
+        return start_member(job, argument);
+    pthread_cond_signal(&member->wake); /* with the lock, it would wake to wait for that */
+    drop(member);
+    return 0;
 }
 
 void dr_kept_release(void) {
@@ -285,8 +297,7 @@ void dr_kept_release(void) {
         struct member *member = dismissed;
         dismissed = member->waiting;
         pthread_join(member->id, NULL);
-        pthread_cond_destroy(&member->wake);
-        free(member);
+        drop(member);
     }
 }
 

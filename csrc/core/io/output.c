@@ -26,14 +26,12 @@ static int open_file(struct dr_output *out, bool create, struct dr_error *error)
     if (out->fd < 0)
         return dr_error_system(error, -out->fd, DR_CALL_OPEN, out->path);
     out->created = create;
-    int rc = dr_file_use_direct(out->fd, out->path, out->options.direct, error);
-    out->direct = rc > 0;
-    return rc < 0 ? rc : 0;
+    return 0;
 }
 
 int dr_output_open(struct dr_output *out, const char *dir, const char *name, bool create,
                    const struct dr_options *options, struct dr_error *error) {
-    *out = (struct dr_output){.options = *options, .dirfd = -1, .fd = -1, .owner = getpid()};
+    *out = (struct dr_output){.options = *options, .dirfd = -1, .fd = -1, .owner = dr_process()};
     out->dir = dr_strdup(dir);
     out->name = dr_strdup(name);
     out->path = dr_path_join(dir, name);
@@ -42,7 +40,7 @@ int dr_output_open(struct dr_output *out, const char *dir, const char *name, boo
     return open_file(out, create, error);
 }
 
-int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {
+static int allocate(struct dr_output *out, uint64_t size, struct dr_error *error) {
     struct dr_span span = {.begin = dr_watch_now(out->options.watch), .size = size, .step = DR_STEP_ALLOCATE};
     int rc = size ? DR_RETRY(dr_sys.fallocate(out->fd, (off_t)dr_align_up(size, DR_ALIGNMENT))) : 0;
     dr_watch_note(out->options.watch, span);
@@ -53,6 +51,15 @@ int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *er
         out->options.queue_depth = out->options.workers = 1;
     }
     return 0;
+}
+
+int dr_output_prepare(struct dr_output *out, uint64_t size, struct dr_error *error) {
+    if (out->prepared)
+        return 0;
+    out->prepared = true;
+    int rc = dr_file_use_direct(out->fd, out->path, out->options.direct, error);
+    out->direct = rc > 0;
+    return rc < 0 ? rc : allocate(out, size, error);
 }
 
 void dr_output_leave_direct(struct dr_output *out) {
@@ -178,7 +185,7 @@ int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data,
 /* Whether the file need not be cut, or cannot be but has its length. */
 static bool has_length(const struct dr_output *out, uint64_t length) {
     struct stat st;
-    return length == DR_ANY_LENGTH ||
+    return length == DR_ANY_LENGTH || !out->prepared ||
            (out->in_order && DR_RETRY(dr_sys.fstat(out->fd, &st)) == 0 && (uint64_t)st.st_size == length);
 }
 
@@ -194,19 +201,21 @@ int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *late
         return 0;
     struct dr_syncs now, *syncs = later ? later : &now;
     dr_syncs_init(&now);
-    rc = dr_syncs_add_file(syncs, out->fd, out->path, out->options.sync, length, control, error);
+    int fd = out->fd;
+    out->fd = -1;
+    rc = dr_syncs_add_file(syncs, fd, out->path, out->options.sync, length, control, error);
     return rc < 0 || later ? rc : dr_syncs_wait(&now, control, out->options.watch, error);
 }
 
 int dr_output_close_file(struct dr_output *out, struct dr_error *error) {
     int fd = out->fd;
     out->fd = -1;
-    int rc = dr_sys.close(fd);
+    int rc = fd < 0 ? 0 : dr_sys.close(fd);
     return rc < 0 ? dr_error_system(error, -rc, DR_CALL_CLOSE, out->path) : 0;
 }
 
 void dr_output_close(struct dr_output *out, bool removed) {
-    if (out->owner != getpid())
+    if (out->owner != dr_process())
         return;
     while (out->engine_count > 0) /* the first, which has spare buffers, is the next to be taken again */
         dr_kept_give(out->engines[--out->engine_count]);

@@ -23,7 +23,8 @@ struct dr_output {
     pid_t owner;
     bool direct;
     bool created;  /* by this output: dr_output_close removes it if told to */
-    bool in_order; /* blocks go one after the other, and the last one as it is: see dr_output_allocate */
+    bool prepared; /* for blocks */
+    bool in_order; /* blocks go one after the other, and the last one as it is: see dr_output_prepare */
     struct dr_engine *engines[DR_MAX_WORKERS];
     unsigned engine_count;
 };
@@ -35,11 +36,13 @@ int dr_output_open(struct dr_output *out, const char *dir, const char *name, boo
                    const struct dr_options *options, struct dr_error *error);
 
 /*
- * Preallocates: a full disk is known at once. Where the file system cannot, the file just grows. If that is FUSE's, it
- * may be one of those, mostly before an object storage, that take a file only from its beginning to its end, and none
- * that is cut: then one block is in flight at a time, in the order that the caller submits them in.
+ * Before it is written in blocks, once: turns direct I/O on, as the options want it, and preallocates, so that a full
+ * disk is known at once. Where the file system cannot, the file just grows. If that is FUSE's, it may be one of those,
+ * mostly before an object storage, that take a file only from its beginning to its end, and none that is cut: then one
+ * block is in flight at a time, in the order that the caller submits them in. A small file is not worth the calls: as
+ * long as it is not prepared, it is written at once, through the page cache, and has its length by that.
  */
-int dr_output_allocate(struct dr_output *out, uint64_t size, struct dr_error *error);
+int dr_output_prepare(struct dr_output *out, uint64_t size, struct dr_error *error);
 
 /* Sees to it that there are `count` engines. Buffers beyond what `expected` bytes need are never allocated. */
 int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, struct dr_error *error);
@@ -69,7 +72,8 @@ int dr_output_write_at(struct dr_output *out, uint64_t offset, const void *data,
 
 /*
  * Waits for all that is in flight, and cuts the file to its length, or leaves that as it is (DR_ANY_LENGTH); see
- * options.sync for what is durable then, or, where it is given a set of syncs, when these are over.
+ * options.sync for what is durable then, or, where it is given a set of syncs, when these are over. Where something is
+ * made durable, that closes the file, too.
  */
 #define DR_ANY_LENGTH UINT64_MAX
 int dr_output_sync(struct dr_output *out, uint64_t length, struct dr_syncs *later, const struct dr_control *control,

@@ -9,6 +9,7 @@
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -16,10 +17,12 @@
 struct dr_syncing {
     pthread_mutex_t lock;
     pthread_cond_t changed;
+    atomic_uint holders;
     int fd, result;
+    enum dr_call call; /* that the result is of */
     enum dr_sync kind;
     bool is_directory;
-    bool done, abandoned;
+    bool done;
     uint64_t begin, end, size; /* for the watch */
     uint32_t file;
     char *path;
@@ -34,7 +37,9 @@ static int sync_now(int fd, bool is_directory, enum dr_sync kind) {
     return is_directory && (rc == -EINVAL || rc == -EROFS) ? 0 : rc;
 }
 
-static void free_sync(struct dr_syncing *sync) {
+static void drop(struct dr_syncing *sync) {
+    if (atomic_fetch_sub(&sync->holders, 1) > 1)
+        return;
     pthread_mutex_destroy(&sync->lock);
     pthread_cond_destroy(&sync->changed);
     free(sync->path);
@@ -42,10 +47,16 @@ static void free_sync(struct dr_syncing *sync) {
 }
 
 static void do_sync(struct dr_syncing *sync) {
+    bool is_full = sync->is_directory || sync->kind == DR_SYNC_LENGTH;
+    sync->call = is_full ? DR_CALL_FSYNC : DR_CALL_FDATASYNC;
     sync->begin = dr_clock_ns();
     sync->result = sync_now(sync->fd, sync->is_directory, sync->kind);
     sync->end = dr_clock_ns();
-    dr_sys.close(sync->fd);
+    int closed = dr_sys.close(sync->fd);
+    if (sync->result >= 0 && closed < 0 && !sync->is_directory) {
+        sync->result = closed;
+        sync->call = DR_CALL_CLOSE;
+    }
 }
 
 static void run_sync(void *argument) {
@@ -53,11 +64,9 @@ static void run_sync(void *argument) {
     do_sync(sync);
     pthread_mutex_lock(&sync->lock);
     sync->done = true;
-    bool mine = sync->abandoned;
-    pthread_cond_signal(&sync->changed);
     pthread_mutex_unlock(&sync->lock);
-    if (mine)
-        free_sync(sync);
+    pthread_cond_signal(&sync->changed);
+    drop(sync);
 }
 
 /* Waits for the sync to end; false when the caller cancelled before. */
@@ -79,11 +88,18 @@ static bool await(struct dr_syncing *sync, const struct dr_control *control) {
 
 /* ---- a set ---- */
 
-void dr_syncs_init(struct dr_syncs *syncs) { *syncs = (struct dr_syncs){.owner = getpid()}; }
+void dr_syncs_init(struct dr_syncs *syncs) { *syncs = (struct dr_syncs){.owner = dr_process()}; }
+
+/* Syncs of memory do nothing: to hand one to a thread would take longer, much longer on busy processors. */
+static bool is_in_memory(struct dr_syncs *syncs, const char *path) {
+    if (!syncs->on_disk)
+        syncs->on_disk = !dr_file_system_is(path, DR_TMPFS);
+    return !syncs->on_disk;
+}
 
 /* Takes the descriptor, and syncs it in a thread, or at once where that takes no time or there is none to be had. */
 static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const char *path, struct dr_error *error) {
-    assert(syncs->owner == getpid());
+    assert(syncs->owner == dr_process());
     struct dr_syncing *sync = dr_malloc(sizeof *sync);
     if (sync) {
         *sync = *what;
@@ -96,6 +112,7 @@ static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const ch
     }
     pthread_mutex_init(&sync->lock, NULL);
     dr_clock_cond_init(&sync->changed);
+    atomic_init(&sync->holders, 2);
     if (syncs->last)
         syncs->last->next = sync;
     else
@@ -104,25 +121,21 @@ static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const ch
     syncs->pending_count++;
     if (!syncs->pending)
         syncs->pending = sync;
-    /* Syncs of memory do nothing: to hand one to a thread would take longer, much longer on busy processors. */
-    if (dr_file_system_is(path, DR_TMPFS) || dr_kept_run(run_sync, sync) < 0) {
-        do_sync(sync);
-        sync->done = true;
-    }
+    if (is_in_memory(syncs, path) || dr_kept_run(run_sync, sync) < 0)
+        run_sync(sync);
     return 0;
 }
 
 int dr_syncs_add_file(struct dr_syncs *syncs, int fd, const char *path, enum dr_sync kind, uint64_t size,
                       const struct dr_control *control, struct dr_error *error) {
     for (; syncs->pending_count >= DR_SYNCS_AT_ONCE; syncs->pending_count--) {
-        if (!await(syncs->pending, control))
+        if (!await(syncs->pending, control)) {
+            dr_sys.close(fd);
             return dr_error_cancelled(error);
+        }
         syncs->pending = syncs->pending->next;
     }
-    int copy = DR_RETRY(dr_sys.dup(fd));
-    if (copy < 0)
-        return dr_error_system(error, -copy, DR_CALL_FCNTL, path);
-    return begin(syncs, &(struct dr_syncing){.fd = copy, .kind = kind, .size = size, .file = syncs->files++}, path,
+    return begin(syncs, &(struct dr_syncing){.fd = fd, .kind = kind, .size = size, .file = syncs->files++}, path,
                  error);
 }
 
@@ -147,22 +160,13 @@ int dr_syncs_add_above(struct dr_syncs *syncs, const char *path, struct dr_error
     return rc;
 }
 
-static void abandon(struct dr_syncing *sync) {
-    pthread_mutex_lock(&sync->lock);
-    bool mine = sync->done;
-    sync->abandoned = true;
-    pthread_mutex_unlock(&sync->lock);
-    if (mine)
-        free_sync(sync);
-}
-
 /* Takes the first one out; NULL when there is none. */
 static struct dr_syncing *shift(struct dr_syncs *syncs) {
     struct dr_syncing *sync = syncs->first;
     if (sync)
         syncs->first = sync->next;
     else
-        dr_syncs_init(syncs);
+        *syncs = (struct dr_syncs){.owner = syncs->owner};
     return sync;
 }
 
@@ -177,9 +181,8 @@ static void note(const struct dr_syncing *sync, struct dr_watch *watch) {
 }
 
 static int result_of(const struct dr_syncing *sync, struct dr_error *error) {
-    bool is_full = sync->is_directory || sync->kind == DR_SYNC_LENGTH;
     if (sync->result < 0 && error->kind == DR_ERROR_NONE)
-        dr_error_system(error, -sync->result, is_full ? DR_CALL_FSYNC : DR_CALL_FDATASYNC, sync->path);
+        dr_error_system(error, -sync->result, sync->call, sync->path);
     return sync->result;
 }
 
@@ -188,7 +191,7 @@ int dr_syncs_wait(struct dr_syncs *syncs, const struct dr_control *control, stru
     int rc = 0;
     for (struct dr_syncing *sync; (sync = shift(syncs));) {
         if (!await(sync, control)) {
-            abandon(sync);
+            drop(sync);
             dr_syncs_abandon(syncs);
             dr_error_clear(error);
             return dr_error_cancelled(error);
@@ -196,16 +199,16 @@ int dr_syncs_wait(struct dr_syncs *syncs, const struct dr_control *control, stru
         note(sync, watch);
         int result = result_of(sync, error);
         rc = rc < 0 ? rc : result;
-        free_sync(sync);
+        drop(sync);
     }
     return rc < 0 ? rc : 0;
 }
 
 void dr_syncs_abandon(struct dr_syncs *syncs) {
-    if (syncs->owner != getpid())
+    if (syncs->owner != dr_process())
         return;
     for (struct dr_syncing *sync; (sync = shift(syncs));)
-        abandon(sync);
+        drop(sync);
 }
 
 /* ---- one ---- */
@@ -214,7 +217,10 @@ int dr_file_sync(int fd, const char *path, enum dr_sync kind, const struct dr_co
                  struct dr_error *error) {
     struct dr_syncs syncs;
     dr_syncs_init(&syncs);
-    int rc = dr_syncs_add_file(&syncs, fd, path, kind, 0, control, error);
+    int copy = DR_RETRY(dr_sys.dup(fd));
+    if (copy < 0)
+        return dr_error_system(error, -copy, DR_CALL_FCNTL, path);
+    int rc = dr_syncs_add_file(&syncs, copy, path, kind, 0, control, error);
     return rc < 0 ? rc : dr_syncs_wait(&syncs, control, NULL, error);
 }
 

@@ -23,11 +23,15 @@ struct dr_syncs {
         *pending; /* in the order in which they were added; pending: not known to be over */
     unsigned pending_count;
     uint32_t files;
+    bool on_disk; /* something of it is: then all of it is taken to be */
 };
 
 void dr_syncs_init(struct dr_syncs *syncs);
 
-/* Begins fdatasync, or fsync, of a file, which may be closed meanwhile. `size` is for the watch. */
+/*
+ * Begins fdatasync, or fsync, of a file. Its descriptor is the set's from now on, after a failure too: it is closed
+ * when that is over, of which a failure is one of the sync's. `size` is for the watch.
+ */
 int dr_syncs_add_file(struct dr_syncs *syncs, int fd, const char *path, enum dr_sync kind, uint64_t size,
                       const struct dr_control *control, struct dr_error *error);
 
@@ -45,7 +49,7 @@ int dr_syncs_wait(struct dr_syncs *syncs, const struct dr_control *control, stru
 /* Empties the set without waiting. */
 void dr_syncs_abandon(struct dr_syncs *syncs);
 
-/* One file, waited for. */
+/* One file, waited for; the descriptor stays the caller's. */
 int dr_file_sync(int fd, const char *path, enum dr_sync kind, const struct dr_control *control, struct dr_error *error);
 
 /* Makes the names in dir durable, in the calling thread. */

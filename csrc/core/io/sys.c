@@ -10,6 +10,7 @@
 #include <linux/fs.h>
 #include <linux/futex.h>
 #include <linux/stat.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -262,6 +263,32 @@ static int real_uring_result(const struct io_uring_cqe *cqe) { return cqe->res; 
 const struct dr_sys dr_sys_real = REAL_CALLS;
 
 struct dr_sys dr_sys = REAL_CALLS;
+
+/* ---- which process ---- */
+
+static _Atomic(pid_t) *kept_process; /* NULL: the kernel clears nothing */
+
+static void keep_process(void) {
+    size_t size = (size_t)sysconf(_SC_PAGESIZE);
+    void *page = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page != MAP_FAILED && madvise(page, size, MADV_WIPEONFORK) == 0)
+        kept_process = page;
+    else if (page != MAP_FAILED)
+        munmap(page, size);
+}
+
+pid_t dr_process(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, keep_process);
+    if (!kept_process)
+        return getpid();
+    pid_t process = atomic_load(kept_process);
+    if (process == 0)
+        atomic_store(kept_process, process = getpid());
+    return process;
+}
+
+/* ---- reading ---- */
 
 int dr_read_range(int fd, uint8_t *data, uint64_t lo, uint64_t hi) {
     while (lo < hi) {

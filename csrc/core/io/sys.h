@@ -118,6 +118,9 @@ enum { DR_MOST_INTERRUPTIONS = 1000 };
         dr_result; \
     })
 
+/* getpid without a system call: the number is kept in memory that the kernel clears in whatever is forked. */
+pid_t dr_process(void);
+
 /* Reads [lo, hi) of a file: 0, or why it cannot be read, an errno, or -1 where the file ends before. */
 int dr_read_range(int fd, uint8_t *data, uint64_t lo, uint64_t hi);
 

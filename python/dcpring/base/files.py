@@ -72,9 +72,9 @@ def new_tag() -> str:
     return secrets.token_hex(8)
 
 
-def unfinished_name(name: str) -> str:
-    """Where a file is written before it is renamed."""
-    return f"{name}.{new_tag()}.tmp"
+def unfinished_name(name: str, tag: str = "") -> str:
+    """Where a file is written before it is renamed; without a tag a new one is drawn."""
+    return f"{name}.{tag or new_tag()}.tmp"
 
 
 def replace_file(path: Path, data: bytes) -> None:

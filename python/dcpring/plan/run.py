@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcpring import _C
+from dcpring.base.files import new_tag
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, PlanReport, RankReport
@@ -78,6 +79,8 @@ class SaveRun(Run):
         there: names in the directory when the save began, and ``before`` the state of its metadata.
         claim: the file that is to become the metadata.
         pending: what is written and becomes durable while the metadata is written, where no other rank is waited for.
+        is_first: this rank has made the directory for it: nothing of an earlier save is there.
+        tag: for the names of the first files that it writes.
     """
 
     key_table: KeyTable | None = None
@@ -89,6 +92,13 @@ class SaveRun(Run):
     before: tuple[int, ...] | None = None
     claim: str = ""
     pending: Any = None
+    is_first: bool = False
+    tag: str = ""
+
+    def take_tag(self) -> str:
+        """What tells files from all others of the same number; never the same twice."""
+        tag, self.tag = self.tag or new_tag(), ""
+        return tag
 
     def written(self, stats: IOStats) -> None:
         """This rank's files are written."""

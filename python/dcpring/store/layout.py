@@ -174,9 +174,9 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> list[str]:
     return sorted(set(names) - claims - lost)
 
 
-def claim(directory: Path, metadata_name: str) -> str:
+def claim(directory: Path, metadata_name: str, tag: str) -> str:
     """Gives a save the right to commit, until another begins; the name of the file that is to become its metadata."""
-    name = unfinished_name(metadata_name)
+    name = unfinished_name(metadata_name, tag)
     path = directory / name
     with with_cure(path):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))

@@ -330,9 +330,10 @@ class RingWriter(FileSystemWriter):
 
     def _begin_save(self) -> None:
         self._abandon(of_threads(self).begin())
-        self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map)
+        drawn = uuid.uuid4()  # the only random number of a save: its other names are made of it
+        self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map, tag=drawn.hex[16:])
         self._phases.begin(_trace.LOCAL_PLAN)
-        self.save_id = str(uuid.uuid4())  # DCP gives a writer a new one only with another checkpoint_id
+        self.save_id = str(drawn)  # DCP gives a writer a new one only with another checkpoint_id
 
     @staticmethod
     def _abandon(before: dict[str, Any] | None) -> None:
@@ -342,7 +343,8 @@ class RingWriter(FileSystemWriter):
 
     @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _C.make_directory(str(self.path), self.sync_files, False)  # its own name is synced with the data
+        # Its own name is synced with the data.
+        self._run.is_first = _C.make_directory(str(self.path), self.sync_files, False)
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
             raise RuntimeError(
                 f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
@@ -375,9 +377,9 @@ class RingWriter(FileSystemWriter):
     def _claim(self) -> None:
         """From here on this save is the one that may commit, and no other that has begun before."""
         run, name = self._run, self._metadata_name
-        run.there = layout.remove_leftovers(self._directory, self._own_rank_only)
+        run.there = [] if run.is_first else layout.remove_leftovers(self._directory, self._own_rank_only)
         run.before = layout.state_of(self._directory / name) if name in run.there else None
-        run.claim = layout.claim(self._directory, name)
+        run.claim = layout.claim(self._directory, name, uuid.UUID(self.save_id).hex[:16])
 
     @ends_save
     @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
@@ -408,7 +410,7 @@ class RingWriter(FileSystemWriter):
         )
         self._run.meter.begin(saving.planned_bytes)
         rank, numbers = self._plan_rank(plan), itertools.count()
-        tag = new_tag() if self.file_names == "unique" else None
+        tag = self._run.take_tag() if self.file_names == "unique" else None
         pending = Pending(str(self.path), watch, self.sync_files, self._run.claim)
         keeping, earlier = self._compared(saving, planner, rank)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fault._support import failure, needed_files
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-from dcpring import _C, RingReader, RingWriter
+from dcpring import _C, RingReader, RingWriter, saved_key_map
+from dcpring.format.metadata import load_metadata
 from dcpring.store import layout
 
 State = dict[str, Any]
@@ -86,7 +89,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Turns]]:
         return call
 
     for owner, names in (
-        (_C, ("make_directory", "remove_files", "write_file", "rename_file", "commit")),
+        (_C, ("make_directory", "remove_files", "write_file", "rename_file")),
         (layout, ("names_in", "claim", "state_of", "referenced_files")),
     ):
         for name in names:
@@ -112,3 +115,35 @@ def test_one_of_two_saves_is_there(tmp_path: Path, stepping: list[Turns], seed: 
     save(tmp_path, 3)
     assert number_in(tmp_path) == 3
     assert {path.name for path in tmp_path.iterdir()} == needed_files(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_key_map_is_that_of_the_save_that_is_there(tmp_path: Path, stepping: list[Turns], seed: int) -> None:
+    """All maps lie in one file, which each save writes anew before it commits."""
+
+    def save_renamed(number: int) -> None:
+        save(tmp_path, number, key_map={"tensor": f"renamed {number}"})
+
+    save_renamed(9)
+    turns = Turns([lambda: save_renamed(1), lambda: save_renamed(2)])
+    stepping.append(turns)
+    turns.run(random.Random(seed))
+    stepping.clear()
+    (name,) = (key for key in load_metadata(tmp_path / ".metadata")[0].state_dict_metadata if "renamed" in key)
+    table = saved_key_map(tmp_path)
+    assert table is not None and dict(table.exact) == {"tensor": name}
+    assert name in [f"renamed {number}" for number, error in enumerate(turns.errors, start=1) if error is None]
+
+
+class WithoutPlan(RingWriter):
+    """Does what a save needs, and does not call what it has overridden."""
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return [replace(plan, storage_data=_StoragePrefix(f"__{at}_")) for at, plan in enumerate(plans)]
+
+
+def test_a_writer_whose_subclass_plans_by_itself(tmp_path: Path) -> None:
+    for number in (1, 2):
+        dcp.save(state_of(number), storage_writer=WithoutPlan(tmp_path), no_dist=True)
+        assert number_in(tmp_path) == number
+        assert {path.name for path in tmp_path.iterdir()} == needed_files(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import secrets
@@ -84,3 +85,15 @@ def replace_file(path: Path, data: bytes) -> None:
         OSError: it cannot be written.
     """
     _C.commit(str(path.absolute().parent), f".{unfinished_name(path.name)}", path.name, data, False)
+
+
+@contextlib.contextmanager
+def locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterator[None]:
+    """Holds the lock of a file or directory, as far as there are any; ``must``: OSError where there are not, or when
+    somebody else holds it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.nullcontext() if must else contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if must else 0))
+        yield

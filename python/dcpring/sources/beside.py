@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from dcpring import _C
-from dcpring.base.files import names_in, unfinished_name
+from dcpring.base.files import locked, names_in, unfinished_name
 from dcpring.errors import CheckpointError
 from dcpring.format.safetensors import Names, is_model_file
 from dcpring.options import IOOptions
@@ -68,9 +67,9 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
 def file_beside(target: Path, overwrite: bool, size_hint: int, watch: _C.Watch | None) -> Iterator[_C.FileWriter]:
     """A new file to write; in the end it is called ``target``."""
     with _beside(target, False, overwrite) as (path, locks), contextlib.ExitStack() as opened:
-        with _locked(target.parent, fcntl.LOCK_SH):
+        with locked(target.parent, fcntl.LOCK_SH):
             file = opened.enter_context(writing(str(path.parent), path.name, size_hint, watch))
-            locks.enter_context(_locked(path))
+            locks.enter_context(locked(path))
         yield file
 
 
@@ -78,9 +77,9 @@ def file_beside(target: Path, overwrite: bool, size_hint: int, watch: _C.Watch |
 def directory_beside(target: Path, overwrite: bool) -> Iterator[str]:
     """A new directory to write to; in the end it is called ``target``."""
     with _beside(target, True, overwrite) as (path, locks):
-        with _locked(target.parent, fcntl.LOCK_SH):
+        with locked(target.parent, fcntl.LOCK_SH):
             _C.make_directory(str(path), True)
-            locks.enter_context(_locked(path))
+            locks.enter_context(locked(path))
         yield str(path)
         _C.sync_directory(str(path))
 
@@ -116,23 +115,11 @@ def _remove_orphans(target: Path) -> None:
     convert to the same target at the same time.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp(\.old)?")
-    with contextlib.suppress(OSError), _locked(target.parent, must=True):  # so nobody is between making and locking
+    with contextlib.suppress(OSError), locked(target.parent, must=True):  # so nobody is between making and locking
         for path in target.parent.iterdir():
             if pattern.fullmatch(path.name) and not path.is_symlink():
-                with contextlib.suppress(OSError), _locked(path, must=True):
+                with contextlib.suppress(OSError), locked(path, must=True):
                     _remove(path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, kind: int = fcntl.LOCK_EX, must: bool = False) -> Iterator[None]:
-    """Holds the lock of a file or directory, as far as there are any; ``must``: OSError where there are not, or when
-    somebody else holds it."""
-    with contextlib.ExitStack() as held:
-        with contextlib.nullcontext() if must else contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            held.callback(os.close, descriptor)
-            fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if must else 0))
-        yield
 
 
 @contextlib.contextmanager

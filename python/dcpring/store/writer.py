@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from dcpring import _C
 from dcpring.base.arguments import checks_names, shown
-from dcpring.base.files import new_tag, unfinished_name
+from dcpring.base.files import locked, names_in, new_tag, unfinished_name
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.order import BackgroundSave, Line, wait_for_turn
 from dcpring.base.own import Own, of_threads
@@ -366,7 +366,8 @@ class RingWriter(FileSystemWriter):
     @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._phases.span(_trace.CLEAN_UP):
-            self._claim()
+            is_new = self._run.is_first  # so nothing of an earlier save is there
+            self._claim([] if is_new else layout.remove_leftovers(self._directory, self._own_rank_only))
         self._run.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
         return self._run.plans
 
@@ -374,10 +375,10 @@ class RingWriter(FileSystemWriter):
     def _metadata_name(self) -> str:
         return METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
 
-    def _claim(self) -> None:
-        """From here on this save is the one that may commit, and no other that has begun before."""
+    def _claim(self, there: list[str]) -> None:
+        """From here on this save may commit, to a directory with these names in it."""
         run, name = self._run, self._metadata_name
-        run.there = [] if run.is_first else layout.remove_leftovers(self._directory, self._own_rank_only)
+        run.there = there
         run.before = layout.state_of(self._directory / name) if name in run.there else None
         run.claim = layout.claim(self._directory, name, uuid.UUID(self.save_id).hex[:16])
 
@@ -551,8 +552,8 @@ class RingWriter(FileSystemWriter):
 
     def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
         run, own, metadata = self._run, self._own_rank_only, self._directory / self._metadata_name
-        if not run.claim:  # the caller makes no plan of all ranks
-            self._claim()
+        if not run.claim:  # nobody has called prepare_global_plan, and data have been written by now
+            self._claim(names_in(self._directory))
         superseded = layout.tables(run.there, own)
         if not self.keep_superseded:
             superseded |= layout.superseded_files(self._directory, run.there, own)
@@ -583,15 +584,16 @@ class RingWriter(FileSystemWriter):
             return None
         name = layout.table_name(self._own_rank_only)
         tables: dict[str, KeyTable] = {}
-        with contextlib.suppress(OSError, ValueError, CheckpointError):
-            kept, current = load_tables(self._directory / name), read_trailer(metadata)
-            tables = {
-                save_id: kept[save_id]
-                for at, save_id in enumerate(kept, start=_KEPT_TABLES - len(kept))
-                if at >= 0 or (current is not None and save_id == current.save_id)
-            }
-        data = dump_tables(tables | {self.save_id: table})
-        _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
+        with locked(self._directory):  # else one of two that write at once would lose the other's
+            with contextlib.suppress(OSError, ValueError, CheckpointError):
+                kept, current = load_tables(self._directory / name), read_trailer(metadata)
+                tables = {
+                    save_id: kept[save_id]
+                    for at, save_id in enumerate(kept, start=_KEPT_TABLES - len(kept))
+                    if at >= 0 or (current is not None and save_id == current.save_id)
+                }
+            data = dump_tables(tables | {self.save_id: table})
+            _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
         return name
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -119,9 +119,10 @@ def wait_for_turn() -> None:
 
     In a thread that DCP has made for a save, what becomes of that save is watched from now on.
     """
-    here = save_of_thread()
+    is_main = threading.current_thread() is threading.main_thread()
+    here = None if is_main else save_of_thread()
     if here is None:
-        group = group_inside_dcp()
+        group = group_inside_dcp() if _lines else None
         if group is not None and (line := _lines.get(group)) is not None:
             wait_until(lambda: line.is_over)
         return

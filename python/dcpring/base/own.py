@@ -60,8 +60,8 @@ class OfThreads:
 
 def of_threads(owner: Any) -> OfThreads:
     """The values of its ``Own`` attributes."""
-    found: OfThreads = owner.__dict__.setdefault("_of_threads", OfThreads())
-    return found
+    found: OfThreads | None = owner.__dict__.get("_of_threads")
+    return owner.__dict__.setdefault("_of_threads", OfThreads()) if found is None else found
 
 
 class Own:

@@ -3,6 +3,7 @@
     python benchmarks/huggingface.py                      # 2 GiB of bfloat16 on 4 and 2 ranks, minutes
     python benchmarks/huggingface.py --mib 256 --procs 2 --rounds 1
     python benchmarks/huggingface.py --procs 1 --axes 0 --loads        # whole, by one process
+    python benchmarks/huggingface.py --mib 1024 --procs 4 --axes 1 --loads --plain  # columns of files as hubs have them
 
 runai-model-streamer and fastsafetensors take part where they are installed.
 
@@ -102,6 +103,11 @@ def save_ring(group: Group, state: State, folder: Path) -> None:
     dcp.save(state, storage_writer=RingHFWriter(folder), planner=RingSavePlanner())
 
 
+def save_ring_plain(group: Group, state: State, folder: Path) -> None:
+    """Files as others write them: without checksums."""
+    dcp.save(state, storage_writer=RingHFWriter(folder, checksum=False), planner=RingSavePlanner())
+
+
 def save_ring_dcp(group: Group, state: State, folder: Path) -> None:
     dcp.save(state, storage_writer=RingWriter(folder), planner=RingSavePlanner())
 
@@ -159,8 +165,12 @@ SAVES: dict[str, Callable[[Group, State, Path], None]] = {
     "stock, consolidated by rank 0": save_stock,
     "stock, consolidated by every rank": save_stock_every_rank,
     "RingHFWriter": save_ring,
+    "RingHFWriter, checksum=False": save_ring_plain,
     "RingWriter (.distcp)": save_ring_dcp,
 }
+LOADED = save_ring, save_ring_plain
+"""Whose files are loaded."""
+
 LOADS: dict[str, Callable[[Group, State, Path], None]] = {
     "HuggingFaceStorageReader": load_stock,
     "safe_open, slices": load_safe_open,
@@ -198,13 +208,13 @@ def run(group: Group, folder: Path, mib: int, axis: int, rounds: int, skipped: l
             )
             if group.rank == 0:
                 shutil.rmtree(folder / "model", ignore_errors=True)
-                if save is save_ring:
+                if save in LOADED:
                     target.rename(folder / "model.kept")
                 shutil.rmtree(target, ignore_errors=True)
                 if (folder / "model.kept").exists():
                     (folder / "model.kept").rename(folder / "model")
             group.barrier()
-            if save is not save_ring:
+            if save not in LOADED:
                 continue
             for name, load in LOADS.items():
                 if name in skipped:
@@ -225,11 +235,13 @@ def main() -> None:
     parser.add_argument("--axes", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", action="store_true", help="no saves but the one that is loaded")
+    parser.add_argument("--plain", action="store_true", help="load files without checksums")
     parser.add_argument("--skip", nargs="*", default=[], help="names in the table")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, help="where results go, with a picture beside them")
     options = parser.parse_args()
-    options.skip += [who for who, save in SAVES.items() if options.loads and save is not save_ring]
+    options.skip += [who for who, save in SAVES.items() if options.loads and save not in LOADED]
+    options.skip += [who for who, save in SAVES.items() if save is (save_ring if options.plain else save_ring_plain)]
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     machine, results = _machine.describe(folder), []
     print(machine)

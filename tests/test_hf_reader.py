@@ -432,6 +432,45 @@ def test_only_what_is_needed_is_read(tmp_path: Path, dimension: int, share: str)
     assert read <= 1.1 * given["0"].nbytes
 
 
+def load_columns(path: str, options: dict[str, Any]) -> tuple[str, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(torch.zeros(3000, 1024), mesh, [Shard(1)])}
+    reader = RingHFReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=RingLoadPlanner())
+    assert torch.equal(state["w"].full_tensor(), torch.arange(3000 * 1024.0).view(3000, 1024))
+    assert reader.stats is not None
+    return reader.stats.engine, reader.stats.cached_bytes
+
+
+@pytest.mark.parametrize("kind", ("one file", "ours"))
+@pytest.mark.parametrize(
+    "options, engine", (({}, "mmap"), ({"direct": False}, "mmap"), ({"engine": "threads"}, "threads"))
+)
+def test_columns_come_from_where_the_page_cache_has_them(
+    tmp_path: Path, kind: str, options: dict[str, Any], engine: str
+) -> None:
+    """Without a copy, and whether or not there are checksums, unless an engine is asked for."""
+    path = write(tmp_path / "model", kind, {"w": torch.arange(3000 * 1024.0).view(3000, 1024)})
+    for found, cached in _distributed.run(4, load_columns, str(path), options):
+        assert found == engine and (cached > 0 or engine != "mmap")
+
+
+def columns_fail(path: str) -> list[int]:
+    with pytest.raises(CheckpointException, match="CRC-32") as caught:
+        load_columns(path, {})
+    return sorted(caught.value.failures)
+
+
+def test_damage_between_columns_is_found(tmp_path: Path) -> None:
+    """Where there are checksums all bytes are looked at, though few are wanted."""
+    path = write(tmp_path / "model", "ours", {"w": torch.arange(3000 * 1024.0).view(3000, 1024)})
+    (file,) = path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-10] ^= 1  # of the last columns
+    file.write_bytes(data)
+    assert _distributed.run(2, columns_fail, str(path)) == [[0, 1], [0, 1]]
+
+
 def all_fail(path: str) -> tuple[str, list[int]]:
     state = {"rows": torch.zeros(1030, 257)}
     try:

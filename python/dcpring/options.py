@@ -35,7 +35,8 @@ class IOOptions:
     """How files are written or read.
 
     Args:
-        engine: "uring" (io_uring), "threads" (pread and pwrite), or "auto": io_uring where it is allowed.
+        engine: "uring" (io_uring), "threads" (pread and pwrite), or "auto": io_uring where it is allowed, and mmap for
+            columns that come through the page cache.
         direct: O_DIRECT or not; "auto" uses it where the file system takes it.
         queue_depth: blocks in flight, over all workers. With block_size_bytes it sets the memory used.
         block_size_bytes: size of one I/O, a multiple of 1 MiB.
@@ -115,9 +116,10 @@ class IOStats:
         linked_bytes: of ``tensor_bytes``, those in files that an earlier save has written, and that were linked.
         linked_files: how many these are; not part of ``files``.
         seconds: wall time.
-        engine: "uring" or "threads"; "" when there was nothing to do.
+        engine: "uring" or "threads", "mmap" where all came from the page cache by columns; "" when there was nothing to
+            do.
         direct: whether any direct I/O was done.
-        cached_bytes: of ``bytes``, those read through the page cache because they were in it.
+        cached_bytes: of ``bytes``, those read through the page cache because they were in it, or used there.
         sent_bytes: of tensors that this rank has read and passed on to others.
         received_bytes: of tensors that others have read for this rank and sent; not part of ``bytes``.
         refused: keys of objects that were saved and that a load refuses by default, with what they hold.

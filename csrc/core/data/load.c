@@ -4,6 +4,7 @@
 #include "base/align.h"
 #include "base/crc.h"
 #include "data/dequantise.h"
+#include "data/load_mapped.h"
 #include "data/load_plan.h"
 #include "record/region.h"
 
@@ -114,9 +115,16 @@ int dr_load(struct dr_input *input, struct dr_read *reads, size_t read_count, co
     struct load load = {.options = options};
     *stats = (struct dr_stream_stats){0};
     int rc = dr_load_plan_init(&load.plan, input, reads, read_count, options, control, error);
+    struct dr_stream_stats mapped = {0};
+    if (rc == 0)
+        rc = dr_load_mapped(&load.plan, options, use_block, &load, control, &mapped, error);
     const struct dr_stream stream = {input, load.plan.blocks, load.plan.block_count, options, use_block, NULL, &load};
     if (rc == 0)
         rc = dr_stream_run(&stream, control, stats, error);
+    stats->bytes += mapped.bytes;
+    stats->cached_bytes += mapped.cached_bytes;
+    if (!stats->engine)
+        stats->engine = mapped.engine;
     if (rc == 0)
         rc = dr_load_plan_check_sums(&load.plan, error);
     if (rc < 0) {

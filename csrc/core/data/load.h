@@ -10,7 +10,9 @@
  * files that reads refer to are there and long enough, and that slices, shapes
  * and sizes fit.
  * Quantised tensors are made of the bytes instead of a copy.
- * Blocks that the page cache holds are read through it, others directly.
+ * Blocks that the page cache holds are read through it, others directly; those of
+ * which little is wanted are used where it has them, without a copy
+ * (load_mapped.h).
  */
 #ifndef DCPRING_LOAD_H
 #define DCPRING_LOAD_H

@@ -47,6 +47,7 @@ struct adding {
     struct dr_load_plan *plan;
     const struct dr_read *read;
     size_t index;
+    bool sparse;
     const struct dr_options *options;
     struct dr_error *error;
 };
@@ -65,6 +66,11 @@ static void grow_to_crc_blocks(const struct dr_read *r, uint64_t *lo, uint64_t *
         *hi = up;
 }
 
+/* Whether at most half of what is read for a slice is wanted: it has gaps, over which is read. */
+static bool is_sparse(const struct dr_read *read, const struct dr_region *region) {
+    return !read->quantised && dr_region_has_gaps(region, DR_SLICE_GAP);
+}
+
 /* Cut at the grid of blocks, so that each block has its own extents: however many of them share its bytes. */
 static int add_extent(void *context, uint64_t lo, uint64_t hi) {
     struct adding *adding = context;
@@ -81,7 +87,7 @@ static int add_extent(void *context, uint64_t lo, uint64_t hi) {
         int rc = DR_ARRAY_RESERVE(plan->extents, plan->extent_count, plan->extent_room, 1, adding->error);
         if (rc)
             return rc;
-        plan->extents[plan->extent_count++] = (struct dr_load_extent){r->file, at, next, adding->index};
+        plan->extents[plan->extent_count++] = (struct dr_load_extent){r->file, at, next, adding->index, adding->sparse};
     }
     return 0;
 }
@@ -93,7 +99,7 @@ static int add_read(struct dr_load_plan *plan, size_t index, const struct dr_opt
         return rc;
     struct dr_region region;
     dr_region_init(&region, &r->chunk, r->offsets, r->lengths, r->memory, r->strides);
-    struct adding adding = {plan, r, index, options, error};
+    struct adding adding = {plan, r, index, is_sparse(r, &region), options, error};
     rc = dr_region_stretches(&region, DR_SLICE_GAP, add_extent, &adding);
     if (rc < 0 || !options->checksum || !r->has_whole_crc || dr_region_bytes(&region) != r->payload_size)
         return rc;
@@ -125,7 +131,12 @@ static int add_blocks(struct dr_load_plan *plan, uint64_t lo, uint64_t hi, size_
         int rc = DR_ARRAY_RESERVE(plan->blocks, plan->block_count, plan->block_room, 1, error);
         if (rc)
             return rc;
-        plan->blocks[plan->block_count++] = (struct dr_block){.file = file, .lo = at, .hi = next, .first = first};
+        plan->blocks[plan->block_count++] =
+            (struct dr_block){.file = file, .lo = at, .hi = next, .first = first, .sparse = true};
+        struct dr_block *block = &plan->blocks[plan->block_count - 1];
+        for (size_t i = first; i < plan->extent_count && plan->extents[i].file == file && plan->extents[i].lo < next;
+             i++)
+            block->sparse = block->sparse && plan->extents[i].sparse;
         while (first < plan->extent_count && plan->extents[first].file == file && plan->extents[first].lo < next)
             first++;
     }

@@ -10,6 +10,7 @@ struct dr_load_extent {
     size_t file;
     uint64_t lo, hi;
     size_t read;
+    bool sparse; /* at most half of it is wanted, and it is copied */
 };
 
 struct dr_load_plan {

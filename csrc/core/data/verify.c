@@ -270,7 +270,9 @@ static int add_part(struct verify_run *run, size_t index, struct dr_error *error
     for (uint64_t at = dr_align_down(part->offset, DR_ALIGNMENT), next; at < end && rc == 0; at = next) {
         next = dr_align_down(at, block_size) + block_size;
         next = next < end ? next : end;
-        rc = add_block(run, (struct dr_block){run->verify.checks[part->check].file, at, next, index, false}, error);
+        rc = add_block(
+            run, (struct dr_block){.file = run->verify.checks[part->check].file, .lo = at, .hi = next, .first = index},
+            error);
     }
     return rc;
 }

@@ -18,6 +18,7 @@ struct dr_block {
     size_t file;
     uint64_t lo, hi; /* lo is a multiple of DR_ALIGNMENT */
     size_t first;    /* the user's */
+    bool sparse;     /* a load's: little of it is wanted */
     bool in_one;     /* used as one piece; else in several where that is faster, cut on the CRC grid */
 };
 

@@ -259,3 +259,10 @@ int dr_region_stretches(const struct dr_region *region, uint64_t max_gap, int (*
         return 0;
     return stretches(region, 0, region->first, max_gap, emit, context);
 }
+
+bool dr_region_has_gaps(const struct dr_region *region, uint64_t max_gap) {
+    if (region->ndim == 0 || dr_region_bytes(region) == 0)
+        return false;
+    const struct dr_axis *inner = &region->axes[region->ndim - 1];
+    return inner->payload_stride >= 2 * region->run && inner->payload_stride - region->run <= max_gap;
+}

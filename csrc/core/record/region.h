@@ -45,4 +45,7 @@ void dr_region_scatter(const struct dr_region *region, uint64_t lo, uint64_t hi,
 int dr_region_stretches(const struct dr_region *region, uint64_t max_gap,
                         int (*emit)(void *context, uint64_t lo, uint64_t hi), void *context);
 
+/* Whether at most half of the bytes from the box's first to its last are its own, by gaps of at most max_gap. */
+bool dr_region_has_gaps(const struct dr_region *region, uint64_t max_gap);
+
 #endif

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import RingWriter
+from dcpring.base.files import locked
 from dcpring.cli.convert import EXAMPLES
-from dcpring.sources.beside import _locked
 
 MIB = 1 << 20
 MODEL = {"layer.weight": torch.arange(12.0).view(3, 4), "layer.bias": torch.ones(3)}
@@ -167,7 +167,7 @@ def test_what_a_killed_one_leaves_goes_with_the_next(here: Path, large: Path, na
 
     killed = _cli.interrupted("convert", large, name, when=is_writing, by=signal.SIGKILL)
     assert killed.status == -signal.SIGKILL and len(unfinished()) == 1
-    with _locked(unfinished()[0]):  # as who is still at work
+    with locked(unfinished()[0]):  # as who is still at work
         assert _cli.run("convert", "model.pt", name).status == 0
         assert len(unfinished()) == 1
     assert _cli.run("convert", "model.pt", name, "--overwrite").status == 0

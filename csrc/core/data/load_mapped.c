@@ -88,7 +88,7 @@ static int take_blocks(void *context, unsigned worker, struct dr_error *error) {
         struct dr_block *block = &plan->blocks[index];
         DR_NEW_ERROR(ignored);
         int fd;
-        if (!block->sparse || dr_input_hold(plan->input, block->file, &fd, &ignored) < 0)
+        if (!block->sparse || dr_input_hold(plan->input, block->file, 1, DR_INPUT_TRY, &fd, &ignored) < 0)
             continue;
         rc = use_held(run, worker, &window, block, fd, error);
         dr_input_release(plan->input, block->file);

@@ -476,7 +476,7 @@ def test_no_permission(tmp_path: Path, action: str, what: str, mode: int) -> Non
 def test_errors_of_pythons_own_calls_say_path_and_cure_on_other_ranks_too(tmp_path: Path) -> None:
     (tmp_path / "itself").symlink_to("itself")
     for call, path, words in (
-        (names_in, tmp_path / "itself", "its links lead in a circle"),
+        (names_in, tmp_path / "itself", "put the file itself there"),
         (names_in, Path(__file__), "a checkpoint is a directory"),
         (read_regular, Path("/proc/self/mem"), "the device reported an error"),
     ):

@@ -64,7 +64,7 @@ def test_bash_completes_every_option(folder: Path, parser: Parser) -> None:
 def test_bash_completes_paths(folder: Path) -> None:
     assert bash(folder, "dcpring", "ls", "ck") == {"ckpt"}, "directories only"
     assert bash(folder, "dcpring", "ls", "ckpt/") == {"ckpt/step-100"}
-    assert bash(folder, "dcpring", "bench", ".", "--output", "ck") == {"ckpt", "ckpt.txt"}
+    assert bash(folder, "dcpring", "report", "ckpt", "--output", "ck") == {"ckpt", "ckpt.txt"}
     assert bash(folder, "dcpring", "completion", "") == {"bash", "zsh", "tcsh"}
 
 

@@ -24,7 +24,6 @@ from typing import Literal, NamedTuple
 from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.errors import CheckpointError
-from dcpring.format.metadata import place_at
 from dcpring.options import Engine, IOOptions
 from dcpring.plan.strategy import remote_storage
 from dcpring.report import format_bytes
@@ -424,7 +423,9 @@ def _round_trip(scratch: Path, options: IOOptions) -> str:
         _, _, direct = writer.stats()
     finally:
         writer.close()
-    offset, size, crcs = place_at(placed, 0)[4:]
+    place = placed.get(0)
+    assert place is not None
+    offset, size, crcs = place[4:]
     with contextlib.closing(_C.Input(str(scratch), [name])) as inputs:
         [back], _ = _C.load_bytes(inputs, [(0, offset, size, crcs)], options.for_core(False))
     if back != data:

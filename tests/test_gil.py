@@ -45,7 +45,7 @@ def _barrier(folder: Path) -> None:
 
 def _files(folder: Path) -> None:
     syncs = _C.Syncs(None)
-    _C.write_file(str(folder), "a", b"abc", syncs)
+    _C.write_file(str(folder), "a", False, b"abc", syncs)
     _C.link_file(str(folder), "a", str(folder), "b", 3, False, syncs)
     syncs.wait()
     _C.rename_file(str(folder), "b", "c", True)
@@ -105,7 +105,7 @@ def test_syncs_that_are_in_use_are_not_lent_again(other: str, tmp_path: Path) ->
 
     others: dict[str, Callable[[], Any]] = {
         "wait": syncs.wait,
-        "file": lambda: _C.write_file(folder, f"{next(numbers)}", b"new", syncs),
+        "file": lambda: _C.write_file(folder, f"{next(numbers)}", False, b"new", syncs),
         "link": lambda: _C.link_file(folder, "old", folder, f"{next(numbers)}", 3, False, syncs),
         "writer": finish,
     }

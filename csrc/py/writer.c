@@ -137,8 +137,8 @@ static PyObject *digests_of(const struct dr_placed *placed, Py_ssize_t count) {
     return list;
 }
 
-/* Writes, notes where (but for NULL), and returns how many bytes of payload, or the digests where there are some. The
- * sources' memory is the caller's. */
+/* Writes, notes where (but for NULL), and returns how many bytes of payload were noted, or the digests where there
+ * are some. The sources' memory is the caller's. */
 static PyObject *write_sources(struct writer *self, const struct dr_source *sources, Py_ssize_t count,
                                const struct noting *noting) {
     struct dr_placed *placed = PyMem_Calloc((size_t)count + 1, sizeof *placed);
@@ -158,7 +158,7 @@ static PyObject *write_sources(struct writer *self, const struct dr_source *sour
         result = digests_of(placed, count);
     } else if (rc == 0) {
         unsigned long long bytes = 0;
-        for (Py_ssize_t i = 0; i < count; i++)
+        for (Py_ssize_t i = 0; noting && i < count; i++)
             bytes += placed[i].payload_size;
         result = PyLong_FromUnsignedLongLong(bytes);
     }

@@ -30,8 +30,10 @@ def _writer(folder: Path) -> Iterator[_C.FileWriter]:
 
 def _written(handles: _C.Tensors, folder: Path) -> bytes:
     with _writer(folder) as file:
-        ((_, _, offset, size, _),) = file.write_tensors(handles)
+        storage = _C.StorageIndex(1)
+        file.write_tensors(handles, storage)
         file.finish()
+    offset, size = storage.get(0)[4:6]  # type: ignore[index]
     data = Path(folder, "f").read_bytes()[offset : offset + size]
     Path(folder, "f").unlink()
     return data
@@ -58,11 +60,11 @@ def test_what_is_written_is_what_the_tensor_is_by_then(change: str, tmp_path: Pa
 def _uses(folder: Path, handles: _C.Tensors, other: _C.Tensors) -> dict[str, Callable[[], Any]]:
     def write() -> None:
         with _writer(folder) as file:
-            file.write_tensors(handles)
+            file.write_tensors(handles, _C.StorageIndex(1))
 
     def digest() -> None:
         with _writer(folder) as file:
-            file.write_digested(handles, KEY)
+            file.write_tensors(handles, _C.StorageIndex(1), None, None, KEY)
 
     memory = bytearray(4096)
     return {
@@ -97,7 +99,7 @@ handles = _C.Tensors([tensor])
 tensor.untyped_storage().resize_(0)
 file = _C.FileWriter({str(tmp_path)!r}, "f", 0, {OPTIONS})
 try:
-    file.write_tensors(handles)
+    file.write_tensors(handles, _C.StorageIndex(1))
 except ValueError as error:
     print(error)
 """
@@ -110,6 +112,6 @@ def test_sizes_that_no_file_can_have(count: int, tmp_path: Path) -> None:
     """Four tensors of 2**62 bytes end where a file of 64-bit offsets begins again."""
     handles = _C.Tensors([torch.ones(1).expand(1 << 60) for _ in range(count)])
     with _writer(tmp_path) as file, pytest.raises(ValueError, match="too large") as caught:
-        file.write_tensors(handles)
+        file.write_tensors(handles, _C.StorageIndex(count))
     assert caught.value.item == 1  # type: ignore[attr-defined]
     assert not list(tmp_path.iterdir())

@@ -170,7 +170,7 @@ def test_a_damaged_list_of_ties(tmp_path: Path) -> None:
 def test_headers_are_utf8(tmp_path: Path, encoding: str) -> None:
     header = {"é": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     put(tmp_path / MODEL_NAME, json.dumps(header, ensure_ascii=False).encode(encoding), bytes(4))
-    with pytest.raises(CorruptCheckpointError, match="its header is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="the header is damaged"):
         read_model(tmp_path)
     put(tmp_path / MODEL_NAME, json.dumps(header, ensure_ascii=False).encode(), bytes(4))
     assert keys(tmp_path) == ["é"]

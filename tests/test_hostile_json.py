@@ -49,7 +49,7 @@ def test_metadata(checkpoint: Path) -> None:
         dcp.load({"b": torch.zeros(2)}, storage_reader=RingReader(checkpoint), no_dist=True)
     assert "nested too deeply" in str(failure(caught.value))
     with pytest.raises(CorruptCheckpointError, match="nested too deeply"):
-        RingReader(checkpoint)._read_metadata(checkpoint / ".metadata")
+        RingReader(checkpoint)._read_metadata(checkpoint / ".metadata", False)
     for command in (("ls", checkpoint), ("convert", checkpoint, checkpoint.parent / "x.pt"), ("keys", checkpoint)):
         result = run(*command)
         assert result.status == 2

@@ -103,7 +103,7 @@ class OnceReader(RingReader):
     """
 
     joint: Joint | None = None
-    _kept: Metadata | None = None  # of which each load gets a run of its own
+    _kept: tuple[Metadata, Any, Any] | None = None  # with what its headers say; each load gets a run of its own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -133,9 +133,12 @@ class OnceReader(RingReader):
         return True  # in the operation they tell each other
 
     def _find_metadata(self, rank: int | None) -> Metadata:
+        load = self._load
         if self._kept is None:
-            self._kept = super()._find_metadata(rank)
-        return self._kept.anew() if isinstance(self._kept, LazyMetadata) else self._kept
+            metadata = super()._find_metadata(rank)
+            self._kept = metadata, load.files, load.quantised
+        metadata, load.files, load.quantised = self._kept
+        return metadata.anew() if isinstance(metadata, LazyMetadata) else metadata
 
 
 class Stored:

@@ -333,8 +333,7 @@ def bad_arguments_on_one(folder: Path) -> list[str]:
         messages.append(error_of(checkpointer.load, exclude=5 if rank else ()))
         checkpointer.load()
     options = {"writer_options": {"engine": "warp"}} if rank else {}
-    with Checkpointer(folder, some_state(), **options) as checkpointer:
-        messages.append(error_of(checkpointer.save, 1))
+    messages.append(error_of(Checkpointer, folder, some_state(), **options))
     return messages
 
 

@@ -304,7 +304,7 @@ def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
         ({"a": _with_attribute(Own())}, r"an attribute of a dict in the tree' \(.*Own\)"),
         ({"a": _with_attribute(lambda: 1)}, "an attribute of a dict in the tree.*pickle"),
         ({"a": torch.ones(2, device="meta")}, "'a'.*meta"),
-        ({"a": {"w": _noted(Own())}}, r"cannot save 'a\.w~note' \(.*Own\)"),
+        ({"a": {"w": _noted(Own())}}, r"cannot save .*'a\.w~note' \(.*Own\)"),
         (_itself(), "holds itself"),
     ],
 )

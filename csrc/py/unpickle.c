@@ -641,15 +641,8 @@ static bool are_attributes(PyObject *state) {
     return true;
 }
 
-/* What a record is hashed by. */
-static bool is_short(PyObject *value) {
-    return PyTuple_Check(value) ? PyTuple_Size(value) <= RECORD_PARTS : !PyLong_Check(value) || !long_bytes(value);
-}
-
 /* What is missing is as the class has it: pickles leave out None. */
 static bool is_one_of(PyObject *object, PyObject *types) {
-    if (object && !is_short(object))
-        return false;
     for (Py_ssize_t i = 0; object && i < PyTuple_Size(types); i++)
         if ((PyObject *)Py_TYPE(object) == PyTuple_GetItem(types, i))
             return true;
@@ -671,7 +664,8 @@ static bool are_short(PyObject *state, PyObject *types) {
     Py_ssize_t at = 0;
     while (PyDict_Next(types, &at, &name, &ignored)) {
         PyObject *value = PyDict_GetItem(state, name);
-        if (value && !is_short(value))
+        if (value && PyTuple_Check(value) ? PyTuple_Size(value) > RECORD_PARTS
+                                          : value && PyLong_Check(value) && long_bytes(value) > 0)
             return false;
     }
     return true;

@@ -100,7 +100,7 @@ def do_leg(rank: Rank, folder: Path, digests: Path, leg: Leg) -> tuple[int | Non
 def _digest(model: Any, optimizer: Any, counter: Counter) -> str:
     summed = hashlib.sha256(repr((counter.state_dict(), optimizer.param_groups[0]["lr"])).encode())
     for name, value in sorted(everything(model, optimizer).items()):
-        summed.update(name.encode())
+        summed.update(repr(name).encode())
         raw = value.contiguous().reshape(-1).view(torch.uint8) if isinstance(value, torch.Tensor) else value
         summed.update(bytes(raw.tolist()) if isinstance(raw, torch.Tensor) else repr(raw).encode())
     return summed.hexdigest()

@@ -453,6 +453,20 @@ def test_each_call_fails_once(tmp_path: Path, limit: int) -> None:
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename", "link"])
+@pytest.mark.parametrize("sticky", [False, True])
+def test_a_commit_of_several_files_fails_at_each_call(tmp_path: Path, call: str, sticky: bool) -> None:
+    """Where a name is changed and cannot be synced, what it leads to stays."""
+    old, new = ({name: torch.full((1 << 18,), n) for name in "abc"} for n in (1.0, 2.0))
+    save(tmp_path, old)
+    for nth in range(1, 12):
+        save(tmp_path, old, max_shard_bytes=1 << 20)
+        with fault(call, nth, sticky=sticky), contextlib.suppress(CheckpointException):
+            save(tmp_path, new, max_shard_bytes=1 << 20)
+        found = read(tmp_path)
+        same(found, new if found["a"][0] == 2 else old)
+
+
 def test_a_disk_without_room_for_all_files_keeps_none(tmp_path: Path) -> None:
     values = {name: torch.ones(1 << 18) for name in "abc"}
     with fault("fallocate", 3, errno.ENOSPC), pytest.raises(CheckpointException, match="No space left"):

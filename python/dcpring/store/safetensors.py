@@ -256,10 +256,16 @@ def _move_out(directory: Path, unfinished: Unfinished, index: str, durable: bool
         if syncs is not None:
             syncs.wait()
             _C.sync_directory(path)
-        _C.rename_file(path, index, unfinished.names.index, durable)
+        _C.rename_file(path, index, unfinished.names.index, False)
     except OSError as error:
         logger.info("the files of %s stay in %s, as its index says: %s", directory, folder, error)
         remove_files(directory, [*unfinished.files.values(), index])
+        return
+    try:
+        if durable:
+            _C.sync_directory(path)
+    except OSError as error:  # whichever index is there after a crash, its files are
+        logger.info("the files of %s stay in %s, too: %s", directory, folder, error)
     else:
         discard(directory, unfinished.files)
 

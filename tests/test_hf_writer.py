@@ -288,9 +288,9 @@ def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     state = {f"w{n}": torch.full((1 << 10,), float(n)) for n in range(5)}
     waits, wait = [], Pending.wait
 
-    def waiting(pending: Pending, phases: Any) -> None:
+    def waiting(pending: Pending, events: Any) -> None:
         waits.append((pending.syncs is not None, len(pending.synced)))
-        wait(pending, phases)
+        wait(pending, events)
 
     monkeypatch.setattr(Pending, "wait", waiting)
     _C.arm_fault("fsync", 1 << 30, 0, False)  # which only counts

@@ -26,6 +26,7 @@ from dcpring.options import IOOptions
 from dcpring.plan.run import _REPORTED, SaveRun
 from dcpring.tools.traces import RankTrace, read_operations
 from dcpring.watch import trace_file as _trace_file
+from dcpring.watch.events import Events
 
 SAVE = ["local plan", "gather plans", "global plan", "scatter plans", "write", "gather results", "commit", "clean-up"]
 LOAD = ["read metadata", "local plan", "gather plans", "global plan", "scatter plans", "read"]
@@ -173,7 +174,7 @@ def test_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("DCPRING_TRACE", raising=False)
     writer = RingWriter(tmp_path / "c")
     dcp.save(_state(), storage_writer=writer)
-    assert writer._run.phases.room == 0 and writer._run.watch() is None
+    assert writer._run.watch() is None
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -253,7 +254,7 @@ def test_the_oldest_operations_are_dropped_whole(tmp_path: Path, monkeypatch: py
 
 
 def test_spans_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcpring.watch.phases._MOST_WORK", 5)
+    monkeypatch.setattr("dcpring.watch.events._MOST_WORK", 5)
     writer = RingWriter(tmp_path / "c", trace=tmp_path / "t.json", block_size_bytes=1 << 20)
     dcp.save(_state(), storage_writer=writer)
     assert len(_parts(tmp_path / "t.json")[0].io) == 5
@@ -321,14 +322,14 @@ def test_a_watch_is_only_made_for_somebody() -> None:
     run.meter.counter = memoryview(bytearray(8))
     assert isinstance(run.watch(), _C.Watch)
     run = SaveRun()
-    run.phases.room = 5
+    run.events.room = 5
     assert isinstance(run.watch(), _C.Watch)
 
 
 def test_an_operation_given_up_in_the_middle_of_another(tmp_path: Path) -> None:
     """The collector may run at any time, and find a writer that was dropped in the middle of a save."""
     trace = _trace_file.TraceFile(tmp_path / "t.json", 0, 1)
-    first, own, given_up = (_trace_file.Recorded("save", name, 0) for name in ("first", "own", "given up"))
+    first, own, given_up = (Events("save", name) for name in ("first", "own", "given up"))
     trace.put(first)
 
     class Collecting:

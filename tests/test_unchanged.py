@@ -355,9 +355,9 @@ def test_linked_files_are_synced_with_the_others(tmp_path: Path, monkeypatch: py
     base, synced = hinted(base_of()), []
     wait = Pending.wait
 
-    def waiting(pending: Pending, phases: Any) -> None:
+    def waiting(pending: Pending, events: Any) -> None:
         synced.append(len(pending.synced))
-        wait(pending, phases)
+        wait(pending, events)
 
     monkeypatch.setattr(Pending, "wait", waiting)
     options: dict[str, Any] = {"single_file_per_rank": False}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from dcpring import _C
-from dcpring.watch.phases import Phases
+from dcpring.watch.events import Events
 
 
 class Pending:
@@ -54,8 +54,8 @@ class Pending:
                 self.syncs.directory(self._path)
             self.syncs.above(self._path)
 
-    def wait(self, phases: Phases) -> None:
+    def wait(self, events: Events) -> None:
         """Until all is durable."""
         if self.syncs is not None:
-            with self.removed_on_failure(), phases.span("sync"), phases.core(self.watch, "syncs", self.synced):
+            with self.removed_on_failure(), events.span("sync"), events.core(self.watch, "syncs", self.synced):
                 self.syncs.wait()

@@ -147,7 +147,7 @@ class StripeSaving:
             return self._sums
         assert self._group is not None
         meeting = _meeting(self._part, self._group)
-        with self._run.phases.span("wait for all", "wait"):
+        with self._run.events.span("wait for all", "wait"):
             all_came = meeting.wait(MEET_SECONDS)
         meeting.leave()
         if not all_came:
@@ -173,7 +173,7 @@ class StripeSaving:
         file = _C.StripeFile(self._path, layout.name, 0, part.writes_bytes, options)
         try:
             yield file
-            with self._run.phases.core(self._watch, f"end of {layout.name}", [layout.name]):
+            with self._run.events.core(self._watch, f"end of {layout.name}", [layout.name]):
                 file.finish(None, self._pending.syncs)
             self._pending.synced.append(layout.name)
             engine, direct = file.stats()
@@ -199,7 +199,7 @@ class StripeSaving:
         if not blocks:
             return
         assert turn.file is not None
-        with self._run.phases.core(self._watch, f"file {turn.layout.name}", [turn.layout.name]):
+        with self._run.events.core(self._watch, f"file {turn.layout.name}", [turn.layout.name]):
             crcs = turn.file.write(blocks, *patches, memory, turn.payloads)
         self._sums += [(turn.number, lo, each) for (lo, _, _), each in zip(blocks, crcs, strict=True)]
         self._stats.tensor_bytes += sum(hi - lo for lo, hi, _ in blocks)

@@ -43,7 +43,7 @@ from dcpring.report import LoadReport, ReadReport
 from dcpring.torchside.dcp import init_state_dict, names_as_2_3, set_element
 from dcpring.torchside.tensors import ShardedTensor
 from dcpring.torchside.versions import say_once
-from dcpring.watch import phases as _trace
+from dcpring.watch import events as _trace
 
 __all__ = ["RingLoadPlanner"]
 
@@ -183,8 +183,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         stored = {new: old for old, new in self._names.items()}
         return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
 
-    @_trace.step()
     def create_local_plan(self) -> LoadPlan:
+        with self._events.step():
+            return self._plan_by_match()
+
+    def _plan_by_match(self) -> LoadPlan:
         assert self.metadata is not None
         chunks = _chunks_of(self._run.stored or self.metadata)
         values = self._renamed(chunks)
@@ -209,8 +212,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._add_needs(self._own_plan)
         return self._own_plan
 
-    @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        with self._events.step(_trace.GLOBAL_PLAN):
+            return self._share_out(global_plan)
+
+    def _share_out(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         _warn_of_several(global_plan)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
         self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
@@ -225,8 +231,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self._run.report.share = needs[0].share if sharing[0].rounds else "off"
         return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
-    @_trace.step(_trace.READ)
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        with self._events.step(_trace.READ):
+            return self._finished(new_plan)
+
+    def _finished(self, new_plan: LoadPlan) -> LoadPlan:
         if self._own_plan is None or not isinstance(new_plan, RingLoadPlan):
             return new_plan
         self._own_plan.storage_data = new_plan.storage_data
@@ -251,8 +260,8 @@ class RingLoadPlanner(DefaultLoadPlanner):
         return self._run.report
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._run.phases
+    def _events(self) -> _trace.Events:
+        return self._run.events
 
     # ---- for RingReader ----
 

@@ -23,8 +23,8 @@ from dcpring.base.files import new_tag
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, PlanReport, RankReport
-from dcpring.watch import phases as _trace
-from dcpring.watch.phases import Phases
+from dcpring.watch import events as _trace
+from dcpring.watch.events import Events
 from dcpring.watch.progress import Meter
 
 logger = logging.getLogger("dcpring")
@@ -42,26 +42,30 @@ class Run:
     """What saves and loads have in common.
 
     Attributes:
-        phases: what it does, and when.
+        events: what it does, and when.
         meter: counts the bytes that are written or read.
         key_map: the storage's.
-        started: when it began, by ``time.perf_counter``.
     """
 
-    phases: Phases = field(default_factory=Phases)
+    events: Events = field(default_factory=Events)
     meter: Meter = field(default_factory=Meter)
     key_map: KeyMap | None = None
-    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.phases.abandon)
+        if self.events.is_recorded:
+            weakref.finalize(self, self.events.abandon)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
+    @property
+    def age_seconds(self) -> float:
+        """How long ago it began."""
+        return (time.monotonic_ns() - self.events.started) / 1e9
+
     def watch(self) -> _C.Watch | None:
         """What sees the core at work, where anybody wants to know."""
-        counter, room = self.meter.counter, self.phases.room
+        counter, room = self.meter.counter, self.events.room
         return _C.Watch(counter, room) if counter is not None or room else None
 
 
@@ -102,8 +106,6 @@ class SaveRun(Run):
 
     def written(self, stats: IOStats) -> None:
         """This rank's files are written."""
-        self.phases.begin(_trace.GATHER_RESULTS) if self.phases.is_coordinator else self.phases.end()
-        self.note_seconds()
         if len(self.report.ranks) == 1:
             _note_io(self.report.ranks[0], stats)
 
@@ -111,20 +113,20 @@ class SaveRun(Run):
         """The checkpoint is the one that is there; on the coordinator, with what each rank's ``write_data`` did."""
         self.plans = []
         if self.report.ranks and len(stats) == len(self.report.ranks):
-            self.phases.end()
-            self.note_seconds()
+            self.events.end()
             for rank, one in zip(self.report.ranks, stats, strict=True):
                 _note_io(rank, one)
             if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("saved: %s", self.report.summary())
+                logger.debug("saved: %s", self.timed_report().summary())
 
-    def note_seconds(self) -> None:
-        """Takes the phases that are over into the report."""
-        names = _REPORTED | ({} if self.phases.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
+    def timed_report(self) -> PlanReport:
+        """The report, with how long the phases took that are over."""
+        names = _REPORTED | ({} if self.events.is_coordinator else {_trace.SCATTER_PLANS: "coordinate"})
         seconds = self.report.seconds = {}
-        for phase, taken in self.phases.seconds().items():
+        for phase, taken in self.events.seconds().items():
             if phase in names:
                 seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
+        return self.report
 
 
 def _note_io(rank: RankReport, stats: IOStats) -> None:
@@ -186,4 +188,4 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 def run_of(about: StorageMeta | None, kind: type[AnyRun]) -> AnyRun:
     """The storage's run; a new one where the storage is not dcpring's, or that run is over."""
     run = getattr(about, "run", None)
-    return run if isinstance(run, kind) and not run.phases.is_over else kind()
+    return run if isinstance(run, kind) and not run.events.is_over else kind()

@@ -43,7 +43,7 @@ from dcpring.report import PlanReport, RankReport
 from dcpring.torchside import versions
 from dcpring.torchside.dcp import keep_plans_apart
 from dcpring.torchside.groups import members_of_caller
-from dcpring.watch import phases as _trace
+from dcpring.watch import events as _trace
 
 __all__ = ["RingSavePlanner"]
 
@@ -153,7 +153,7 @@ class RingSavePlanner(DefaultSavePlanner):
         if self._run is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
             wait_for_turn()
             self._group.require()
-        self._phases.begin(_trace.LOCAL_PLAN)
+        self._events.begin(_trace.LOCAL_PLAN)
         self._save.flat = self._flat(state_dict)
         if self._save.flat.renamed and is_coordinator:
             _warn_of_keys(self._save.flat.renamed)
@@ -166,7 +166,7 @@ class RingSavePlanner(DefaultSavePlanner):
             self._run.key_table = key_map.used(names)
         self.mappings = self._save.flat.mappings
         self.state_dict = self._save.flat.values
-        self.is_coordinator = self._phases.is_coordinator = is_coordinator
+        self.is_coordinator = self._events.is_coordinator = is_coordinator
         self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
@@ -174,8 +174,13 @@ class RingSavePlanner(DefaultSavePlanner):
             return flatten(state_dict)
         return Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
 
-    @_trace.step(_trace.LOCAL_PLAN, then=_trace.THE_PLANS)
     def create_local_plan(self) -> SavePlan:
+        with self._events.step(_trace.LOCAL_PLAN):
+            plan = self._plan_locally()
+            self._events.wait_for_plans()
+        return plan
+
+    def _plan_locally(self) -> SavePlan:
         if self._plans_by_items:
             versions.say_once(logging.INFO, f"{_by_items(self).reason}: ranks' items are sent, which takes longer")
             self.plan = SavePlan(own_items(make_table(self._described())))
@@ -207,37 +212,39 @@ class RingSavePlanner(DefaultSavePlanner):
         methods = ("create_local_plan", "create_global_plan", "finish_plan")
         return overrides(self, (RingSavePlanner,), methods)
 
-    @_trace.step(_trace.GLOBAL_PLAN)
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self._plans_by_items:
-            plans, metadata = super().create_global_plan(all_plans)
-        else:
-            plans, metadata = self._plan_by_tables(all_plans)
-        self.global_plan, self.metadata = plans, metadata
-        if not self._phases.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
-            self._phases.begin(_trace.SCATTER_PLANS)
+        with self._events.step(_trace.GLOBAL_PLAN):
+            if self._plans_by_items:
+                plans, metadata = super().create_global_plan(all_plans)
+            else:
+                plans, metadata = self._plan_by_tables(all_plans)
+            self.global_plan, self.metadata = plans, metadata
+            if not self._events.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
+                self._events.begin(_trace.SCATTER_PLANS)
         return plans, metadata
 
-    @_trace.step()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        with self._events.step():
+            return self._finish_plan(new_plan)
+
+    def _finish_plan(self, new_plan: SavePlan) -> SavePlan:
         save = self._save
         if self._plans_by_items:
             self.plan = super().finish_plan(new_plan)
             self._run.report = _report_by_items(self, self.plan)
-            self._phases.begin(_trace.WRITE)
+            self._events.begin(_trace.WRITE)
             return self.plan
         message = new_plan.received(Reply, _OWN) if isinstance(new_plan, RingPlan) else None
         if message is None or save.table is None:
             raise CheckpointError(f"{_OWN}: the coordinator does not plan with RingSavePlanner; {_ON_ALL}")
         items = Items(save.table, self._cache.finish(save.digest, message.kept))
         save.cuts = _cuts_of(items)
-        self._phases.begin(_trace.WRITE)
+        self._events.begin(_trace.WRITE)
         self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)  # type: ignore[arg-type]
         if not self._run.report.ranks:
             self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
-        self._run.note_seconds()
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("save plan of rank %d: %s", self._run.report.ranks[0].rank, self._run.report.summary())
+            logger.debug("save plan of rank %d: %s", message.rank.rank, self._run.timed_report().summary())
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -323,15 +330,15 @@ class RingSavePlanner(DefaultSavePlanner):
         return self._save.run
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._save.run.phases
+    def _events(self) -> _trace.Events:
+        return self._save.run.events
 
     def report(self) -> PlanReport:
         """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
 
         On the coordinator it covers all ranks, elsewhere this one.
         """
-        return self._run.report
+        return self._run.timed_report()
 
 
 # ---- what belongs to one save ----

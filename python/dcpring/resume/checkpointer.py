@@ -46,7 +46,7 @@ from dcpring.store.hf_writer import RingHFWriter
 from dcpring.store.reader import RingReader
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.torchside import dcp
-from dcpring.watch.phases import Staging
+from dcpring.watch.events import Staging
 
 __all__ = ["Checkpointer"]
 

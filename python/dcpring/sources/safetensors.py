@@ -15,7 +15,7 @@ from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
 from dcpring.store.one_saver import OneSaver
 from dcpring.store.safetensors import Unfinished, commit_model, discard, remove_unfinished
-from dcpring.watch.phases import Phases
+from dcpring.watch.events import Events
 
 
 class SafetensorsTarget:
@@ -77,7 +77,7 @@ class SafetensorsTarget:
             weights = {item.name: file for file, group in pairs for item in group}
             for index in unfinished.indices(weights, self.nbytes):
                 pending.write(*index)
-            pending.wait(Phases())
+            pending.wait(Events())
         except BaseException:
             discard(directory, [*unfinished.files, *pending.names])
             raise

@@ -47,11 +47,11 @@ from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Sav
 from dcpring.plan.table import check_sizes
 from dcpring.store.one_saver import OneSaver
 from dcpring.store.safetensors import Unfinished, check_others, commit_model, discard, remove_unfinished
-from dcpring.store.writer import RingWriter, ends_save
+from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
 from dcpring.torchside.versions import say_once
-from dcpring.watch import phases as _trace
+from dcpring.watch import events as _trace
 from dcpring.watch.metrics import MetricsFunction
 from dcpring.watch.progress import ProgressOption
 
@@ -190,8 +190,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             raise CheckpointError("RingHFWriter cannot save with use_collectives=False: all ranks write the same files")
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
-    @_trace.step(then=_trace.THE_PLANS)
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def _prepare(self, plan: SavePlan) -> SavePlan:
         _C.make_directory(str(self.path), self.sync_files, False)  # its own name is synced with the data
         ties: dict[str, str] = {}
         if not isinstance(plan, RingPlan):
@@ -201,17 +200,19 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             ties = _ties(plan.values)
         return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))
 
-    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._model = self._saver = None
-        if not self._is_named:
-            check_others(self._directory, self.names)
-        self._saver = OneSaver(self._directory)
-        with self._releasing(), self._phases.span(_trace.CLEAN_UP):
-            remove_unfinished(self._directory, self.names)
-        with self._releasing():
-            self._run.plans = self._assign(plans)
-        return _trace.send(self._phases, self._run.plans)
+        with self._events.step(_trace.GLOBAL_PLAN):
+            self._model = self._saver = None
+            if not self._is_named:
+                check_others(self._directory, self.names)
+            self._saver = OneSaver(self._directory)
+            with self._releasing(), self._events.span(_trace.CLEAN_UP):
+                remove_unfinished(self._directory, self.names)
+            with self._releasing():
+                self._run.plans = self._assign(plans)
+            plans = self._events.name_in(self._run.plans)
+            self._events.begin(_trace.SCATTER_PLANS)
+        return plans
 
     def _assign(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lays the files out, makes them, and says who writes what."""
@@ -350,7 +351,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         try:
             with self._releasing():
                 sums = saving.write()
-                pending.wait(self._phases)
+                pending.wait(self._events)
         except BaseException:
             discard(self._directory, [layout.name for layout in part.common.files])
             raise
@@ -382,9 +383,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     # ---- the commit ----
 
-    @ends_save
-    @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+    def _finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the last rename on, the new model is the one that is there."""
         model = self._model
         if model is None:
@@ -409,7 +408,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
                 pending.write(*index)
             if pending.syncs is not None:
                 pending.syncs.above(str(self.path))
-            pending.wait(self._phases)
+            pending.wait(self._events)
         except BaseException:
             discard(self._directory, [*model.unfinished.files, *pending.names])
             raise

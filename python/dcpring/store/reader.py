@@ -55,7 +55,7 @@ from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, re
 from dcpring.store.safetensors import is_model
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.torchside.groups import group_inside_dcp
-from dcpring.watch import phases as _trace
+from dcpring.watch import events as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
@@ -78,7 +78,7 @@ class _Load:
 
     def __init__(self) -> None:
         self.run = LoadRun()
-        self.run.phases.join(False)
+        self.run.events.set_up(False)
         self.metadata: Metadata | None = None
         self.storage_data: dict[MetadataIndex, Any] | None = None
         self.files: Files | None = None
@@ -204,8 +204,8 @@ class RingReader(FileSystemReader):
         return shown(self, str(self.path), **given, **policy, **self.options.changed())
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._load.run.phases
+    def _events(self) -> _trace.Events:
+        return self._load.run.events
 
     @property
     def made_of(self) -> frozenset[str]:
@@ -232,11 +232,13 @@ class RingReader(FileSystemReader):
             metadata = LazyMetadata(source=_Unreadable(load.problem))
         return metadata
 
-    @_trace.step()
     def _metadata_of(self, rank: int | None) -> Metadata:
-        if rank is None or self._phases.is_sure:
+        if rank is None or self._events.is_sure:
             self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
-        self._phases.begin(_trace.READ_METADATA)
+        with self._events.step(_trace.READ_METADATA):
+            return self._read_for_planner(rank)
+
+    def _read_for_planner(self, rank: int | None) -> Metadata:
         metadata = self._find_metadata(rank)
         self._load.run.made_of = self.made_of
         about = with_run(metadata.storage_meta, self._load.run)
@@ -247,7 +249,7 @@ class RingReader(FileSystemReader):
             self._load.run.stored = metadata
             metadata = LazyMetadata(source=_Renamed(metadata, self.key_map), version=getattr(metadata, "version", None))
         metadata.storage_meta = about
-        self._phases.begin(_trace.LOCAL_PLAN)
+        self._events.begin(_trace.LOCAL_PLAN)
         return metadata
 
     def _find_metadata(self, rank: int | None) -> Metadata:
@@ -303,7 +305,7 @@ class RingReader(FileSystemReader):
     def _abandon(before: dict[str, Any] | None) -> None:
         """Nothing more will be heard of a load of this thread."""
         if before is not None:
-            before["_load"].run.phases.abandon()
+            before["_load"].run.events.abandon()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._abandon(of_threads(self).begin(is_early=True))
@@ -325,15 +327,19 @@ class RingReader(FileSystemReader):
         self._load.metadata, self._load.storage_data = metadata, None
         self.rank = rank
         self.use_collectives = use_collectives
-        self._phases.join(is_coordinator, not use_collectives)
+        self._events.set_up(is_coordinator, not use_collectives)
 
-    @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return super().prepare_local_plan(plan)
+        with self._events.step():
+            plan = super().prepare_local_plan(plan)
+            self._events.wait_for_plans()
+        return plan
 
-    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return _trace.send(self._phases, super().prepare_global_plan(plans))
+        with self._events.step(_trace.GLOBAL_PLAN):
+            plans = self._events.name_in(super().prepare_global_plan(plans))
+            self._events.begin(_trace.SCATTER_PLANS)
+        return plans
 
     @property
     def storage_data(self) -> dict[MetadataIndex, Any]:
@@ -349,12 +355,19 @@ class RingReader(FileSystemReader):
         self._load.storage_data = value
 
     def _tell(self, metrics: Metrics) -> None:
-        tell(metrics, self.metrics, is_logged=self._phases.is_coordinator)
+        tell(metrics, self.metrics, is_logged=self._events.is_coordinator)
 
-    @_trace.step(_trace.READ, then=_trace.NOTHING)
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
-        _trace.receive(self._phases, plan)
+        with self._events.step(_trace.READ):
+            self._events.take_name(plan)
+            self._read_data(plan, planner)
+            self._events.finish()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         started = time.perf_counter()
         self.stats = stats = IOStats(items=len(plan.items))
         load = self._load
@@ -374,11 +387,8 @@ class RingReader(FileSystemReader):
             self._read(task, plan)
         stats.seconds = time.perf_counter() - started
         load.run.read(stats)
-        took, rank = time.perf_counter() - load.run.started, self._rank()
+        took, rank = load.run.age_seconds, self._rank()
         self._tell(Metrics("load", str(self.path), stats.bytes, took, 1, rank, stats.seconds))
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _read(self, task: Task, plan: LoadPlan) -> None:
         planner = task.planner

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack, cast
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -76,9 +76,8 @@ from dcpring.store.stager import (
 from dcpring.torchside.dcp import calling_async_save
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
-from dcpring.watch import phases as _trace
+from dcpring.watch import events as _trace
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
-from dcpring.watch.phases import Method
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
 __all__ = ["RingWriter"]
@@ -95,17 +94,17 @@ def check_unchanged(value: object) -> None:
         raise ValueError(f'unchanged={value!r}: must be "write", "link" or "trust"')
 
 
-def ends_save(method: Method) -> Method:
+def ends_save(method: Any) -> Any:
     """Of the calls that may be the last of a save on this rank: its thread has nothing of its own then."""
 
     @functools.wraps(method)
     def call(self: RingWriter, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        if method.__name__ == "finish" or not (self._phases.is_coordinator or self._phases.is_alone):
+        if method.__name__ == "finish" or not (self._events.is_coordinator or self._events.is_alone):
             of_threads(self).end()
         return result
 
-    return cast(Method, call)
+    return call
 
 
 class RingWriter(FileSystemWriter):
@@ -284,8 +283,8 @@ class RingWriter(FileSystemWriter):
         return None if self.use_collectives else self.rank
 
     @property
-    def _phases(self) -> _trace.Phases:
-        return self._run.phases
+    def _events(self) -> _trace.Events:
+        return self._run.events
 
     def stage(self, state_dict: Any) -> Any:
         """A copy of the state for ``async_save`` without a stager, complete when this returns.
@@ -309,14 +308,14 @@ class RingWriter(FileSystemWriter):
                 save.failed()
                 raise
         save.copied.set_result(None)
-        self._tracer.staged(staging)
+        self._tracer.note_staged(staging)
         staged = Staged(copied)
         staged.save = save
         return staged
 
     def note_staged(self, staging: _trace.Staging) -> None:
         """Called by Checkpointer, which copies the state itself: when it did that for the next save."""
-        self._tracer.staged(staging)
+        self._tracer.note_staged(staging)
 
     def note_frozen(self, keys: Set[str]) -> None:
         """Called by Checkpointer, which knows the model: tensors under these keys are not trained."""
@@ -332,17 +331,22 @@ class RingWriter(FileSystemWriter):
         self._abandon(of_threads(self).begin())
         drawn = uuid.uuid4()  # the only random number of a save: its other names are made of it
         self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map, tag=drawn.hex[16:])
-        self._phases.begin(_trace.LOCAL_PLAN)
+        self._events.begin(_trace.LOCAL_PLAN)
         self.save_id = str(drawn)  # DCP gives a writer a new one only with another checkpoint_id
 
     @staticmethod
     def _abandon(before: dict[str, Any] | None) -> None:
         """Nothing more will be heard of a save of this thread."""
         if before is not None:
-            before["_run"].phases.abandon()
+            before["_run"].events.abandon()
 
-    @_trace.step(then=_trace.THE_PLANS)
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._events.step():
+            plan = self._prepare(plan)
+            self._events.wait_for_plans()
+        return plan
+
+    def _prepare(self, plan: SavePlan) -> SavePlan:
         # Its own name is synced with the data.
         self._run.is_first = _C.make_directory(str(self.path), self.sync_files, False)
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
@@ -363,12 +367,13 @@ class RingWriter(FileSystemWriter):
         if refused:
             raise CheckpointError(f"cannot save {refused_text(refused, save='RingWriter')}")
 
-    @_trace.step(_trace.GLOBAL_PLAN, then=_trace.SCATTER_PLANS)
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._phases.span(_trace.CLEAN_UP):
-            is_new = self._run.is_first  # so nothing of an earlier save is there
-            self._claim([] if is_new else layout.remove_leftovers(self._directory, self._own_rank_only))
-        self._run.plans = _trace.send(self._phases, super().prepare_global_plan(plans))
+        with self._events.step(_trace.GLOBAL_PLAN):
+            with self._events.span(_trace.CLEAN_UP):
+                is_new = self._run.is_first  # so nothing of an earlier save is there
+                self._claim([] if is_new else layout.remove_leftovers(self._directory, self._own_rank_only))
+            self._run.plans = self._events.name_in(super().prepare_global_plan(plans))
+            self._events.begin(_trace.SCATTER_PLANS)
         return self._run.plans
 
     @property
@@ -383,16 +388,17 @@ class RingWriter(FileSystemWriter):
         run.claim = layout.claim(self._directory, name, uuid.UUID(self.save_id).hex[:16])
 
     @ends_save
-    @_trace.step(_trace.WRITE, then=_trace.THE_RESULTS)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
-        _trace.receive(self._phases, plan)
-        started = time.perf_counter()
-        self.stats = stats = IOStats(items=len(plan.items))
-        with self._run.meter:
-            results = self._write_files(plan, planner, stats)
-        stats.seconds = time.perf_counter() - started
-        self._run.written(stats)
+        with self._events.step(_trace.WRITE):
+            self._events.take_name(plan)
+            started = time.perf_counter()
+            self.stats = stats = IOStats(items=len(plan.items))
+            with self._run.meter:
+                results = self._write_files(plan, planner, stats)
+            stats.seconds = time.perf_counter() - started
+            self._run.written(stats)
+            self._events.wait_for_results()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -421,7 +427,7 @@ class RingWriter(FileSystemWriter):
 
         with pending.removed_on_failure():
             if keeping is not None and earlier is not None:
-                with self._phases.span("link"):
+                with self._events.span("link"):
                     link_files(keeping, earlier, self._directory, pending, new_name)
                 if watch is not None:
                     watch.add(stats.linked_bytes)
@@ -429,14 +435,14 @@ class RingWriter(FileSystemWriter):
                 name = new_name()
                 if tag is None:
                     _C.remove_files(str(self.path), [name])
-                with self._phases.core(watch, f"file {name}", [name]):
+                with self._events.core(watch, f"file {name}", [name]):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)
             pending.sync_names()
         if self._commits_next:
             self._run.pending = pending
         else:
-            pending.wait(self._phases)
+            pending.wait(self._events)
         stats.files = len(pending.names) - stats.linked_files
         return saving.results(b"" if keeping is None else keeping.ledger())
 
@@ -466,7 +472,7 @@ class RingWriter(FileSystemWriter):
         if self.unchanged == "write" or not saving.knows_tensors:
             return None, None
         name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
-        with self._phases.span("compare"):
+        with self._events.span("compare"):
             earlier = find_earlier(self._directory, self.unchanged_from, name, number)
             wholes = getattr(planner, "state_dict", None) or {}
             keeping = Keeping(
@@ -486,9 +492,13 @@ class RingWriter(FileSystemWriter):
         return self.rank or 0
 
     @ends_save
-    @_trace.step(_trace.COMMIT, then=_trace.NOTHING)
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
+        with self._events.step(_trace.COMMIT):
+            self._finish(metadata, results)
+            self._events.finish()
+
+    def _finish(self, metadata: Metadata, results: list[Any]) -> None:
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
         refused, ledgers = _refused_in(results), _ledgers_in(results)
@@ -516,7 +526,7 @@ class RingWriter(FileSystemWriter):
         parts = zip(ranks, results, strict=False)
         seconds = {rank: part.stats.seconds for rank, part in parts if isinstance(part, Results | ResultList)}
         slowest = max(seconds, key=lambda rank: seconds[rank], default=None)
-        took, longest = time.perf_counter() - self._run.started, 0.0 if slowest is None else seconds[slowest]
+        took, longest = self._run.age_seconds, 0.0 if slowest is None else seconds[slowest]
         linked = sum(part.stats.linked_bytes for part in results if isinstance(part, Results | ResultList))
         written = max(0, size - linked)
         metrics = Metrics("save", str(self.path), written, took, len(results), slowest, longest, linked)
@@ -564,14 +574,14 @@ class RingWriter(FileSystemWriter):
                 layout.check_data_files(self._directory, sizes, self.rank or 0)
                 table_name = self._commit_table(metadata, table)
                 pending.write(run.claim, data, is_there=True)
-            pending.wait(self._phases)
+            pending.wait(self._events)
             with pending.removed_on_failure():
                 if layout.state_of(metadata) not in (run.before, None):
                     raise layout.overtaken(metadata, "was replaced")
             _C.rename_file(str(self.path), run.claim, metadata.name, self.sync_files)
         except FileNotFoundError:
             raise layout.overtaken(self._directory / run.claim, "was removed") from None
-        self._phases.begin(_trace.CLEAN_UP)
+        self._events.begin(_trace.CLEAN_UP)
         layout.remove_superseded(self._directory, superseded, [*sizes, table_name or ""])
 
     def _commit_table(self, metadata: Path, table: KeyTable | None) -> str | None:
@@ -603,14 +613,14 @@ class RingWriter(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._group.require()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if self._phases.is_sure or not self._phases.name:  # nobody has asked for storage_meta()
+        if self._events.is_sure or not self._events.phase:  # nobody has asked for storage_meta()
             self._begin_save()
         self._run.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
-        self._phases.join(is_coordinator, not self.use_collectives)
+        self._events.set_up(is_coordinator, not self.use_collectives)
         if not self.use_collectives:
             members = members_of_caller()
             self._run.group_id, self._run.world_size = agree_on_id(str(self.path), members), len(members)
-        self._phases.share(self._run.group_id)
+        self._events.identity = self._run.group_id or self._events.identity
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")

@@ -89,7 +89,7 @@ class Recorded:
 
     kind: str
     checkpoint: str
-    clock_offset: int
+    clock_offset: int = 0
     identity: str = ""
     is_coordinator: bool = False
     is_alone: bool = False

@@ -108,9 +108,9 @@ class Exchange:
     def run(self, task: Task, positions: set[int], read: Read, begin: Begin, take: Take) -> None:
         """Reads the overlaps at all positions: what is shared in rounds, then the rest."""
         self._begin_pieces, self._take = begin, take
-        self._stats, self._phases, self._meter = task.stats, task.run.phases, task.run.meter
+        self._stats, self._events, self._meter = task.stats, task.run.events, task.run.meter
         done: set[int] = set()
-        with self._phases.span("wait for all", "wait"):
+        with self._events.span("wait for all", "wait"):
             all_came = self._meeting.wait(MEET_SECONDS)
         if all_came:
             with self._joint.doing("a rank has failed that hands on what it reads"):
@@ -130,7 +130,7 @@ class Exchange:
             if rounds is not None:
                 stack.callback(rounds.leave)
                 self._go_through(rounds)
-            with self._phases.span("wait for all", "wait"):  # the memory is used until then
+            with self._events.span("wait for all", "wait"):  # the memory is used until then
                 received = self._joint.gather("received", self._received, is_last=True)
         self._stats.sent_bytes += sum(each.get(self._rank, 0) for each in received)
         own = {unit.row for unit in self._sharing.units}
@@ -144,7 +144,7 @@ class Exchange:
             if number < self._sharing.rounds:
                 begun.append(self._begin(rounds, number))
             if number > 0 and is_on:
-                with self._phases.span(f"hand-on round {number}"):
+                with self._events.span(f"hand-on round {number}"):
                     is_on = self._hand_on_round(rounds, number - 1, begun.popleft())
             if not is_on:
                 break
@@ -162,7 +162,7 @@ class Exchange:
     def _hand_on_round(self, rounds: Rounds, number: int, now: _Round) -> bool:
         """False if all ranks of this host stop, as one is late or has failed: each reads what is left for itself."""
         now.wait()
-        with self._phases.span("wait for all", "wait"):
+        with self._events.span("wait for all", "wait"):
             if self._is_one_host or self._sharing.is_far:
                 rounds.meet(number)
             elif not rounds.come(int(MEET_SECONDS * 1000)):
@@ -170,7 +170,7 @@ class Exchange:
                 return False
         if self._sharing.is_far:
             self._send(now)
-            with self._phases.span("wait for all", "wait"):
+            with self._events.span("wait for all", "wait"):
                 self._joint.settle(f"round {number + 1}, sent")
         self._fill(now)
         return True

@@ -69,7 +69,7 @@ class Reads:
     inputs: Inputs
 
     def __init__(self, task: Task, explain: Explainer) -> None:
-        self._phases, self._watch = task.run.phases, task.run.watch()
+        self._events, self._watch = task.run.events, task.run.watch()
         self.explain, self.stats = explain, task.stats
         options = task.rules.options
         self.options = options.for_core(False, self._watch)
@@ -93,7 +93,7 @@ class Reads:
 
     def records(self, positions: Sequence[int], ranges: list[tuple[int, int, int, bytes | None]]) -> list[bytes]:
         """Whole records; their ranges are those of files, each with its CRCs."""
-        with self.explain.core(positions), self._phases.core(self._watch, "read objects", self.inputs.names):
+        with self.explain.core(positions), self._events.core(self._watch, "read objects", self.inputs.names):
             data, stats = _C.load_bytes(self.inputs.core, ranges, self.options)
         self._count(stats)
         return data
@@ -110,7 +110,7 @@ class Reads:
     def end(self, call: Call, result: Callable[[], ReadStats], fills: bool = False) -> None:
         """Counts what a call gives, or explains what it raises, wherever it was begun."""
         with self.explain.core(call.positions, fills):
-            with self._phases.core(self._watch, "read tensors", self.inputs.names):
+            with self._events.core(self._watch, "read tensors", self.inputs.names):
                 stats = result()
             self._count(stats)
 
@@ -126,7 +126,7 @@ class Reads:
             uploader.send(window.number, window.pairs)
 
         waiting: collections.deque[tuple[Window, list[Callable[[], ReadStats]]]] = collections.deque()
-        with self._phases.core(self._watch, "read tensors", self.inputs.names), uploader.readers() as begin:
+        with self._events.core(self._watch, "read tensors", self.inputs.names), uploader.readers() as begin:
             for window in made:
                 waiting.append((window, [begin(call.read) for call in window.calls]))
                 if len(waiting) > uploader.ahead:

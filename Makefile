@@ -108,7 +108,7 @@ endef
 # Assertions are on in tests, and off in what is installed.
 test-python: setup build/.test-system
 	@$(call build_copy,asserting,-UNDEBUG)
-	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) tests
+	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) --durations=20 tests
 
 # The wheel is built and installed as a user's would be; nothing in .venv or in the tree is touched. pip keeps no copy of
 # what it fetches, as the newer torch bring several gigabytes of CUDA libraries.
@@ -178,7 +178,7 @@ build/.docs-tools: Makefile
 # The pages lie in the site as they do here, so that links between them and to pictures hold in both. A warning is an error.
 docs: build/.docs-tools
 	@rm -rf build/pages && mkdir -p build/pages
-	@tar -c LICENSE *.md $$(find docs csrc python tests -name '*.md') $$(find benchmarks docs -name '*.png' -o -name '*.css') | tar -x -C build/pages
+	@tar -c LICENSE *.md $$(find docs csrc python tests -name '*.md') $$(find benchmarks docs -name '*.png' -o -name '*.svg' -o -name '*.css') examples/*.py | tar -x -C build/pages
 	@NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build -q --strict -f docs/mkdocs.yml
 	@echo "== build/site/index.html"
 

@@ -5,9 +5,13 @@ else dynamically. None of their symbols are exported. The wheels of a release ar
 
 DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror). Assertions are off (NDEBUG), as a wheel has them;
 DCPRING_CFLAGS=-UNDEBUG turns them on, and that is how the tests are run.
+
+DCPRING_HOME, or what GitHub Actions says of itself, is the address of the repository: an index of packages then shows
+it, and the links of README.md lead there.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -32,6 +36,26 @@ LIBRARIES = {
 
 STARTUP = Path("python/dcpring_install.pth")
 """A line that Python reads when it starts, from the folder of packages: with DCPRING_INSTALL it imports dcpring."""
+
+
+def home() -> str:
+    """The address of the repository; "" where nothing says it."""
+    server, name = os.environ.get("GITHUB_SERVER_URL", ""), os.environ.get("GITHUB_REPOSITORY", "")
+    return os.environ.get("DCPRING_HOME", f"{server}/{name}" if server and name else "").rstrip("/")
+
+
+def project_urls(address: str) -> dict[str, str]:
+    pages = {"Documentation": "docs/howto/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
+    return {"Repository": address, **{title: f"{address}/blob/main/{page}" for title, page in pages.items()}}
+
+
+def readme(address: str) -> str:
+    """README.md; its relative links and pictures lead to the repository, if its address is known."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if not address:
+        return text
+    pictures = re.sub(r"(!\[[^]]*\]\()(?!https?://)", rf"\g<1>{address}/raw/main/", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?!https?://|#)", rf"\g<1>{address}/blob/main/", pictures)
 
 
 def links(compiler: list[str], include: str, body: str, library: list[str]) -> bool:
@@ -114,6 +138,9 @@ class EditableWheel(editable_wheel):
 refuse_free_threading()
 extra = shlex.split(os.environ.get("DCPRING_CFLAGS", ""))
 setup(
+    long_description=readme(home()),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(home()) if home() else {},
     ext_modules=[
         Extension(
             "dcpring._C",

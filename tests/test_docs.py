@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -47,6 +48,31 @@ def test_every_public_name_is_documented() -> None:
     listed = re.findall(r"^::: dcpring\.(\w+)$", page, re.MULTILINE)
     assert sorted(listed) == sorted(dcpring.__all__)
     assert [name for name in dcpring.__all__ if not (getattr(dcpring, name).__doc__ or "").strip()] == []
+
+
+def literals(source: str) -> str:
+    """The texts in a module, as they are put together where they stand one behind the other."""
+    return "\n".join(
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def test_errors_of_troubleshooting_are_those_of_the_package() -> None:
+    """The first column of its tables has what dcpring says; what others say is named here."""
+    from_others = {
+        "No space left on device",
+        "No such file or directory: open failed",
+        "liburing.h: No such file or directory",
+        "unexpected keyword argument",
+    }
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = {text for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for text in re.findall("`([^`]*)`", row)}
+    texts = "\n".join(literals(path.read_text()) for path in ROOT.glob("python/**/*.py"))
+    texts += "\n".join(path.read_text() for path in ROOT.glob("csrc/**/*.c")).replace('"\n', "")
+    assert len(quoted) > 20
+    assert sorted(text for text in quoted - from_others if text not in texts) == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

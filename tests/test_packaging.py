@@ -119,6 +119,22 @@ def test_wheel_works_by_itself(installed: Path, tmp_path: Path) -> None:
     assert "works here" in done.stdout
 
 
+def about_package(source: Path, folder: Path, **env: str) -> str:
+    done = run(sys.executable, "setup.py", "-q", "egg_info", "-e", folder, cwd=source, GITHUB_REPOSITORY="", **env)
+    assert done.returncode == 0, done.stderr
+    return (folder / "dcpring.egg-info" / "PKG-INFO").read_text()
+
+
+def test_links_of_the_package_lead_to_the_repository(source: Path, tmp_path: Path) -> None:
+    """Where a release is built the address is known; an index of packages has no files for relative links."""
+    told = about_package(source, tmp_path, DCPRING_HOME="https://example.org/dcpring")
+    links = re.findall(r"\]\(([^)]*)\)", told)
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    assert "](https://example.org/dcpring/raw/main/benchmarks/" in told
+    assert "Project-URL: Repository, https://example.org/dcpring\n" in told
+    assert "](docs/howto/README.md)" in about_package(source, tmp_path)
+
+
 def fast_crcs(extension: Path) -> int:
     """How often PCLMULQDQ is in the code, or PMULL and the like for aarch64."""
     code = extension.read_bytes()

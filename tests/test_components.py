@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from dcpring import RNG, Checkpointer, CheckpointError, Elastic, LRSchedule, PerRank, Replicated, Sharded
+from dcpring import RNG, Checkpointer, CheckpointError, Elastic, PerRank, Replicated, Sharded
 from dcpring.resume.trees import decode, digest, encode
 
 # ---- learning rate schedules ----
@@ -92,73 +92,6 @@ def test_schedules_go_on(tmp_path: Path, name: str, with_optimizer: bool) -> Non
     assert advance(model, optimizer, scheduler, 7) == expected
 
 
-PROPORTIONAL = {
-    "LambdaLR": lambda o, n: lr_scheduler.LambdaLR(o, lambda step: 1 - step / (12 * n)),
-    "StepLR": lambda o, n: lr_scheduler.StepLR(o, 4 * n),
-    "MultiStepLR": lambda o, n: lr_scheduler.MultiStepLR(o, [4 * n, 8 * n]),
-    "ExponentialLR": lambda o, n: lr_scheduler.ExponentialLR(o, 0.5 ** (1 / n)),
-    "SequentialLR": lambda o, n: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 4 * n), lr_scheduler.CosineAnnealingLR(o, 8 * n)], [4 * n]
-    ),
-    "CosineAnnealingLR": lambda o, n: lr_scheduler.CosineAnnealingLR(o, 12 * n),
-    "ChainedScheduler": lambda o, n: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 2 * n), lr_scheduler.ExponentialLR(o, 0.9 ** (1 / n))], o
-    ),
-    "CyclicLR": lambda o, n: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4 * n),
-    "CosineAnnealingWarmRestarts": lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, 4 * n),
-    "OneCycleLR": lambda o, n: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12 * n + 1, pct_start=1 / 3),
-}
-"""Schedules over twelve units of n steps each."""
-
-
-@pytest.mark.parametrize("name", PROPORTIONAL)
-def test_rescaled_schedules_are_where_they_would_be(tmp_path: Path, name: str) -> None:
-    """Saved half way through on few steps per epoch: the new, longer schedule goes on from its own middle."""
-    model, optimizer = sgd()
-    scheduler = PROPORTIONAL[name](optimizer, 1)
-    advance(model, optimizer, scheduler, 6)
-    with Checkpointer(tmp_path, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
-        checkpointer.save(6)
-    model, optimizer = sgd()
-    scheduler = PROPORTIONAL[name](optimizer, 2)
-    parts = {"model": model, "optimizer": optimizer, "schedule": LRSchedule(scheduler, rescale=2)}
-    with Checkpointer(tmp_path, parts) as checkpointer:
-        assert checkpointer.load().components["schedule"].detail == "rescaled by 2"
-    rates = advance(model, optimizer, scheduler, 12)
-    model, optimizer = sgd()
-    scheduler = PROPORTIONAL[name](optimizer, 2)
-    assert advance(model, optimizer, scheduler, 24)[-len(rates) :] == rates
-
-
-def save_by_steps(folder: Path) -> None:
-    """As many steps per epoch as there are batches for each of the ranks."""
-    model, optimizer = sgd()
-    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // dist.get_world_size() + 1)
-    advance(model, optimizer, scheduler, 120 // dist.get_world_size())
-    with Checkpointer(folder, {"model": model, "optimizer": optimizer, "schedule": scheduler}) as checkpointer:
-        checkpointer.save(1)
-
-
-def load_by_steps(folder: Path) -> tuple[int, float, str]:
-    model, optimizer = sgd()
-    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // dist.get_world_size() + 1)
-    parts = {"model": model, "optimizer": optimizer, "schedule": LRSchedule(scheduler, rescale="world_size")}
-    with Checkpointer(folder, parts) as checkpointer:
-        detail = checkpointer.load().components["schedule"].detail
-    return scheduler.last_epoch, optimizer.param_groups[0]["lr"], detail
-
-
-def test_rescaled_by_world_size(tmp_path: Path) -> None:
-    _distributed.run(4, save_by_steps, tmp_path)
-    for world, ratio in ((2, "2"), (3, "4/3")):
-        for position, rate, detail in _distributed.run(world, load_by_steps, tmp_path):
-            model, optimizer = sgd()
-            scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=240 // world + 1)
-            assert rate == advance(model, optimizer, scheduler, 120 // world)[-1]
-            assert position == 120 // world
-            assert detail == f"rescaled by {ratio}"
-
-
 @pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() - {"ReduceLROnPlateau"}))
 def test_a_schedule_of_which_only_the_position_was_saved(tmp_path: Path, name: str) -> None:
     """torchtitan saves no more of its schedulers."""
@@ -171,11 +104,9 @@ def test_a_schedule_of_which_only_the_position_was_saved(tmp_path: Path, name: s
         assert (report.action, report.detail) == ("loaded", "stepped from its start to the position that was saved")
         assert optimizer.param_groups[-1]["lr"] == expected[0]
         assert "needs a scheduler that has not been stepped" in error_of(checkpointer.load)
-    with Checkpointer(tmp_path, {"schedule": LRSchedule(SCHEDULERS[name](sgd()[1]), rescale=2)}) as checkpointer:
-        assert checkpointer.load().components["schedule"].detail == "rescaled by 2"
     plateau = SCHEDULERS["ReduceLROnPlateau"](optimizer)
     with Checkpointer(tmp_path, {"schedule": plateau}) as checkpointer:
-        assert "is not enough for ReduceLROnPlateau" in error_of(checkpointer.load)
+        assert "ReduceLROnPlateau, which follows a metric, needs more" in error_of(checkpointer.load)
 
 
 def sgd_with(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -183,13 +114,13 @@ def sgd_with(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, SCHEDULERS[name](optimizer)
 
 
-def refused_schedule(folder: Path, groups: int, make: Any, **options: Any) -> str:
+def refused_schedule(folder: Path, groups: int, make: Any) -> str:
     _, optimizer = sgd(groups)
-    schedule = LRSchedule(make(optimizer), **options)
+    schedule = make(optimizer)
     with Checkpointer(folder, {"schedule": schedule}) as checkpointer:
-        before = dict(schedule.stateful.state_dict())
+        before = dict(schedule.state_dict())
         message = error_of(checkpointer.load)
-        assert schedule.stateful.state_dict() == before
+        assert schedule.state_dict() == before
     return message
 
 
@@ -205,20 +136,6 @@ def test_schedules_that_do_not_fit(tmp_path: Path) -> None:
         assert "saved with 2 parameter groups, here the optimizer has 3" in message
         message = refused_schedule(folder, 2, SCHEDULERS["OneCycleLR"])
         assert "saved from a StepLR" in message or "not saved from a OneCycleLR: its state lacks" in message
-    stepped = lambda o: _stepped(SCHEDULERS["StepLR"](o))  # noqa: E731
-    assert "has not been stepped" in refused_schedule(tmp_path / "ours", 2, stepped, rescale=2)
-    assert "give a number" in refused_schedule(tmp_path / "stock", 2, SCHEDULERS["StepLR"], rescale="world_size")
-    for rescale in (0, -1, "epochs"):
-        with pytest.raises(ValueError, match="rescale="):
-            LRSchedule(scheduler, rescale)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ReduceLROnPlateau follows a metric"):
-        LRSchedule(SCHEDULERS["ReduceLROnPlateau"](optimizer), rescale=2)
-
-
-def _stepped(scheduler: Any) -> Any:
-    scheduler.optimizer.step()
-    scheduler.step()
-    return scheduler
 
 
 # ---- optimizers ----

@@ -1,10 +1,9 @@
-"""What a Checkpointer takes an object for: torch's classes, and what trainers put before them, by what it does."""
+"""What a Checkpointer takes an object for; of what trainers put before torch's classes, the error names what to give."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from dcpring import Checkpointer, PerRank, Replicated, Sharded
+from dcpring import PerRank, Replicated, Sharded
 from dcpring.resume.optimizers import OptimizerState
 from dcpring.resume.recognise import as_component
-from dcpring.resume.schedules import LRSchedule
+from dcpring.resume.schedules import LRSchedules
 
 
 class PassesOn:
@@ -70,11 +69,6 @@ class Loader:
         self.at = state["at"]
 
 
-class Stateless(Loader):
-    def state_dict(self) -> dict[str, Any]:
-        raise AttributeError("dl_state_dict")
-
-
 class Owner:
     """Holds optimizers, and is none."""
 
@@ -88,48 +82,20 @@ def setting() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
     return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
 
-def test_a_scheduler_that_passes_on_is_the_one_inside(tmp_path: Path) -> None:
+def test_schedulers_of_trainers_name_what_to_give() -> None:
     model, optimizer, scheduler = setting()
-    found = as_component("s", PassesOn(scheduler), [model])
-    assert type(found) is LRSchedule and found.stateful is scheduler
-    optimizer.step()
-    PassesOn(scheduler).step()
-    with Checkpointer(tmp_path, {"m": model, "o": optimizer, "s": PassesOn(scheduler)}) as checkpointer:
-        checkpointer.save(1)
-    model, optimizer, scheduler = setting()
-    with Checkpointer(tmp_path, {"m": model, "o": optimizer, "s": scheduler}) as checkpointer:
-        checkpointer.load()
-    assert scheduler.last_epoch == 1 and optimizer.param_groups[0]["lr"] == pytest.approx(0.0005)
-
-
-def test_a_container_of_schedulers_is_replicated(tmp_path: Path) -> None:
-    model, optimizer, scheduler = setting()
+    with pytest.raises(TypeError, match=re.escape("it holds a LambdaLR as .scheduler, which is recognised: give that")):
+        as_component("s", PassesOn(scheduler), [model])
     container = StepsAll([scheduler, LambdaLR(optimizer, lambda step: 1.0)])
-    assert type(as_component("s", container, [model])) is Replicated
-    container.step()
-    with Checkpointer(tmp_path, {"s": container}) as checkpointer:
-        checkpointer.save(1)
-        container.step()
-        checkpointer.load()
-    assert [one.last_epoch for one in container.schedulers] == [1, 1]
-    assert type(as_component("s", StepsAll([scheduler]), [model])) is Replicated  # its state is not the one inside
-
-
-def test_loaders_that_know_their_place_are_per_rank() -> None:
-    found = as_component("d", Loader(dp_rank=1, dp_world_size=4), [])
-    assert type(found) is PerRank
-    assert (found.member(None).rank, found.member(None).world_size) == (1, 4)  # type: ignore[arg-type]
-
-
-def test_prepared_loaders_are_per_rank_if_they_keep_a_state() -> None:
-    assert type(as_component("d", Loader(base_dataloader=object()), [])) is PerRank
-    with pytest.raises(TypeError, match=r"'d' is a prepared Stateless that keeps no position.*use_stateful_dataloader"):
-        as_component("d", Stateless(base_dataloader=object()), [])
+    with pytest.raises(TypeError, match=re.escape("it holds several LambdaLRs in .schedulers")):
+        as_component("s", container, [model])
+    assert type(as_component("s", container.schedulers, [model])) is LRSchedules
 
 
 def test_other_loaders_are_asked_for() -> None:
-    with pytest.raises(TypeError, match=r"ElasticLoader\(loader\), or PerRank"):
-        as_component("d", Loader(), [])
+    for loader in (Loader(), Loader(dp_rank=1, dp_world_size=4)):
+        with pytest.raises(TypeError, match=r"ElasticLoader\(loader\), or PerRank"):
+            as_component("d", loader, [])
 
 
 def test_the_cure_names_what_is_inside_of_lists_too() -> None:

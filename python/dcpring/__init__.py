@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dcpring.resume.pretrained import load_pretrained, save_pretrained_weights
     from dcpring.resume.reports import ComponentReport, ResumeReport
     from dcpring.resume.rng import RNG
-    from dcpring.resume.schedules import LRSchedule
     from dcpring.resume.sharded import Sharded
     from dcpring.resume.single import load, save
     from dcpring.resume.whole import Elastic, PerRank, Replicated
@@ -70,7 +69,6 @@ __all__ = [
     "KeyDiff",
     "KeyMismatchError",
     "KeyTable",
-    "LRSchedule",
     "LoadReport",
     "Metrics",
     "ObjectDiff",
@@ -144,7 +142,6 @@ _MODULES = {
     "resume.pretrained": ("load_pretrained", "save_pretrained_weights"),
     "resume.reports": ("ComponentReport", "ResumeReport"),
     "resume.rng": ("RNG",),
-    "resume.schedules": ("LRSchedule",),
     "resume.single": ("load", "save"),
     "move.kept": ("empty_cache",),
     "names.state_dict.interface": (

@@ -19,9 +19,9 @@ from typing import Any
 from dcpring.base.arguments import strings
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.move.objects import ObjectPolicy
-from dcpring.resume import single
+from dcpring.resume import single, trees
 from dcpring.resume.checkpointer import Checkpointer
-from dcpring.resume.components import Component, Member
+from dcpring.resume.components import Component, Member, Remarks, differences
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
@@ -255,26 +255,24 @@ class _Loops(Replicated):
         self._trainer = trainer
         self._others = list(map(_stateful, components))
 
-    def state(self) -> Any:
-        state = super().state()
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        state = self.stateful.state_dict()
         loaders = CombinedLoader(self._trainer.train_dataloader).flattened
         if all(any(loader is other for other in self._others) for loader in loaders if hasattr(loader, "state_dict")):
             state["state_dict"].pop(_LOADERS, None)
         states = {name: one.state_dict() for name, one in _with_a_state(self._trainer).items()}
-        return state | {_CALLBACKS: {name: one for name, one in states.items() if one}}
+        return state | {_CALLBACKS: {name: one for name, one in states.items() if one}}, trees.digest(state)
 
-    def note(self, state: Any, member: Member) -> Any:
-        return super().note(_without_callbacks(state), member)
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        loops = _without_callbacks(state)
-        super().apply(loops, before)
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
+        loops = _without_callbacks(ready)
+        super().take(loops, before)
         own = {name: value for name, value in loops["state_dict"].items() if name != _LOADERS}
-        self._given = {**loops, "state_dict": own}  # Lightning keeps the rest for loaders that it has not made yet
         there = _with_a_state(self._trainer)
-        for name, value in state.get(_CALLBACKS, {}).items():
+        for name, value in ready.get(_CALLBACKS, {}).items():
             if name in there:
                 there[name].load_state_dict(copy.deepcopy(value))
+        # Lightning keeps the states of loaders until it has made these.
+        return lambda: differences(self.stateful.state_dict(), {**loops, "state_dict": own})
 
 
 def _without_callbacks(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,20 +104,26 @@ class RingCheckpoint(TrainerCallback):
         trainer = self._trainer
         if trainer is None:
             raise ValueError("call RingCheckpoint.train(trainer) in place of trainer.train()")
-        components = {"model": kwargs["model"], "optimizer": kwargs["optimizer"], "scheduler": kwargs["lr_scheduler"]}
-        components |= {"rng": self._rng, _STATE: _State(trainer)}
+        scheduler = kwargs["lr_scheduler"]
+        components = {
+            "model": kwargs["model"],
+            "optimizer": kwargs["optimizer"],
+            "scheduler": getattr(scheduler, "scheduler", scheduler),  # accelerate's holds torch's
+            "rng": self._rng,
+            _STATE: _State(trainer),
+        }
         if trainer.accelerator.scaler is not None:
             components["scaler"] = Replicated(trainer.accelerator.scaler)
         self.checkpointer = Checkpointer(self.folder, components | self.components, **self.options)
         if self._step is not None:
             self.report = self.checkpointer.load(self._step, exclude=(_STATE, *self.exclude))
-            self._rng_state = self._rng.state()
+            self._rng_state = self._rng.state_dict()
         self._saved = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Saves what the step before has left, with what was found when it was evaluated."""
         if self._rng_state:  # what the loader has drawn since belongs to its way to this step
-            self._rng.apply(self._rng_state, ())
+            self._rng.load_state_dict(self._rng_state)
             self._rng_state = {}
         if state.global_step // self.every_n_steps > self._saved // self.every_n_steps:
             self._save(state.global_step, self.blocking)
@@ -146,14 +152,11 @@ _STATE = "trainer"
 class _State(Replicated):
     """What the Trainer writes into its ``trainer_state.json``. It is rank 0's: others have other clocks."""
 
-    def state(self) -> dict[str, str]:
+    def collect(self, member: Member) -> tuple[dict[str, str], str]:
         trainer = self.stateful
         callbacks = [one for one in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(one)]
         state = dataclasses.replace(trainer.state, stateful_callbacks=callbacks)
-        return {"json": json.dumps(dataclasses.asdict(state))}
-
-    def note(self, state: Any, member: Member) -> str:
-        return ""
+        return {"json": json.dumps(dataclasses.asdict(state))}, ""
 
 
 def _has_state(callback: Any) -> bool:

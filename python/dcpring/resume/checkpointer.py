@@ -34,7 +34,7 @@ from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import exports, trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
-from dcpring.resume.components import Component, Member, some_are
+from dcpring.resume.components import Component, Member, SaveCheck, some_are
 from dcpring.resume.disks import CURE, Disks
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
 from dcpring.resume.ranks import Operation, Ranks
@@ -42,6 +42,7 @@ from dcpring.resume.recognise import as_component, model_of, with_joined_parts
 from dcpring.resume.reports import ResumeReport, report_of
 from dcpring.resume.restore import Restore
 from dcpring.resume.retention import Steps, is_read_only, unusable
+from dcpring.resume.sharded import ModelState
 from dcpring.store.hf_writer import RingHFWriter
 from dcpring.store.reader import RingReader
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
@@ -252,17 +253,16 @@ class Checkpointer:
         return True
 
     def _collect(self, joint: Operation, step: int, blocking: bool, export: exports.Format | None) -> dict[str, Any]:
-        """What this rank hands to DCP, once all ranks agree that it makes one checkpoint."""
+        """What this rank hands to DCP, once all ranks agree that their states make one checkpoint."""
         states: dict[str, Any] = {}
         notes: dict[str, Any] = {}
         failed: tuple[str, Exception] | None = None
         with random_states.kept():  # a loader that is asked for its state may draw a number
             for name, component in self.components.items():
                 try:
-                    states[name] = component.state()
+                    states[name], notes[name] = component.collect(self._member)
                     if component.is_whole:
                         self._check_plain(states[name])
-                    notes[name] = component.note(states[name], self._member)
                 except Exception as error:  # the others go on, too, as components may have collectives of their own
                     failed = failed or (name, error)
         if failed:
@@ -271,55 +271,52 @@ class Checkpointer:
         gathered = joint.gather("notes", (notes, (step, blocking, export, list(self.components))))
         _refuse_other_calls([call for _, call in gathered])
         by_name = {name: [noted[name] for noted, _ in gathered] for name in self.components}
-        self._add_details(joint, step, states, by_name)
-        self._raise_disagreements(joint, step, states, by_name)
+        checks = self._check(joint, step, states, by_name)
+        state = {name: check.to_save for name, check in checks.items() if check.to_save is not None}
         with joint.doing(f"cannot save step {step}"):
-            parts = {
-                name: component.to_save(states[name], by_name[name], self._member)
-                for name, component in self.components.items()
-            }
-            state = {name: part[""] if part.keys() == {""} else part for name, part in parts.items() if part}
             if self.unchanged != "write":
-                self._frozen = {
-                    (name, key) for name, component in self.components.items() for key in component.frozen(states[name])
-                }
+                models = {name: one for name, one in self.components.items() if isinstance(one, ModelState)}
+                self._frozen = {(name, key) for name, model in models.items() for key in model.frozen(states[name])}
             if self._member.rank == 0:
-                state[MANIFEST_KEY] = self._manifest(step, by_name).dump()
+                state[MANIFEST_KEY] = self._manifest(step, checks).dump()
         return state
 
-    def _add_details(self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]) -> None:
-        """Adds to the notes what components want to be seen besides, where the notes of ranks differ."""
-        with joint.doing(f"cannot save step {step}"):
-            asked = {name: one.detail(states[name], notes[name], self._member) for name, one in self.components.items()}
-        own = {name: detail for name, detail in asked.items() if detail is not None}
-        if not own:  # on no rank
-            return
-        seen = joint.gather("details", own)
-        for name in own:
-            notes[name] = [{**note, **each[name]} for note, each in zip(notes[name], seen, strict=True)]
+    def _check(
+        self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]
+    ) -> dict[str, SaveCheck]:
+        """What the components find in the notes of all ranks. Raises on all ranks where one finds a problem."""
+        checks = {name: self._check_one(joint, step, name, states, notes) for name in self.components}
+        details = {name: check.detail for name, check in checks.items() if check.detail is not None}
+        if details:  # on all ranks
+            seen = joint.gather("details", details)
+            for name in details:
+                notes[name] = [{**note, **each[name]} for note, each in zip(notes[name], seen, strict=True)]
+                checks[name] = self._check_one(joint, step, name, states, notes)
+        for name, check in checks.items():
+            if check.problems:
+                own = trees.digests(states[name]) if self.components[name].is_whole else {}
+                items = [set(digests.items()) for digests in joint.gather("digests", own)]
+                differing = {place for each in items for place, _ in each ^ items[0] if place}
+                where = f" ({some_are(map(trees.text_of, differing))} not the same)" if differing else ""
+                raise CheckpointError(
+                    f"cannot save step {step}: component {name!r}: {'; '.join(check.problems)}{where}"
+                )
+        return checks
+
+    def _check_one(
+        self, joint: Operation, step: int, name: str, states: dict[str, Any], notes: dict[str, list[Any]]
+    ) -> SaveCheck:
+        with joint.doing(f"cannot save step {step}: component {name!r}"):
+            return self.components[name].check(states[name], notes[name], self._member)
 
     def _check_plain(self, state: Any) -> None:
         trees.refuse_sharded(state)
         if not self._reader_options.get("trusted", False):
             trees.refuse_unloadable(state, list(self._reader_options.get("safe_globals", ())))
 
-    def _raise_disagreements(
-        self, joint: Operation, step: int, states: dict[str, Any], notes: dict[str, list[Any]]
-    ) -> None:
-        for name, component in self.components.items():
-            with joint.doing(f"cannot save step {step}: component {name!r}"):
-                problems = component.disagreements(notes[name])
-            if not problems:
-                continue
-            own = trees.digests(states[name]) if component.is_whole else {}
-            items = [set(digests.items()) for digests in joint.gather("digests", own)]
-            differing = {place for each in items for place, _ in each ^ items[0] if place}
-            where = f" ({some_are(map(trees.text_of, differing))} not the same)" if differing else ""
-            raise CheckpointError(f"cannot save step {step}: component {name!r}: {'; '.join(problems)}{where}")
-
-    def _manifest(self, step: int, notes: dict[str, list[Any]]) -> Manifest:
+    def _manifest(self, step: int, checks: dict[str, SaveCheck]) -> Manifest:
         entries = {
-            name: {"kind": component.kind, "type": component.type_name, **component.entry(notes[name])}
+            name: {"kind": component.kind, "type": component.type_name, **checks[name].entry}
             for name, component in self.components.items()
         }
         return Manifest(step, self._member.world_size, entries)

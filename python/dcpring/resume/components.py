@@ -1,19 +1,20 @@
-"""What all components of a training state share. ``sharded`` and ``whole`` are the kinds.
+"""What all components of a training state share. ``sharded`` and ``whole`` have the kinds.
 
-A component belongs to a Checkpointer, which runs it in steps that all ranks take together:
+A component belongs to a Checkpointer, which calls its four methods on all ranks together:
 
-save:  ``state`` (this rank's), ``note`` (what all ranks see of it), ``detail``, ``disagreements``, ``to_save``
-load:  ``plan`` (what is needed against what is there), a read of ``Plan.target``, ``prepare`` (checks what was read),
-       a read of ``Plan.in_place``, ``apply``, ``remarks`` (what did not come out as it was saved)
+save:  ``collect`` (this rank's state, and a note of it for all ranks), ``check`` (with the notes of all ranks)
+load:  ``plan`` (compares what is needed with what is there), a read of ``ComponentPlan.target``,
+       ``ComponentPlan.prepare`` (checks what was read), a read of ``ComponentPlan.in_place``, ``take``
 
-A save changes nothing. A load changes nothing before its second read, which is of tensors into tensors that are there.
+A save changes nothing. A load changes nothing before its second read, which fills tensors that the component has.
+What belongs to one load is kept in its plan, and nothing of it in the component.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dcpring.resume.manifest import Stored
 from dcpring.torchside.tensors import ShardedTensor, local_tensor
 
 AS_SAVED, HANDED_OVER = "as saved", "handed over as saved"
-"""How a component comes back on the same ranks: taken over, or nobody knows what the object has made of it."""
+"""How a component comes back on the same ranks: it was taken over, or nobody knows what the object has made of it."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,45 @@ class Member:
 
 
 @dataclass
-class ComponentPlan:
-    """What one rank wants of a component, and whether it is there.
+class SaveCheck:
+    """What a component finds in the notes of all ranks.
 
     Attributes:
-        target: by key, tensors to fill that are nobody's yet, and None for objects.
-        in_place: by key, the object's own tensors, which are filled when all else has been found to be good.
-        problems: why it cannot be loaded; empty if it can.
-        change: "as saved", or how it reshards.
-        resharded: whether it comes back on other ranks or another mesh than it was saved on.
-        notes: what will not be as it was saved.
+        to_save: what this rank hands to DCP under the component's name; None for nothing.
+        entry: what the manifest says of the component besides its kind and type.
+        problems: why the states of the ranks cannot be one checkpoint; empty if they can.
+        detail: what this rank adds to its note, which is a dict, because the notes of the ranks differ. All ranks add
+            something, perhaps an empty dict, or none does (None). ``check`` is then called again, with the new notes.
+    """
+
+    to_save: Any = None
+    entry: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    detail: dict[str, Any] | None = None
+
+
+class Outlook(NamedTuple):
+    """What a rank tells the others of its plan to load a component. The fields are those of ``ComponentPlan``."""
+
+    problems: list[str]
+    change: str
+    resharded: bool
+    notes: list[str]
+
+
+@dataclass
+class ComponentPlan:
+    """What one rank wants to load of a component, and whether that is possible.
+
+    Attributes:
+        target: by key, new tensors to read into, and None for objects.
+        problems: why the component cannot be loaded; empty if it can.
+        change: "as saved", or how the state is resharded.
+        resharded: whether it comes back on other ranks or another mesh than those that saved it.
         unexpected: keys of the checkpoint that this rank has no place for.
+        in_place: by key, the object's own tensors, which are read into once everything else has been checked.
+        notes: what will differ from what was saved.
+        rebuild: makes what ``take`` takes out of the objects and tensors that were read.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
@@ -57,26 +86,35 @@ class ComponentPlan:
     unexpected: set[str] = field(default_factory=set)
     in_place: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    rebuild: Callable[[dict[str, Any]], Any] | None = None
 
     @property
     def outcome(self) -> str:
-        """How it comes back, in words."""
+        """How the component comes back, in words."""
         return f"{self.change}, but {'; '.join(self.notes)}" if self.notes else self.change
 
-    def without_keys(self) -> ComponentPlan:
-        """What other ranks are told."""
-        return replace(self, target={}, in_place={}, unexpected=set())
+    @property
+    def outlook(self) -> Outlook:
+        return Outlook(self.problems, self.change, self.resharded, self.notes)
+
+    def prepare(self, read: dict[str, Any]) -> Any:
+        """What ``take`` takes, made of what was read. Changes nothing; raises CheckpointError if it does not fit."""
+        assert self.rebuild is not None
+        return self.rebuild(read)
+
+
+Remarks = Callable[[], list[str]]
+"""Says what of a state did not come back as it was saved. It is called once all components have taken theirs."""
 
 
 class Component:
     """What all kinds share. Use ``Sharded``, ``Replicated``, ``PerRank``, ``Elastic`` or what is built on them.
 
     Attributes:
-        kind: as the manifest names it.
-        is_whole: whether a rank's state is no part of anything, but plain data that has to come back exactly.
-        goes_last: taken over after all others, as they might change it.
-        stateful: what is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``.
-        _given: what a load has given it, to be looked for in its ``state_dict()`` afterwards; None: nothing is.
+        kind: its name in the manifest.
+        is_whole: whether a rank's state is plain data that has to come back exactly, and not a part of tensors.
+        goes_last: whether it takes its state after all others, because they might change it.
+        stateful: the object that is saved and loaded: it has ``state_dict()`` and ``load_state_dict()``, or is a dict.
     """
 
     kind: ClassVar[str]
@@ -85,104 +123,57 @@ class Component:
 
     def __init__(self, stateful: Any) -> None:
         self.stateful = stateful
-        self._given: Any = None
 
     @property
     def type_name(self) -> str:
         return type(self.stateful).__name__
 
-    # ---- save ----
-
-    def state(self) -> Any:
-        return self.stateful.state_dict()
-
-    def note(self, state: Any, member: Member) -> Any:
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        """This rank's state, and a note of it that all ranks get."""
         raise NotImplementedError
 
-    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any] | None:
-        """What this rank adds to its note, a dict, now that it knows all notes; None, on all ranks, for nothing."""
-        return None
-
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
-        """Why what the ranks have cannot be one checkpoint."""
-        return []
-
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        """What this rank hands to DCP below the component's name; below "" for all of it; empty if nothing."""
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        """Compares the notes of all ranks, and says what this rank saves."""
         raise NotImplementedError
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        """What the manifest says besides kind and type."""
-        return {}
-
-    def frozen(self, state: Any) -> set[str]:
-        """Keys of tensors of a state that are expected to stay as they are."""
-        return set()
-
-    # ---- load ----
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        """Compares what this rank needs with what the checkpoint has."""
         raise NotImplementedError
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        """What ``apply`` takes, out of what was read. Changes nothing; raises CheckpointError if it does not fit."""
-        raise NotImplementedError
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        """Takes the state over.
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
+        """Takes over the state that a load has prepared.
 
         Args:
-            state: what ``prepare`` gave.
-            before: the components that this load has applied already.
+            ready: what ``ComponentPlan.prepare`` has given.
+            before: the components that have taken theirs in this load.
         """
-        self.stateful.load_state_dict(state)
-
-    def remarks(self) -> list[str]:
-        """What is known not to be as it was saved, once the state has been taken over; for the report."""
-        return [] if self._given is None else self._differences(self._given)
-
-    def forget(self) -> None:
-        """After a load, however it went: what was set up for it is not needed any more."""
-        self._given = None
-
-    def _differences(self, given: Any) -> list[str]:
-        """A remark if the object's ``state_dict()`` does not have what it was given; more it may have."""
-        names = _differing(given, self.state())
-        return [f"its state_dict() has something else in {some_keys(names)} afterwards"] if names else []
-
-    def _kind_problems(self, name: str, stored: Stored, accepted: Iterable[str] = ()) -> list[str]:
-        saved = stored.entry(name).get("kind", self.kind)
-        if saved in (self.kind, *accepted):
-            return []
-        return [f"saved as {saved}, here it is {self.kind}; wrap it as it was saved, or leave it out"]
+        give_state(self.stateful, ready)
+        return lambda: differences(state_of(self.stateful), ready)
 
 
-class Several(Component):
-    """Several of one kind that are one component.
+def no_remarks() -> list[str]:
+    """The remarks of an object that cannot be asked, or that raises an error itself where it does not take a state."""
+    return []
 
-    Attributes:
-        each: at least one.
-    """
 
-    each: Sequence[Component]
+def state_of(stateful: Any) -> Any:
+    return dict(stateful) if isinstance(stateful, MutableMapping) else stateful.state_dict()
 
-    @property
-    def type_name(self) -> str:
-        return self.each[0].type_name
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        return [one.prepare(name, stored, target, member) for one in self.each]
+def give_state(stateful: Any, state: Any) -> None:
+    if isinstance(stateful, MutableMapping):
+        stateful.clear()
+        stateful.update(state)
+    else:
+        stateful.load_state_dict(state)
 
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        for one, own in zip(self.each, state, strict=True):
-            one.apply(own, before)
 
-    def remarks(self) -> list[str]:
-        return each_once(one.remarks() for one in self.each)
-
-    def forget(self) -> None:
-        for one in self.each:
-            one.forget()
+def kind_problems(component: Component, name: str, stored: Stored, accepted: Iterable[str] = ()) -> list[str]:
+    """Why a component of this kind cannot load what was saved as another kind."""
+    saved = stored.entry(name).get("kind", component.kind)
+    if saved in (component.kind, *accepted):
+        return []
+    return [f"saved as {saved}, here it is {component.kind}; wrap it as it was saved, or leave it out"]
 
 
 def each_once(texts: Iterable[Iterable[str]]) -> list[str]:
@@ -194,8 +185,14 @@ def some_are(keys: Iterable[str]) -> str:
     return f"{some_keys(names)} {'is' if len(names) == 1 else 'are'}"
 
 
+def differences(taken: Any, given: Any) -> list[str]:
+    """A remark if an object's state lacks something of what the object was given; it may have more."""
+    names = _differing(given, taken)
+    return [f"its state_dict() has something else in {some_keys(names)} afterwards"] if names else []
+
+
 def _differing(given: Any, taken: Any) -> list[str]:
-    """What of a state is not in another one, in words."""
+    """The places, in words, at which a state has another value than the one that was given."""
     if not isinstance(given, Mapping | list | tuple):
         return [] if _same(given, taken) else ["it"]
     found = dict(trees.leaves(taken))
@@ -204,7 +201,7 @@ def _differing(given: Any, taken: Any) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, or nobody can tell; of what is spread over ranks, this rank's part."""
+    """Whether two values are equal, or nobody can tell; of DTensors, the part of this rank is compared."""
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         a, b = local_tensor(a), local_tensor(b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):

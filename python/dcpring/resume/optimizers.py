@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,19 @@ from dcpring.names.state_dict.by_name import (
 from dcpring.names.state_dict.optimizers import is_numbered
 from dcpring.names.state_dict.set_optimizers import same_value
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member, Several, each_once
+from dcpring.resume.components import Component, ComponentPlan, Member, Remarks, SaveCheck, differences, each_once
 from dcpring.resume.manifest import Stored
 from dcpring.resume.param_groups import Names, joined, match_groups, members, options_of
 from dcpring.resume.schedules import SCHEDULED
-from dcpring.resume.sharded import Sharded, cast_notes, digest_of_names, first_with
+from dcpring.resume.sharded import (
+    Sharded,
+    TensorsPlan,
+    all_meshes,
+    cast_notes,
+    digest_of_names,
+    first_with,
+    meshes,
+)
 from dcpring.torchside.dcp import flatten_state_dict, set_element
 from dcpring.torchside.optim import GROUPS, PARAM_NAMES, PARAMS, STATE
 from dcpring.torchside.tensors import ShardedTensor
@@ -99,6 +107,9 @@ class _Saved:
                 saved.state.setdefault(owner, {})[key] = tuple(rest)
         return saved
 
+    def keys_of_groups(self) -> list[str]:
+        return [*self.groups, *(key for options in self.options.values() for key in options.values())]
+
     def tree(self, owner: str, own: Any) -> Any:
         """The keys of a parameter's state, in the structure that it was saved in.
 
@@ -151,46 +162,204 @@ def _mapped(keys: Any, own: Any, value: Callable[[str, Any], Any]) -> Any:
     return value(keys, own)
 
 
-# ---- the component ----
+# ---- one load ----
 
 
-class _Grouped(Sharded):
-    """What a save does about parameter groups: those of ranks that have different ones are joined."""
+class _Ready(NamedTuple):
+    """What a load gives an optimizer.
 
-    def _note(self, state: Any, optimizers: Sequence[Optimizer], is_named: bool) -> dict[str, Any]:
-        noted = {
-            "meshes": super().note(state, Member(0, 1)),
-            "param_groups": sum(len(one.param_groups) for one in optimizers),
-            "fresh": all(map(is_fresh, optimizers)),
-        }
-        if is_named:
-            noted[_MEMBERS] = digest_of_names(members(state[GROUPS]))
-        return noted
+    Attributes:
+        state: its state dict.
+        has_own_form: whether that is of the form of the optimizer's class.
+        is_fresh: whether what was saved had no state.
+        kept: the options of groups that the checkpoint does not have.
+    """
 
-    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> Any:
-        """The groups, if ranks have different ones: of each that differs, those of the first rank that has them."""
-        first = first_with([note.get(_MEMBERS) for note in notes])
-        if len(first) == 1:
+    state: dict[str, Any]
+    has_own_form: bool
+    is_fresh: bool
+    kept: frozenset[str] = frozenset()
+
+
+class _OwnFormPlan(TensorsPlan):
+    """A plan to load an optimizer whose class gives a state dict of a form of its own."""
+
+    def __init__(self, component: OptimizerState, name: str, stored: Stored, raw: dict[str, Any]) -> None:
+        super().__init__(component, name, stored, raw)
+        keys = [key for key in stored.keys.get(name, ()) if _is_flat_option(stored.paths[key])]
+        self._groups = component.inner_groups() if keys else []
+        aliases = {alias for group in self._groups for names in group for alias in names}
+        self._saved = _Saved.of(keys, stored.paths, aliases)
+        self._is_fresh = _was_fresh(name, stored)
+        self.describe(raw)
+
+    def prepare(self, read: dict[str, Any]) -> Any:
+        if self._saved.options:
+            _flat_options(self._groups, self._saved, read)  # for what it refuses
+        return _Ready(super().prepare(read), True, self._is_fresh)
+
+
+class _NamedPlan(TensorsPlan):
+    """A plan to load an optimizer by the names of its parameters.
+
+    Attributes:
+        _current: the state that the optimizer has, or will have after its first step, by parameter.
+        _owners: under which name each parameter was saved.
+    """
+
+    def __init__(self, component: OptimizerState, name: str, stored: Stored, raw: dict[str, Any]) -> None:
+        super().__init__(component, name, stored, _besides(raw))
+        self._optimizer, self._model, self._type_name = component.stateful, component.model, component.type_name
+        self._groups = named_parameters(self._model, self._optimizer)
+        slots = [slot for group in self._groups for slot in group]
+        others = [str(key) for key in raw[STATE] if not isinstance(key, int)]
+        keys = [key for key in stored.keys.get(name, ()) if key not in self.target.keys() | self.in_place.keys()]
+        self._saved = _Saved.of(keys, stored.paths, {alias for _, names in slots for alias in names} | set(others))
+        self._current: dict[str, Any] = {}
+        self._owners: dict[str, str] = {}
+        self._is_fresh = _was_fresh(name, stored)
+        self.target |= stored.blank(self._saved.keys_of_groups())
+        self.unexpected = set(self._saved.foreign)
+        if not self._is_fresh:
+            raw, is_known = self._with_first_step(slots, raw)
+            self._current = named_optimizer_state(self._model, self._optimizer, raw)[STATE]
+            self._add_state(slots + [(torch.empty(0), [other]) for other in others], is_known)
+        self.describe(self._current)
+
+    def _with_first_step(self, slots: list[tuple[Tensor, Names]], raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The state dict with what a first step makes for parameters that have no state, and whether that is known."""
+        wanted = [parameter for parameter, _ in slots if not self._optimizer.state.get(parameter)]
+        if not wanted:
+            return raw, True
+        try:
+            made = first_step(self._optimizer, wanted).states
+        except NoFirstStep:
+            return raw, False
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self._optimizer))}
+        added = {numbers[id(parameter)]: one for parameter, one in made.items()}
+        return {**raw, STATE: {**raw[STATE], **added}}, True
+
+    def _add_state(self, slots: list[tuple[Tensor, Names]], is_known: bool) -> None:
+        saved_type = self.stored.entry(self.name).get("type", self._type_name)
+        if self._saved.state and not is_known and saved_type != self._type_name:
+            self.problems.append(f"saved from a {saved_type}, here it is a {self._type_name}")
+        missing: set[str] = set()
+        stateless = 0
+        for parameter, names in slots:
+            own = self._current.get(names[0], {})
+            saved = next((alias for alias in names if alias in self._saved.state), None)
+            if saved is not None:
+                self._owners[names[0]] = saved
+                lacking = self._add_parameter(names[0], saved, parameter, saved_type == self._type_name)
+            elif self._saved.state:  # it never had a gradient
+                lacking, stateless = set(), stateless + bool(own)
+                self._current.pop(names[0], None)
+            else:
+                lacking = set(own)
+            missing |= {f"{self.name}.{STATE}.{names[0]}.{part}" for part in lacking}
+        if stateless:
+            self.notes.append(f"{stateless} parameters had no state yet")
+        self.note_missing(missing)
+
+    def _add_parameter(self, owner: str, saved: str, parameter: Tensor, is_same_type: bool) -> set[Any]:
+        """Plans the state of one parameter; returns the parts of it that the checkpoint lacks."""
+        own = self._current.get(owner, {})
+        keys = self._saved.tree(saved, own)
+        lacking = {part for part in own if str(part) not in keys} if isinstance(keys, dict) else set()
+        # State that the optimizer does not have, as its options are others, comes with the options that were saved.
+        grows = not lacking and is_same_type
+
+        def target(key: str, here: Any) -> Any:
+            if here is _NOWHERE or _is_tensor(here) != self.stored.is_tensor(key):
+                if not grows and here is _NOWHERE:
+                    self.unexpected.add(key)
+                    return None
+                here = self._made(key, parameter) if grows else here
+            self.add(key, here)
+            return here
+
+        _mapped(keys, own, target)
+        return lacking
+
+    def _made(self, key: str, parameter: Tensor) -> Any:
+        """What to read into where the optimizer has nothing: spread as the parameter is, or whole."""
+        if not self.stored.is_tensor(key):
             return None
-        return {_OWN_GROUPS: state[GROUPS]} if member.rank in first.values() and _MEMBERS in notes[member.rank] else {}
+        dtype, size = self.stored.tensor(key)
+        is_flat = has_flat_parameters(self._model)
+        if size == parameter.shape and not is_flat:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if size.numel() > 1 and (isinstance(parameter, DTensor) or is_flat):
+            self.problems.append(f"how {key!r} is spread over ranks cannot be told before the optimizer's first step")
+        return self.stored.blank([key], parameter.device if size.numel() > 1 else "cpu")[key]
 
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
-        return _joined(notes)[1]
-
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        groups, _ = _joined(notes)
-        return {**state, GROUPS: groups} if groups else dict(state)
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        groups, _ = _joined(notes)
-        return {
-            **super().entry([note["meshes"] for note in notes]),
-            "param_groups": len(groups) or notes[0]["param_groups"],
-            "fresh": all(note["fresh"] for note in notes),
+    def prepare(self, read: dict[str, Any]) -> Any:
+        groups = [[names for _, names in group] for group in self._groups]
+        options = _flat_options(groups, self._saved, read) if self._saved.is_flat else self._options(groups, read)
+        own = [options_of(group) for group in self._optimizer.param_groups]
+        kept = {name for here, there in zip(own, options, strict=True) if there for name in here.keys() - there.keys()}
+        state = {
+            **super().prepare(read),
+            STATE: {} if self._is_fresh else self._read_state(read),
+            GROUPS: [
+                {**here, **there, **_own_names(group), PARAMS: [names[0] for names in members]}
+                for group, here, there, members in zip(self._optimizer.param_groups, own, options, groups, strict=True)
+            ],
         }
+        return _Ready(state, False, self._is_fresh, frozenset(kept - self._optimizer.defaults.keys() - set(SCHEDULED)))
+
+    def _options(self, groups: list[list[Names]], read: dict[str, Any]) -> list[dict[str, Any]]:
+        """The options of each group, out of the saved group that it is. A new group has none."""
+        keys = self._saved.groups
+        saved = self.stored.rebuilt({key: read[key] for key in keys}, depth=2) if keys else []
+        there = [list(group.get(PARAMS, [])) for group in saved]
+        matched, problems = match_groups(groups, there, self._optimizer.param_groups, saved)
+        known = {name for names in there for name in names}
+        added = [names[0] for group in groups for names in group if not known & set(names)]
+        if added and keys and self.is_strict:
+            problems.append(f"in no parameter group of the checkpoint: {some_keys(added)}")
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return [{} if index is None else options_of(saved[index]) for index in matched]
+
+    def _read_state(self, read: dict[str, Any]) -> dict[str, Any]:
+        known = {**read, **self.in_place}
+        state: dict[str, Any] = {}
+        for owner, saved in self._owners.items():
+            own = self._current.get(owner, {})
+            keys = self._saved.tree(saved, own)
+            state[owner] = _mapped(keys, own, lambda key, here: known.get(key, _NOWHERE))
+            if isinstance(keys, dict):  # what the checkpoint lacks stays, where that may be
+                state[owner] |= {part: value for part, value in own.items() if str(part) not in keys}
+        return state
 
 
-class OptimizerState(_Grouped):
+def _was_fresh(name: str, stored: Stored) -> bool:
+    """Whether an optimizer was saved before its first step."""
+    return bool(stored.entry(name).get("fresh", False))
+
+
+def _flat_options(groups: list[list[Names]], saved: _Saved, read: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options of each group, which were saved for each of its parameters."""
+    found = []
+    for group in groups:
+        known = [(names[0], saved.options[alias]) for names in group for alias in names if alias in saved.options]
+        options = [{key: read.get(at) for key, at in keys.items()} for _, keys in known]
+        for (name, _), other in zip(known[1:], options[1:], strict=True):
+            mixed = [key for key, value in options[0].items() if not same_value(value, other.get(key))]
+            if mixed:
+                raise CheckpointError(
+                    f"parameters of one group were saved in groups with different {', '.join(mixed)}: "
+                    f"{known[0][0]!r} and {name!r}"
+                )
+        found.append(options_of(options[0]) if options else {})
+    return found
+
+
+# ---- the components ----
+
+
+class OptimizerState(Sharded):
     """A ``torch.optim.Optimizer``.
 
     One without state is saved and loaded as such. One whose class gives a state dict of a form of its own (torchtitan's
@@ -207,246 +376,68 @@ class OptimizerState(_Grouped):
     def __init__(self, stateful: Optimizer, model: nn.Module, strict: bool = True) -> None:
         super().__init__(stateful, strict)
         self.model = model
-        self._has_own_form = False
-        self._saved_fresh = False
-        self._saved = _Saved()
-        self._current: dict[str, Any] = {}
-        self._owners: dict[str, str] = {}
-        self._tensors: dict[str, Any] = {}
-        self._kept: set[str] = set()
 
     @property
     def type_name(self) -> str:
         return type(wrapped(self.stateful)).__name__
 
-    # ---- save ----
-
-    def state(self) -> Any:
-        raw = self._ask()
-        return raw if self._has_own_form else {**raw, **named_optimizer_state(self.model, self.stateful, raw)}
-
-    def _ask(self) -> dict[str, Any]:
-        """The optimizer's own state dict."""
+    def _asked(self) -> tuple[dict[str, Any], bool]:
+        """The optimizer's own state dict, and whether it is of a form of its own."""
         raw = own_state_dict(self.stateful)
-        self._has_own_form = not is_numbered(raw, self.stateful)
-        if self._has_own_form and has_flat_parameters(self.model):
+        has_own_form = not is_numbered(raw, self.stateful)
+        if has_own_form and has_flat_parameters(self.model):
             raise CheckpointError(
                 f"{type(self.stateful).__name__} gives a state dict of its own form, which does not know the parts of "
                 "FSDP1's parameters; use FSDP2 (fully_shard)"
             )
-        return raw
+        return raw, has_own_form
 
-    def note(self, state: Any, member: Member) -> Any:
-        return self._note(state, [self.stateful], is_named=not self._has_own_form)
-
-    # ---- load: what is needed ----
-
-    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
-        self.forget()
-        self._saved_fresh = bool(stored.entry(name).get("fresh", False))
-        raw = self._ask()
-        if self._has_own_form:
-            plan = self.plan_for(name, stored, raw)
-            self._saved = self._saved_options(name, stored)
-            self.describe(plan, stored, name, raw)
-            return plan
-        slots = [slot for group in named_parameters(self.model, self.stateful) for slot in group]
-        others = [str(key) for key in raw[STATE] if not isinstance(key, int)]
-        plan = self.plan_for(name, stored, _besides(raw))
-        keys = [key for key in stored.keys.get(name, ()) if key not in plan.target.keys() | plan.in_place.keys()]
-        self._saved = _Saved.of(keys, stored.paths, {alias for _, names in slots for alias in names} | set(others))
-        plan.target |= stored.blank(self._keys_of_groups())
-        plan.unexpected = set(self._saved.foreign)
-        if not self._saved_fresh:
-            raw, is_known = self._with_first_step(slots, raw)
-            self._current = named_optimizer_state(self.model, self.stateful, raw)[STATE]
-            slots += [(torch.empty(0), [other]) for other in others]
-            self._plan_state(name, stored, slots, is_known, plan)
-        self.describe(plan, stored, name, self._current)
-        return plan
-
-    def _inner_groups(self) -> list[list[Names]]:
-        """The groups of the optimizers that one holds, or its own, as the names of their parameters."""
+    def inner_groups(self) -> list[list[Names]]:
+        """The groups of the optimizers that this one holds, or its own, as the names of their parameters."""
         inside = [one for _, one in held(self.stateful)] or [self.stateful]
         slots = [group for one in inside for group in named_parameters(self.model, one)]
         return [[names for _, names in group] for group in slots]
 
-    def _saved_options(self, name: str, stored: Stored) -> _Saved:
-        """What a form of its own has of groups, where it has torchtitan's names for them."""
-        keys = [key for key in stored.keys.get(name, ()) if _is_flat_option(stored.paths[key])]
-        groups = self._inner_groups() if keys else []
-        return _Saved.of(keys, stored.paths, {alias for group in groups for names in group for alias in names})
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        raw, has_own_form = self._asked()
+        state = raw if has_own_form else {**raw, **named_optimizer_state(self.model, self.stateful, raw)}
+        return state, _note(state, [self.stateful], is_named=not has_own_form)
 
-    def _keys_of_groups(self) -> list[str]:
-        return [*self._saved.groups, *(key for options in self._saved.options.values() for key in options.values())]
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        return _checked_groups(state, notes, member)
 
-    def _plan_state(
-        self, name: str, stored: Stored, slots: list[tuple[Tensor, Names]], is_known: bool, plan: ComponentPlan
-    ) -> None:
-        saved_type = stored.entry(name).get("type", self.type_name)
-        if self._saved.state and not is_known and saved_type != self.type_name:
-            plan.problems.append(f"saved from a {saved_type}, here it is a {self.type_name}")
-        missing: set[str] = set()
-        stateless = 0
-        for parameter, names in slots:
-            own = self._current.get(names[0], {})
-            saved = next((alias for alias in names if alias in self._saved.state), None)
-            if saved is not None:
-                self._owners[names[0]] = saved
-                lacking = self._plan_parameter(names[0], saved, parameter, stored, plan, saved_type)
-            elif self._saved.state:  # it never had a gradient
-                lacking, stateless = set(), stateless + bool(own)
-                self._current.pop(names[0], None)
-            else:
-                lacking = set(own)
-            missing |= {f"{name}.{STATE}.{names[0]}.{part}" for part in lacking}
-        if stateless:
-            plan.notes.append(f"{stateless} parameters had no state yet")
-        self._tensors = plan.in_place
-        self.note_missing(plan, missing)
+    def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
+        raw, has_own_form = self._asked()
+        return (_OwnFormPlan if has_own_form else _NamedPlan)(self, name, stored, raw)
 
-    def _with_first_step(self, slots: list[tuple[Tensor, Names]], raw: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The state dict with what a first step makes for parameters that have no state, and whether that is known."""
-        wanted = [parameter for parameter, _ in slots if not self.stateful.state.get(parameter)]
-        if not wanted:
-            return raw, True
-        try:
-            made = first_step(self.stateful, wanted).states
-        except NoFirstStep:
-            return raw, False
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.stateful))}
-        added = {numbers[id(parameter)]: one for parameter, one in made.items()}
-        return {**raw, STATE: {**raw[STATE], **added}}, True
-
-    def _plan_parameter(
-        self, owner: str, saved: str, parameter: Tensor, stored: Stored, plan: ComponentPlan, saved_type: str
-    ) -> set[Any]:
-        """Plans the state of one parameter; returns the parts of it that the checkpoint lacks."""
-        own = self._current.get(owner, {})
-        keys = self._saved.tree(saved, own)
-        lacking = {part for part in own if str(part) not in keys} if isinstance(keys, dict) else set()
-        # What is not here, as its options are others, comes with them: if it is an optimizer of the same class.
-        grows = not lacking and saved_type == self.type_name
-
-        def target(key: str, here: Any) -> Any:
-            if here is _NOWHERE or _is_tensor(here) != stored.is_tensor(key):
-                if not grows and here is _NOWHERE:
-                    plan.unexpected.add(key)
-                    return None
-                here = self._made(key, parameter, stored, plan) if grows else here
-            self.add(plan, key, here, stored)
-            return here
-
-        _mapped(keys, own, target)
-        return lacking
-
-    def _made(self, key: str, parameter: Tensor, stored: Stored, plan: ComponentPlan) -> Any:
-        """What to read into where the optimizer has nothing: spread as the parameter is, or whole."""
-        if not stored.is_tensor(key):
-            return None
-        dtype, size = stored.tensor(key)
-        if size == parameter.shape and not has_flat_parameters(self.model):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if size.numel() > 1 and (isinstance(parameter, DTensor) or has_flat_parameters(self.model)):
-            plan.problems.append(f"how {key!r} is spread over ranks cannot be told before the optimizer's first step")
-        return stored.blank([key], parameter.device if size.numel() > 1 else "cpu")[key]
-
-    # ---- load: what was read ----
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        if self._has_own_form:
-            self._flat_options(self._inner_groups() if self._saved.options else [], target)
-            return super().prepare(name, stored, target, member)
-        slots = named_parameters(self.model, self.stateful)
-        groups = [[names for _, names in group] for group in slots]
-        options = self._flat_options(groups, target) if self._saved.is_flat else self._options(groups, stored, target)
-        own = [options_of(group) for group in self.stateful.param_groups]
-        kept = {name for here, there in zip(own, options, strict=True) if there for name in here.keys() - there.keys()}
-        self._kept = kept - self.stateful.defaults.keys() - set(SCHEDULED)
-        return {
-            **super().prepare(name, stored, {key: target[key] for key in target if key in self._paths}, member),
-            STATE: {} if self._saved_fresh else self._read_state(target),
-            GROUPS: [
-                {**here, **there, **_own_names(group), PARAMS: [names[0] for names in members]}
-                for group, here, there, members in zip(self.stateful.param_groups, own, options, groups, strict=True)
-            ],
-        }
-
-    def _options(self, groups: list[list[Names]], stored: Stored, target: dict[str, Any]) -> list[dict[str, Any]]:
-        """The options of each group, out of the saved one that it is. A group that is new has none."""
-        keys = self._saved.groups
-        saved = stored.rebuilt({key: target[key] for key in keys}, depth=2) if keys else []
-        there = [list(group.get(PARAMS, [])) for group in saved]
-        matched, problems = match_groups(groups, there, self.stateful.param_groups, saved)
-        known = {name for names in there for name in names}
-        added = [names[0] for group in groups for names in group if not known & set(names)]
-        if added and keys and self.strict:
-            problems.append(f"in no parameter group of the checkpoint: {some_keys(added)}")
-        if problems:
-            raise CheckpointError("; ".join(problems))
-        return [{} if index is None else options_of(saved[index]) for index in matched]
-
-    def _flat_options(self, groups: list[list[Names]], target: dict[str, Any]) -> list[dict[str, Any]]:
-        """The options of each group, which were saved for each of its parameters."""
-        found = []
-        for group in groups:
-            saved = [
-                (names[0], self._saved.options[alias])
-                for names in group
-                for alias in names
-                if alias in self._saved.options
-            ]
-            for name, keys in saved[1:]:
-                first, other = ({key: target.get(at) for key, at in each.items()} for each in (saved[0][1], keys))
-                mixed = [key for key in first if not same_value(first[key], other.get(key))]
-                if mixed:
-                    raise CheckpointError(
-                        f"parameters of one group were saved in groups with different {', '.join(mixed)}: "
-                        f"{saved[0][0]!r} and {name!r}"
-                    )
-            found.append(options_of({key: target.get(at) for key, at in saved[0][1].items()}) if saved else {})
-        return found
-
-    def _read_state(self, target: dict[str, Any]) -> dict[str, Any]:
-        read = {**target, **self._tensors}
-        state: dict[str, Any] = {}
-        for owner, saved in self._owners.items():
-            own = self._current.get(owner, {})
-            keys = self._saved.tree(saved, own)
-            state[owner] = _mapped(keys, own, lambda key, here: read.get(key, _NOWHERE))
-            if isinstance(keys, dict):  # what the checkpoint lacks stays, where that may be
-                state[owner] |= {part: value for part, value in own.items() if str(part) not in keys}
-        return state
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        if self._has_own_form:
+    def take(self, ready: _Ready, before: Sequence[Component]) -> Remarks:
+        if ready.has_own_form:
             self._make_state()
-            load_own_state_dict(self.stateful, state)
-            self._given = state
+            load_own_state_dict(self.stateful, ready.state)
         else:
-            load_named_optimizer_state(self.model, self.stateful, state)
-            self._given = state[STATE]
-        if self._saved_fresh:
+            load_named_optimizer_state(self.model, self.stateful, ready.state)
+        if ready.is_fresh:
             for optimizer in (self.stateful, *(one for _, one in held(self.stateful))):
                 optimizer.state.clear()
+        if ready.has_own_form:
+            return lambda: differences(self._asked()[0], ready.state)
+        return lambda: self._remarks(ready)
 
     def _make_state(self) -> None:
-        """Gives the optimizers that one holds the state that it would make them take a step for."""
+        """Gives the optimizers that this one holds the state that it would make them take a step for."""
         for _, one in held(self.stateful):
             if is_fresh(one):
                 with contextlib.suppress(NoFirstStep):
                     one.state.update(first_step(one).states)
 
-    def remarks(self) -> list[str]:
+    def _remarks(self, ready: _Ready) -> list[str]:
         """What the optimizer has made of its state: torch's cast it to the type of the parameter."""
-        if self._has_own_form:
-            return super().remarks()
         casts: list[tuple[torch.dtype, torch.dtype]] = []
         changed: set[str] = set()
         slots = [slot for group in named_parameters(self.model, self.stateful) for slot in group]
         for parameter, names in slots if not has_flat_parameters(self.model) else ():
             taken = dict(_leaves(self.stateful.state.get(parameter, {})))
-            for path, value in _leaves((self._given or {}).get(names[0], {})):
+            for path, value in _leaves(ready.state[STATE].get(names[0], {})):
                 if isinstance(value, Tensor) and isinstance(taken.get(path), Tensor):
                     casts.append((value.dtype, taken[path].dtype))
                 elif trees.digest(value) != trees.digest(taken.get(path)):
@@ -454,16 +445,12 @@ class OptimizerState(_Grouped):
         notes = cast_notes(casts)
         if changed:
             notes.append(f"{type(self.stateful).__name__} has made something else of {some_keys(changed)}")
-        if self._kept:
-            notes.append(f"options of groups that are not in the checkpoint stay: {some_keys(self._kept)}")
+        if ready.kept:
+            notes.append(f"options of groups that are not in the checkpoint stay: {some_keys(ready.kept)}")
         return notes
 
-    def forget(self) -> None:
-        super().forget()
-        self._current, self._tensors, self._owners, self._kept = {}, {}, {}, set()
 
-
-class OptimizerStates(Several, _Grouped):
+class OptimizerStates(Sharded):
     """Several optimizers that share the parameters of a model among them, saved as one with the groups of all.
 
     How many there are is not saved: those of a model's parts on a rank, any number of ranks can go on with.
@@ -472,26 +459,28 @@ class OptimizerStates(Several, _Grouped):
         each: at least one.
     """
 
-    stateful: list[Optimizer]
-
     def __init__(self, each: Sequence[OptimizerState]) -> None:
         super().__init__([one.stateful for one in each], each[0].strict)
         self.each = list(each)
 
-    def state(self) -> Any:
+    @property
+    def type_name(self) -> str:
+        return self.each[0].type_name
+
+    def collect(self, member: Member) -> tuple[Any, Any]:
         whole: dict[str, Any] = {}
         for one in self.each:
-            for name, value in one.state().items():
+            for name, value in one.collect(member)[0].items():
                 if name == STATE and name in whole:
                     whole[name] = {**whole[name], **value}
                 elif name == GROUPS and name in whole:
                     whole[name] = [*whole[name], *value]
                 elif whole.setdefault(name, value) is not value and trees.digest(whole[name]) != trees.digest(value):
                     raise CheckpointError(f"its optimizers have different values of {name!r}")
-        return whole
+        return whole, _note(whole, self.stateful, is_named=isinstance(whole.get(GROUPS), list))
 
-    def note(self, state: Any, member: Member) -> Any:
-        return self._note(state, self.stateful, is_named=isinstance(state.get(GROUPS), list))
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        return _checked_groups(state, notes, member)
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         plans = [one.plan(name, stored, member) for one in self.each]
@@ -503,12 +492,43 @@ class OptimizerStates(Several, _Grouped):
             unexpected=set.intersection(*(plan.unexpected for plan in plans)),
             in_place={key: value for plan in plans for key, value in plan.in_place.items()},
             notes=each_once(plan.notes for plan in plans),
+            rebuild=lambda read: [plan.prepare(read) for plan in plans],
         )
 
+    def take(self, ready: Sequence[_Ready], before: Sequence[Component]) -> Remarks:
+        remarks = [one.take(own, before) for one, own in zip(self.each, ready, strict=True)]
+        return lambda: each_once(one() for one in remarks)
 
-def _joined(notes: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups of all ranks where these are not the same, else none; and what is wrong with them."""
-    return joined({rank: note[_OWN_GROUPS] for rank, note in enumerate(notes) if _OWN_GROUPS in note})
+
+# ---- parameter groups that differ between ranks ----
+
+
+def _note(state: Any, optimizers: Sequence[Optimizer], is_named: bool) -> dict[str, Any]:
+    noted = {
+        "meshes": meshes(state),
+        "param_groups": sum(len(one.param_groups) for one in optimizers),
+        "fresh": all(map(is_fresh, optimizers)),
+    }
+    if is_named:
+        noted[_MEMBERS] = digest_of_names(members(state[GROUPS]))
+    return noted
+
+
+def _checked_groups(state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+    """Joins the groups of ranks that have different ones: of each that differs, those of the first rank that has it."""
+    first = first_with([note.get(_MEMBERS) for note in notes])
+    seen = {rank: note[_OWN_GROUPS] for rank, note in enumerate(notes) if _OWN_GROUPS in note}
+    groups, problems = joined(seen)
+    entry = {
+        "meshes": all_meshes(notes),
+        "param_groups": len(groups) or notes[0]["param_groups"],
+        "fresh": all(note["fresh"] for note in notes),
+    }
+    check = SaveCheck({**state, GROUPS: groups} if groups else dict(state), entry, problems)
+    if len(first) > 1 and not seen:
+        is_first = member.rank in first.values() and _MEMBERS in notes[member.rank]
+        check.detail = {_OWN_GROUPS: state[GROUPS]} if is_first else {}
+    return check
 
 
 def _besides(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Which kind of component an object is: by its type, or by what it does where a trainer has wrapped one of torch's.
+"""Which kind of component an object is, by its type.
 
-What could be several kinds is asked for, not guessed.
+What could be several kinds is asked for, not guessed; the error names what an object of a trainer holds, where that
+would be recognised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dcpring.names.first_step import has_own_contract, held, wrapped
 from dcpring.names.parts import ModelParts
-from dcpring.resume import trees
 from dcpring.resume.components import Component
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.optimizers import OptimizerState, OptimizerStates
 from dcpring.resume.schedules import LRSchedule, LRSchedules
 from dcpring.resume.sharded import ModelState, Sharded
-from dcpring.resume.whole import Elastic, PerRank, Replicated
+from dcpring.resume.whole import Elastic, PerRank
 from dcpring.torchside.modules import reshard
 
 _RECOGNISED = (nn.Module, Optimizer, LRScheduler, ElasticLoader)
@@ -67,9 +67,6 @@ def as_component(name: str, value: Any, models: Sequence[nn.Module]) -> Componen
         return PerRank(value)
     if isinstance(value, ElasticLoader):
         return Elastic(value)
-    by_deeds = _scheduler(value) or _placed_loader(name, value)
-    if by_deeds is not None:
-        return by_deeds
     raise TypeError(f"component {name!r} is a {type(value).__name__}: {_cure(value)}")
 
 
@@ -87,44 +84,6 @@ def _several(name: str, values: Sequence[Any], models: Sequence[nn.Module]) -> C
         f"component {name!r} is a list of {kinds}: a list is of the parts of one model, of their optimizers, or of "
         "their LR schedulers; give what else there is a name of its own"
     )
-
-
-def _scheduler(value: Any) -> Component | None:
-    """What stands before schedulers of torch: passes on to one (accelerate's), or steps several (torchtitan's)."""
-    recognised = [one for _, one in _recognised_in(value)]
-    inside = [one for one in recognised if isinstance(one, LRScheduler)]
-    if not inside or not _does(value, "step", "state_dict", "load_state_dict"):
-        return None
-    if not all(isinstance(one, LRScheduler | Optimizer) for one in recognised):
-        return None  # a trainer
-    if len(inside) == 1 and trees.digest(value.state_dict()) == trees.digest(inside[0].state_dict()):
-        return LRSchedule(inside[0])
-    return Replicated(value)  # a save compares the ranks
-
-
-def _placed_loader(name: str, value: Any) -> Component | None:
-    """A loader whose state belongs to a rank, as it knows which it is (torchtitan's), or was prepared for one."""
-    if not _does(value, "__iter__", "state_dict", "load_state_dict"):
-        return None
-    place = getattr(value, "dp_rank", None), getattr(value, "dp_world_size", None)
-    if all(type(one) is int for one in place):
-        return PerRank(value, rank=place[0], world_size=place[1])
-    if getattr(value, "base_dataloader", None) is None:
-        return None
-    try:
-        is_stateful = isinstance(value.state_dict(), Mapping)
-    except AttributeError:
-        is_stateful = False
-    if is_stateful:
-        return PerRank(value)
-    raise TypeError(
-        f"component {name!r} is a prepared {type(value).__name__} that keeps no position; make the Accelerator with "
-        "dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True), or leave the loader out"
-    )
-
-
-def _does(value: Any, *methods: str) -> bool:
-    return all(callable(getattr(value, method, None)) for method in methods)
 
 
 def _recognised_in(value: Any) -> Iterable[tuple[str, Any]]:

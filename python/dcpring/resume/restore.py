@@ -17,7 +17,7 @@ from dcpring.base.joint import Failure, described, failure_of
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.plan.load_planner import RingLoadPlanner
-from dcpring.resume.components import Component, ComponentPlan, Member, some_are
+from dcpring.resume.components import Component, ComponentPlan, Member, Outlook, Remarks, some_are
 from dcpring.resume.manifest import Stored
 from dcpring.resume.ranks import Operation
 from dcpring.resume.sharded import ModelState
@@ -50,24 +50,19 @@ class Restore:
             chosen = self._choose_components(wanted, left_out)
         if len(set(map(tuple, self._joint.gather("components", list(chosen))))) > 1:
             raise CheckpointError(f"{doing}: ranks chose different components; call load() alike on all")
-        try:
-            plans = self._plan(chosen)
-            self._read(plans, in_place=False)
-            ready = self._prepare(plans)
-            self._read(plans, in_place=True)
-            self._apply(plans, ready)
-            self._remark(plans)
-        finally:
-            for component in chosen.values():
-                component.forget()
+        plans = self._plan(chosen)
+        self._read(plans, in_place=False)
+        ready = self._prepare(plans)
+        self._read(plans, in_place=True)
+        self._remark(plans, self._take(plans, ready))
         return plans
 
     def _choose_components(self, asked: set[str] | None, left_out: set[str]) -> dict[str, Component]:
-        """Those to load, in the order in which they are applied."""
+        """The components to load, in the order in which they take their states."""
         wanted = set(self._components) if asked is None else asked
         for name, component in self._components.items():
             if isinstance(component, ModelState) and self._stored.manifest is None:
-                self._stored.adopt_flat(name, set(component.state()), self._components)
+                self._stored.adopt_flat(name, set(component.collect(self._member)[0]), self._components)
         known = self._components.keys() | self._stored.keys.keys()
         unknown = sorted((wanted | left_out) - known)
         if unknown:
@@ -99,7 +94,7 @@ class Restore:
             except Exception as error:
                 logger.debug("planning the load of %s", name, exc_info=True)
                 plans[name] = ComponentPlan(problems=[failure_of(error).text])
-        seen = self._joint.gather("plans", {name: plan.without_keys() for name, plan in plans.items()})
+        seen = self._joint.gather("plans", {name: plan.outlook for name, plan in plans.items()})
         nowhere = self._without_place(plans)
         problems = {name: _problems(chosen[name], [each[name] for each in seen], nowhere[name]) for name in plans}
         for name, plan in plans.items():
@@ -157,7 +152,7 @@ class Restore:
         cause: Exception | None = None
         for name, plan in plans.items():
             try:
-                ready[name] = self._components[name].prepare(name, self._stored, plan.target, self._member)
+                ready[name] = plan.prepare(plan.target)
             except Exception as error:
                 failures[name], cause = failure_of(error), cause or error
         seen = self._joint.gather("prepared", failures)
@@ -168,24 +163,24 @@ class Restore:
             raise CheckpointError(self._refusal(plans, problems)) from cause
         return ready
 
-    def _apply(self, plans: dict[str, ComponentPlan], ready: dict[str, Any]) -> None:
-        applied: list[Component] = []
+    def _take(self, plans: dict[str, ComponentPlan], ready: dict[str, Any]) -> dict[str, Remarks]:
+        taken: dict[str, Remarks] = {}
         failed: tuple[str, Exception] | None = None
         for name in plans:
             try:
-                self._components[name].apply(ready[name], applied)
+                before = [self._components[other] for other in taken]
+                taken[name] = self._components[name].take(ready.pop(name), before)
             except Exception as error:  # the others go on, too, as components may have collectives of their own
                 failed = failed or (name, error)
-            else:
-                applied.append(self._components[name])
         if failed:
             what = f"{self._stored.path} was read, but could not be taken over; make the components anew"
             with self._joint.doing(f"{what}: component {failed[0]!r}"):
                 raise failed[1]
+        return taken
 
-    def _remark(self, plans: dict[str, ComponentPlan]) -> None:
-        """Notes what components have found out about how they were taken over."""
-        seen = self._joint.gather("remarks", {name: _remarks(self._components[name]) for name in plans})
+    def _remark(self, plans: dict[str, ComponentPlan], taken: dict[str, Remarks]) -> None:
+        """Notes what did not come back as it was saved."""
+        seen = self._joint.gather("remarks", {name: _asked(remarks) for name, remarks in taken.items()})
         for name, plan in plans.items():
             found = _by_rank([each[name] for each in seen])
             if found and self._member.rank == 0:
@@ -219,14 +214,14 @@ def _by_rank(texts: Sequence[Sequence[str]]) -> list[str]:
     return [text if len(at) == len(texts) else f"{spans(at)}: {text}" for text, at in by_text.items()]
 
 
-def _remarks(component: Component) -> list[str]:
+def _asked(remarks: Remarks) -> list[str]:
     try:
-        return component.remarks()
+        return remarks()
     except Exception as error:
         return [f"it cannot be asked whether it has taken its state over ({failure_of(error).text})"]
 
 
-def _problems(component: Component, seen: Sequence[ComponentPlan], nowhere: set[str]) -> list[str]:
+def _problems(component: Component, seen: Sequence[Outlook], nowhere: set[str]) -> list[str]:
     """What any rank found wrong, and the keys that none has a place for."""
     found = _by_rank([plan.problems for plan in seen])
     if nowhere and not found and getattr(component, "strict", True):

@@ -14,7 +14,7 @@ import torch
 from dcpring.base import random_states
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member
+from dcpring.resume.components import AS_SAVED, Component, ComponentPlan, Member, Remarks, SaveCheck
 from dcpring.resume.manifest import Stored
 from dcpring.resume.whole import PerRank
 
@@ -40,15 +40,13 @@ class RNG(PerRank):
     """
 
     goes_last = True
-    _is_known = True
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(self, reshard=self._derive)
         self.seed = torch.initial_seed() if seed is None else seed
         self.derived: list[dict[str, int]] = []
-        self._left_out: list[str] = []
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "seed": self.seed,
             "derived": list(self.derived),
@@ -62,20 +60,18 @@ class RNG(PerRank):
             state[device.type] = torch.get_device_module(device).get_rng_state()
         return state
 
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        return {**super().entry(notes), "seed": self.seed, "derived": self.derived}
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        check = super().check(state, notes, member)
+        check.entry |= {"seed": self.seed, "derived": self.derived}
+        return check
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         plan = super().plan(name, stored, member)
-        if plan.resharded:
-            plan.change += ", new seeds derived from the one that was saved"
+        plan.change = f"{plan.change}, new seeds derived from the one that was saved" if plan.resharded else AS_SAVED
+        rebuild = plan.rebuild
+        assert rebuild is not None
+        plan.rebuild = lambda read: _checked(rebuild(read))
         return plan
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        state = super().prepare(name, stored, target, member)
-        if not isinstance(state, dict) or not {"seed", "derived"} <= state.keys():
-            raise CheckpointError("it was not saved from an RNG")
-        return state
 
     def _derive(self, states: list[Any], old_world: int, new_world: int, rank: int) -> dict[str, Any]:
         first = states[0]
@@ -84,14 +80,19 @@ class RNG(PerRank):
         derived = [*first["derived"], {"from": old_world, "to": new_world}]
         return {"seed": first["seed"], "derived": derived, "new_seed": number}
 
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
+        left_out = self.load_state_dict(ready)
+        return lambda: left_out
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Sets the generators; says which of them go on as they are, as only one side has them."""
         self.seed, self.derived = state["seed"], list(state["derived"])
         if "new_seed" in state:
             _seed_all(state["new_seed"])
-            return
+            return []
         torch.set_rng_state(state["cpu"])
         random_states.set_python_state(state["python"])
-        self._left_out = [*self._apply_numpy(state), *self._apply_devices(state)]
+        return [*self._apply_numpy(state), *self._apply_devices(state)]
 
     def _apply_numpy(self, state: dict[str, Any]) -> list[str]:
         if "numpy" not in state:
@@ -114,11 +115,11 @@ class RNG(PerRank):
             left.append(f"the checkpoint has no state of a {own} generator, which goes on as it is")
         return left
 
-    def remarks(self) -> list[str]:
-        return self._left_out
 
-    def forget(self) -> None:
-        self._left_out = []
+def _checked(state: Any) -> Any:
+    if not isinstance(state, dict) or not {"seed", "derived"} <= state.keys():
+        raise CheckpointError("it was not saved from an RNG")
+    return state
 
 
 def _seed_all(number: int) -> None:

@@ -20,10 +20,79 @@ from dcpring.names.policy import refused_cast
 from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
 from dcpring.plan.replicas import fingerprints, is_hashed
 from dcpring.resume import trees
-from dcpring.resume.components import Component, ComponentPlan, Member, some_are
+from dcpring.resume.components import (
+    Component,
+    ComponentPlan,
+    Member,
+    Remarks,
+    SaveCheck,
+    kind_problems,
+    no_remarks,
+    some_are,
+    state_of,
+)
 from dcpring.resume.manifest import Stored
 from dcpring.torchside.dcp import flatten_state_dict
 from dcpring.torchside.tensors import ShardedTensor, global_size, is_whole, local_tensor
+
+_FINGERPRINTS = "fingerprints"
+"""In a rank's note of its model: those of its parameters by name, where the ranks have different layers."""
+
+
+class TensorsPlan(ComponentPlan):
+    """A plan that reads tensors into those of a state, and puts objects into the state.
+
+    Args:
+        component: whose state it is.
+        name: the component's.
+        stored: the checkpoint.
+        state: what the object has, or what it will have; objects in it are replaced.
+    """
+
+    def __init__(self, component: Sharded, name: str, stored: Stored, state: dict[str, Any]) -> None:
+        super().__init__(problems=kind_problems(component, name, stored))
+        self.name, self.stored, self.is_strict = name, stored, component.strict
+        self._nested = state if name in stored.flat else {name: state}
+        flat, self.paths = flatten_state_dict(self._nested)
+        there = stored.metadata.state_dict_metadata.keys()
+        for key, value in flat.items():
+            if key in there:
+                self.add(key, value)
+        self.unexpected = set(stored.keys.get(name, ())) - self.target.keys() - self.in_place.keys()
+        self.note_missing({key for key in flat if key not in there})
+
+    def add(self, key: str, value: Any) -> None:
+        """Plans to read a key into a tensor, or to put an object in the place of a value."""
+        self.problems += _misfits(key, value, self.stored)
+        if isinstance(value, Tensor | ShardedTensor):
+            self.in_place[key] = value
+        else:
+            self.target[key] = None
+
+    def note_missing(self, missing: set[str]) -> None:
+        """Says which keys the checkpoint lacks: a problem where the component is strict."""
+        if missing and self.is_strict:
+            self.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
+        elif missing:
+            self.notes.append(f"{some_are(missing)} not in the checkpoint, left as it was")
+
+    def describe(self, own: Any) -> None:
+        """Says how the state comes back, from which meshes and in which types."""
+        saved, here = self.stored.entry(self.name).get("meshes"), meshes(own)
+        if saved is None:
+            self.change = f"onto {mesh_text(here)}; the checkpoint does not say from which mesh"
+            self.resharded = True
+        elif saved != here:
+            self.change = f"from {mesh_text(saved)} to {mesh_text(here)}"
+            self.resharded = True
+        tensors = {key: value for key, value in self.in_place.items() if self.stored.is_tensor(key)}
+        self.notes += cast_notes((self.stored.tensor(key)[0], value.dtype) for key, value in tensors.items())
+
+    def prepare(self, read: dict[str, Any]) -> Any:
+        for key, value in read.items():
+            if key in self.paths:
+                _set_at(self._nested, self.paths[key], value)
+        return self._nested if self.name in self.stored.flat else self._nested[self.name]
 
 
 class Sharded(Component):
@@ -41,80 +110,19 @@ class Sharded(Component):
     def __init__(self, stateful: Any, strict: bool = True) -> None:
         super().__init__(stateful)
         self.strict = strict
-        self._nested: dict[str, Any] = {}
-        self._paths: dict[str, tuple[str | int, ...]] = {}
 
-    def note(self, state: Any, member: Member) -> Any:
-        return meshes(state)
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        state = state_of(self.stateful)
+        return state, {"meshes": meshes(state)}
 
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        return dict(state)
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        found: list[Any] = []
-        for note in notes:
-            found += [mesh for mesh in note if mesh not in found]
-        return {"meshes": found}
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        return SaveCheck(dict(state) or None, {"meshes": all_meshes(notes)})
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
-        state = dict(self.state())
-        plan = self.plan_for(name, stored, state)
-        self.describe(plan, stored, name, state)
+        state = dict(self.collect(member)[0])
+        plan = TensorsPlan(self, name, stored, state)
+        plan.describe(state)
         return plan
-
-    def plan_for(self, name: str, stored: Stored, state: dict[str, Any]) -> ComponentPlan:
-        """What is to be read into a state, and what is not there."""
-        plan = ComponentPlan(problems=self._kind_problems(name, stored))
-        self._nested = {name: state}
-        if name in stored.flat:
-            self._nested = state
-        flat, self._paths = flatten_state_dict(self._nested)
-        there = set(stored.metadata.state_dict_metadata)
-        for key, value in flat.items():
-            if key in there:
-                self.add(plan, key, value, stored)
-        plan.unexpected = set(stored.keys.get(name, ())) - set(plan.target) - set(plan.in_place)
-        self.note_missing(plan, {key for key in flat if key not in there})
-        return plan
-
-    def add(self, plan: ComponentPlan, key: str, value: Any, stored: Stored) -> None:
-        """Plans to read a key into a value: a tensor, or what an object takes the place of."""
-        plan.problems += _misfits(key, value, stored)
-        if isinstance(value, Tensor | ShardedTensor):
-            plan.in_place[key] = value
-        else:
-            plan.target[key] = None
-
-    def note_missing(self, plan: ComponentPlan, missing: set[str]) -> None:
-        if missing and self.strict:
-            plan.problems.append(f"{some_are(missing)} not in the checkpoint; Sharded(..., strict=False) lets them be")
-        elif missing:
-            plan.notes.append(f"{some_are(missing)} not in the checkpoint, left as it was")
-
-    def describe(self, plan: ComponentPlan, stored: Stored, name: str, own: Any) -> None:
-        """Says how the state comes back, from which meshes and in which types."""
-        saved, here = stored.entry(name).get("meshes"), meshes(own)
-        if saved is None:
-            plan.change = f"onto {mesh_text(here)}; the checkpoint does not say from which mesh"
-            plan.resharded = True
-        elif saved != here:
-            plan.change = f"from {mesh_text(saved)} to {mesh_text(here)}"
-            plan.resharded = True
-        pairs = ((stored.tensor(key)[0], value.dtype) for key, value in plan.in_place.items() if stored.is_tensor(key))
-        plan.notes += cast_notes(pairs)
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        for key, value in target.items():
-            _set_at(self._nested, self._paths[key], value)
-        return self._nested if name in stored.flat else self._nested[name]
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        super().apply(state, before)
-        self._given = state
-
-    def forget(self) -> None:
-        super().forget()
-        self._nested = {}
 
 
 def _set_at(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
@@ -155,6 +163,14 @@ def meshes(state: Any) -> list[dict[str, Any]]:
         if described not in found:
             found.append(described)
     return sorted(found, key=str)
+
+
+def all_meshes(notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The meshes that ranks have noted, each once."""
+    found: list[dict[str, Any]] = []
+    for note in notes:
+        found += [mesh for mesh in note["meshes"] if mesh not in found]
+    return found
 
 
 def mesh_text(described: list[dict[str, Any]]) -> str:
@@ -211,41 +227,24 @@ class ModelState(Sharded):
         """The model itself, where it is not in parts; else one of these, which has all but the layers of the others."""
         return self.stateful.parts[0] if isinstance(self.stateful, ModelParts) else self.stateful
 
-    def state(self) -> Any:
-        return get_model_state_dict(self.stateful)
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        state = get_model_state_dict(self.stateful)
+        return state, {"meshes": meshes(state), "names": digest_of_names(state)}
 
-    def note(self, state: Any, member: Member) -> Any:
-        return {"meshes": super().note(state, member), "names": digest_of_names(state)}
-
-    def detail(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any] | None:
-        """Where ranks have different layers, fingerprints of the parameters that are whole on this one."""
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        check = super().check(state, notes, member)
         first = first_with([note["names"] for note in notes])
-        if len(first) == 1:
-            return None
-        if member.rank not in first.values():
-            return {}
+        if len(first) > 1 and not any(_FINGERPRINTS in note for note in notes):
+            check.detail = self._fingerprints(state) if member.rank in first.values() else {}
+        check.problems = _different_layers([note.get(_FINGERPRINTS, {}) for note in notes])
+        return check
+
+    def _fingerprints(self, state: Any) -> dict[str, Any]:
+        """Fingerprints of the parameters that are whole on this rank, where ranks have different layers."""
         parameters = self._held(state, self.stateful.parameters())
         names = [key for key in state if key in parameters and is_whole(state[key]) and is_hashed(state[key])]
         found = memoryview(fingerprints([state[name] for name in names])).cast("I")
-        return {"fingerprints": dict(zip(names, found, strict=True))}
-
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
-        by_name: dict[str, dict[int, int]] = {}
-        for rank, note in enumerate(notes):
-            for name, value in note.get("fingerprints", {}).items():
-                by_name.setdefault(name, {})[rank] = value
-        by_ranks: dict[str, list[str]] = {}
-        for name, found in by_name.items():
-            if len(set(found.values())) > 1:
-                by_ranks.setdefault(spans(list(found)), []).append(name)
-        return [
-            f"{who} have different layers, and different tensors that are called {some_keys(names)}; stages of a "
-            "pipeline keep the names that their layers have in the whole model: cut them out of it"
-            for who, names in by_ranks.items()
-        ]
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        return super().entry([note["meshes"] for note in notes])
+        return {_FINGERPRINTS: dict(zip(names, found, strict=True))}
 
     def frozen(self, state: Any) -> set[str]:
         """Parameters without a gradient. A state dict has the same memory, but does not say what requires one."""
@@ -256,6 +255,23 @@ class ModelState(Sharded):
         memory = {_address(parameter) for parameter in parameters} - {0}
         return {key for key, value in state.items() if isinstance(value, Tensor) and _address(value) in memory}
 
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        # It raises itself if anything is not taken over.
-        set_model_state_dict(self.stateful, state, options=StateDictOptions(strict=self.strict))
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
+        set_model_state_dict(self.stateful, ready, options=StateDictOptions(strict=self.strict))
+        return no_remarks  # it raises itself if anything is not taken over
+
+
+def _different_layers(by_rank: Sequence[Mapping[str, int]]) -> list[str]:
+    """Why ranks have different tensors of one name, by the fingerprints that ranks have noted."""
+    by_name: dict[str, dict[int, int]] = {}
+    for rank, noted in enumerate(by_rank):
+        for name, value in noted.items():
+            by_name.setdefault(name, {})[rank] = value
+    by_ranks: dict[str, list[str]] = {}
+    for name, found in by_name.items():
+        if len(set(found.values())) > 1:
+            by_ranks.setdefault(spans(list(found)), []).append(name)
+    return [
+        f"{who} have different layers, and different tensors that are called {some_keys(names)}; stages of a "
+        "pipeline keep the names that their layers have in the whole model: cut them out of it"
+        for who, names in by_ranks.items()
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,19 @@ from dcpring.base import random_states
 from dcpring.base.text import ranks, spans
 from dcpring.errors import CheckpointError
 from dcpring.resume import trees
-from dcpring.resume.components import AS_SAVED, HANDED_OVER, Component, ComponentPlan, Member
+from dcpring.resume.components import (
+    AS_SAVED,
+    HANDED_OVER,
+    Component,
+    ComponentPlan,
+    Member,
+    Remarks,
+    SaveCheck,
+    give_state,
+    kind_problems,
+    no_remarks,
+    state_of,
+)
 from dcpring.resume.manifest import PER_RANK, Stored, rank_key, unpickled
 
 
@@ -27,37 +40,22 @@ class Replicated(Component):
     kind = "replicated"
     cure: ClassVar[str] = "what belongs to a rank is PerRank"
 
-    def state(self) -> Any:
-        return dict(self.stateful) if isinstance(self.stateful, MutableMapping) else self.stateful.state_dict()
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        state = state_of(self.stateful)
+        return state, trees.digest(state)
 
-    def note(self, state: Any, member: Member) -> Any:
-        return trees.digest(state)
-
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
         others = [rank for rank, note in enumerate(notes) if note != notes[0]]
-        if not others:
-            return []
-        return [f"{spans(others)} differ from rank 0; {self.cure}"]
-
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        return {"": trees.encode(state)} if member.rank == 0 else {}
+        if others:
+            return SaveCheck(problems=[f"{spans(others)} differ from rank 0; {self.cure}"])
+        return SaveCheck(trees.encode(state) if member.rank == 0 else None)
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
-        problems = self._kind_problems(name, stored)
+        problems = kind_problems(self, name, stored)
         if stored.rank_keys(name) and not problems:
             problems = [f"it holds states of {ranks(len(stored.rank_keys(name)))}; wrap it in PerRank() or Elastic()"]
-        return ComponentPlan(stored.blank(stored.keys.get(name, [])), problems)
-
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        return stored.rebuilt(target, depth=1)
-
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        if isinstance(self.stateful, MutableMapping):
-            self.stateful.clear()
-            self.stateful.update(state)
-        else:
-            self.stateful.load_state_dict(state)
-        self._given = state
+        target = stored.blank(stored.keys.get(name, []))
+        return ComponentPlan(target, problems, rebuild=partial(stored.rebuilt, depth=1))
 
 
 class Elastic(Component):
@@ -77,15 +75,16 @@ class Elastic(Component):
         super().__init__(stateful)
         self.merge = merge
 
-    def note(self, state: Any, member: Member) -> Any:
-        return state
+    def collect(self, member: Member) -> tuple[Any, Any]:
+        state = state_of(self.stateful)
+        return state, state
 
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
         try:
-            self._combined(notes)
+            combined = self._combined(notes)
         except CheckpointError as error:
-            return [str(error)]
-        return []
+            return SaveCheck(problems=[str(error)])
+        return SaveCheck(trees.encode(combined) if member.rank == 0 else None)
 
     def _combined(self, states: Sequence[Any]) -> Any:
         combine = getattr(self.stateful, "combine_state_dicts", None)
@@ -97,26 +96,25 @@ class Elastic(Component):
             raise CheckpointError(f"the progress of {spans(others)} is not that of rank 0")
         return states[0]
 
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        return {"": trees.encode(self._combined(notes))} if member.rank == 0 else {}
-
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         by_rank = stored.rank_keys(name)
-        problems = self._kind_problems(name, stored, accepted=[PerRank.kind] if by_rank else [])
+        problems = kind_problems(self, name, stored, accepted=[PerRank.kind] if by_rank else [])
         if not by_rank:
-            return ComponentPlan(stored.blank(stored.keys.get(name, [])), problems, *self._from_to(stored, member))
+            change, is_resharded = self._from_to(stored, member)
+            target = stored.blank(stored.keys.get(name, []))
+            return ComponentPlan(target, problems, change, is_resharded, rebuild=partial(self._rebuilt, stored, {}))
         keys, found = _keys_of_ranks(name, stored, by_rank)
         if self.merge is None:
             found.append(f"it holds states of {ranks(len(by_rank))} of their own; pass Elastic(..., merge=)")
         change = f"merged from the states of {ranks(len(by_rank))}"
-        return ComponentPlan(stored.blank(keys), problems + found, change, True)
+        rebuild = partial(self._rebuilt, stored, by_rank)
+        return ComponentPlan(stored.blank(keys), problems + found, change, True, rebuild=rebuild)
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        by_rank = stored.rank_keys(name)
+    def _rebuilt(self, stored: Stored, by_rank: dict[int, list[str]], read: dict[str, Any]) -> Any:
         if by_rank and self.merge is not None:
-            state = self.merge(_states_of_ranks(stored, by_rank, target), len(by_rank))
+            state = self.merge(_states_of_ranks(stored, by_rank, read), len(by_rank))
         else:
-            state = stored.rebuilt(target, depth=1)
+            state = stored.rebuilt(read, depth=1)
         check = getattr(self.stateful, "check_state_dict", None)
         if check is not None:
             check(state)
@@ -133,9 +131,9 @@ class Elastic(Component):
         """Whether it can be asked for its state after a load; a loader of another kind begins to load by that."""
         return hasattr(self.stateful, "check_state_dict")
 
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
-        super().apply(state, before)
-        self._given = state if self._is_own else None
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
+        remarks = super().take(ready, before)
+        return remarks if self._is_own else no_remarks
 
 
 class PerRank(Component):
@@ -161,7 +159,6 @@ class PerRank(Component):
         world_size: int | None = None,
     ) -> None:
         super().__init__(stateful)
-        self._has_rank_in_its_state = False
         if (rank is None) != (world_size is None):
             raise ValueError("PerRank takes rank and world_size together, or neither")
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
@@ -173,65 +170,47 @@ class PerRank(Component):
         """This process among those that have a state of their own."""
         return self._own_member or member
 
-    def state(self) -> Any:
+    def collect(self, member: Member) -> tuple[Any, Any]:
         is_generator = isinstance(self.stateful, torch.Generator)
-        return {"state": self.stateful.get_state()} if is_generator else self.stateful.state_dict()
-
-    def note(self, state: Any, member: Member) -> Any:
+        state = {"state": self.stateful.get_state()} if is_generator else state_of(self.stateful)
         own = self.member(member)
-        return own.rank, own.world_size, trees.digest(state) if own != member else ""
+        return state, (own.rank, own.world_size, trees.digest(state) if own != member else "")
 
-    def disagreements(self, notes: Sequence[Any]) -> list[str]:
-        worlds = {world for _, world, _ in notes}
-        if len(worlds) > 1:
-            return [f"ranks were given different world sizes: {sorted(worlds)}"]
-        absent = set(range(max(worlds))) - {rank for rank, _, _ in notes}
-        if absent:
-            return [f"no process has the state of {spans(absent)}"]
-        first = {rank: digest for rank, _, digest in reversed(notes)}
-        different = [index for index, (rank, _, digest) in enumerate(notes) if digest != first[rank]]
-        if different:
-            return [f"{spans(different)} differ from the first process that has the same PerRank rank"]
-        return []
-
-    def to_save(self, state: Any, notes: Sequence[Any], member: Member) -> dict[str, Any]:
-        own = self.member(member).rank
+    def check(self, state: Any, notes: Sequence[Any], member: Member) -> SaveCheck:
+        problems = _problems_of_ranks(notes)
+        if problems:
+            return SaveCheck(problems=problems)
+        own, entry = self.member(member).rank, {"world_size": notes[0][1]}
         writer = next(index for index, note in enumerate(notes) if note[0] == own)
-        return {rank_key(own): trees.encode(state)} if writer == member.rank else {}
-
-    def entry(self, notes: Sequence[Any]) -> dict[str, Any]:
-        return {"world_size": notes[0][1]}
+        return SaveCheck({rank_key(own): trees.encode(state)} if writer == member.rank else None, entry)
 
     def plan(self, name: str, stored: Stored, member: Member) -> ComponentPlan:
         own, by_rank = self.member(member), stored.rank_keys(name)
-        problems = self._kind_problems(name, stored)
+        problems = kind_problems(self, name, stored)
         keys, found = _keys_of_ranks(name, stored, by_rank)
         problems += found
         old = len(by_rank)
         change = AS_SAVED if self._is_known else HANDED_OVER
         if old == own.world_size or problems:
             own_keys = by_rank.get(own.rank, [])
-            self._has_rank_in_its_state = not problems and self._gives(own_keys, stored)
-            if self._has_rank_in_its_state:
+            rebuild = partial(_state_of_rank, stored, own_keys)
+            if not problems and self._gives(own_keys, stored):
+                rebuild = partial(_state_with_rank, stored, own_keys)
                 own_keys = own_keys + [key for key in stored.keys[name] if key not in set(keys)]
-            return ComponentPlan(stored.blank(own_keys), problems, change)
+            return ComponentPlan(stored.blank(own_keys), problems, change, rebuild=rebuild)
         if self.reshard is None:
             problems.append(
                 f"it belongs to ranks, and was saved by {ranks(old)}, not {own.world_size}; "
                 "pass PerRank(..., reshard=), or leave it out"
             )
-        return ComponentPlan(stored.blank(keys), problems, f"from {ranks(old)} to {own.world_size}", True)
+        rebuild = partial(self._resharded, stored, by_rank, own)
+        return ComponentPlan(
+            stored.blank(keys), problems, f"from {ranks(old)} to {own.world_size}", True, rebuild=rebuild
+        )
 
-    def prepare(self, name: str, stored: Stored, target: dict[str, Any], member: Member) -> Any:
-        own, by_rank = self.member(member), stored.rank_keys(name)
-        if self._has_rank_in_its_state:
-            _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)  # it unpickles that itself: plain data only
-            return stored.rebuilt(target, depth=1)
-        if len(by_rank) == own.world_size:
-            return _states_of_ranks(stored, {own.rank: by_rank[own.rank]}, target)[0]
+    def _resharded(self, stored: Stored, by_rank: dict[int, list[str]], own: Member, read: dict[str, Any]) -> Any:
         assert self.reshard is not None
-        states = _states_of_ranks(stored, by_rank, target)
-        return self.reshard(states, len(by_rank), own.world_size, own.rank)
+        return self.reshard(_states_of_ranks(stored, by_rank, read), len(by_rank), own.world_size, own.rank)
 
     @property
     def _is_known(self) -> bool:
@@ -250,11 +229,30 @@ class PerRank(Component):
             own = self.stateful.state_dict()
         return isinstance(own, Mapping) and names <= own.keys()
 
-    def apply(self, state: Any, before: Sequence[Component]) -> None:
+    def take(self, ready: Any, before: Sequence[Component]) -> Remarks:
         if isinstance(self.stateful, torch.Generator):
-            self.stateful.set_state(state["state"])
+            self.stateful.set_state(ready["state"])
         else:
-            self.stateful.load_state_dict(state)
+            give_state(self.stateful, ready)
+        return no_remarks
+
+
+def _problems_of_ranks(notes: Sequence[tuple[int, int, str]]) -> list[str]:
+    """Why states of ranks cannot be saved together.
+
+    Args:
+        notes: of each process the rank that it saves for, the number of such ranks, and a digest of its state where
+            others may save for the same rank.
+    """
+    worlds = {world for _, world, _ in notes}
+    if len(worlds) > 1:
+        return [f"ranks were given different world sizes: {sorted(worlds)}"]
+    absent = set(range(max(worlds))) - {rank for rank, _, _ in notes}
+    if absent:
+        return [f"no process has the state of {spans(absent)}"]
+    first = {rank: digest for rank, _, digest in reversed(notes)}
+    different = [index for index, (rank, _, digest) in enumerate(notes) if digest != first[rank]]
+    return [f"{spans(different)} differ from the first process that has the same PerRank rank"] if different else []
 
 
 def _keys_of_ranks(name: str, stored: Stored, by_rank: dict[int, list[str]]) -> tuple[list[str], list[str]]:
@@ -268,8 +266,16 @@ def _keys_of_ranks(name: str, stored: Stored, by_rank: dict[int, list[str]]) -> 
     return [key for keys in by_rank.values() for key in keys], []
 
 
-def _states_of_ranks(stored: Stored, by_rank: dict[int, list[str]], target: dict[str, Any]) -> list[Any]:
-    states = [stored.rebuilt({key: target[key] for key in by_rank[rank]}, depth=2) for rank in sorted(by_rank)]
-    if stored.manifest is not None:
-        return states
-    return [unpickled(state, stored.reader) if isinstance(state, bytes) else state for state in states]
+def _states_of_ranks(stored: Stored, by_rank: dict[int, list[str]], read: dict[str, Any]) -> list[Any]:
+    return [_state_of_rank(stored, by_rank[rank], read) for rank in sorted(by_rank)]
+
+
+def _state_of_rank(stored: Stored, keys: list[str], read: dict[str, Any]) -> Any:
+    state = stored.rebuilt({key: read[key] for key in keys}, depth=2)
+    return unpickled(state, stored.reader) if stored.manifest is None and isinstance(state, bytes) else state
+
+
+def _state_with_rank(stored: Stored, keys: list[str], read: dict[str, Any]) -> Any:
+    """The whole of what an object gave that has its rank in its state; it unpickles that part itself."""
+    _state_of_rank(stored, keys, read)  # refuses what is more than plain data
+    return stored.rebuilt(read, depth=1)

@@ -1,4 +1,4 @@
-"""What a Checkpointer takes an object for; of what trainers put before torch's classes, the error names what to give."""
+"""What a Checkpointer takes an object for; of what trainers put before torch's, the error names what to give."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from dcpring import KeyTable, RingWriter
 from dcpring.names.key_map import Rule
-from dcpring.tools.inspect.key_report import report_keys
+from dcpring.tools.keys import report_keys
 
 WRITERS: dict[str, Any] = {"stock": FileSystemWriter, "ring": RingWriter}
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
         set_state_dict,
     )
+    from dcpring.names.wrapping import register_wrapper
     from dcpring.options import IOStats
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.rearrange import Rearrange, rearranged
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from dcpring.tools.convert import ConvertReport, convert
     from dcpring.tools.inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
     from dcpring.tools.inspect.verify import Problem, VerifyReport, verify
-    from dcpring.tools.keys import KeyDiff, KeyTable, diff_keys, print_keys, register_wrapper, saved_key_map
+    from dcpring.tools.keys import KeyDiff, KeyTable, diff_keys, print_keys, saved_key_map
     from dcpring.watch.progress import Progress
 
 __all__ = [
@@ -130,7 +131,8 @@ _MODULES = {
     "resume.whole": ("Elastic", "PerRank", "Replicated"),
     "resume.data": ("ElasticDataset", "ElasticLoader", "ElasticSampler"),
     "errors": ("CheckpointError", "CorruptCheckpointError", "KeyMismatchError", "UntrustedCheckpointError"),
-    "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "register_wrapper", "saved_key_map"),
+    "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "saved_key_map"),
+    "names.wrapping": ("register_wrapper",),
     "plan.load_planner": ("RingLoadPlanner",),
     "plan.rearrange": ("Rearrange", "rearranged"),
     "options": ("IOStats",),

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcpring.cli._fold import folded
 from dcpring.cli._output import Output
 from dcpring.cli._parser import (
     Commands,
@@ -19,6 +18,7 @@ from dcpring.cli._parser import (
     add_trusted,
     tolerance,
 )
+from dcpring.names.diff import folded
 from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ _NAN_COLUMNS = (8, 9)
 
 _FIRST_TO_GO = ((4,), (6, 7), (2,))
 """Columns that a narrow screen goes without, so that keys are not folded."""
-
-_LEAST_WATCHED = 64 << 20
-"""Bytes from which on there is a progress bar."""
 
 DESCRIPTION = """\
 Compares two checkpoints: keys, shapes, dtypes and values, whatever the sharding of each, stock's or dcpring's.
@@ -80,37 +77,29 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from dcpring.base.collector import collection_paused
+    from dcpring.tools.inspect.compare import diff_checkpoints
 
     with collection_paused():  # the process is the command's own
-        return _compare(args, out)
-
-
-def _compare(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.tools.inspect.compare import Comparison
-    from dcpring.watch.progress import progress_bar
-
-    comparison = Comparison(
-        args.a,
-        args.b,
-        key_map=args.key_map,
-        only=args.only,
-        atol=args.atol,
-        rtol=args.rtol,
-        rank=args.rank,
-        trusted=args.trusted,
-    )
-    if not args.quick:
-        with progress_bar("comparing", comparison.bytes, enabled=comparison.bytes > _LEAST_WATCHED) as bar:
-            comparison.run(bar.advance)
-    diff = comparison.result
+        diff = diff_checkpoints(
+            args.a,
+            args.b,
+            key_map=args.key_map,
+            only=args.only,
+            values=not args.quick,
+            atol=args.atol,
+            rtol=args.rtol,
+            rank=args.rank,
+            trusted=args.trusted,
+            progress=True,
+        )
     if args.json:
         out.json(_document(args, diff))
-    else:
-        _print_keys(out, diff)
-        _print_problems(out, [*diff.tensors, *diff.objects])
-        _print_tensors(out, diff.tensors)
-        _print_objects(out, diff.objects)
-        out.text(_summary(args, diff), style="bold" if diff else "bold green")
+        return 1 if diff else 0
+    _print_keys(out, diff)
+    _print_problems(out, [*diff.tensors, *diff.objects])
+    _print_tensors(out, diff.tensors)
+    _print_objects(out, diff.objects)
+    out.text(_summary(args, diff), style="bold" if diff else "bold green")
     return 1 if diff else 0
 
 
@@ -258,7 +247,10 @@ def _document(args: argparse.Namespace, diff: CheckpointDiff) -> dict[str, Any]:
         "only_in_b": [_unmatched_document(item) for item in diff.keys.unexpected],
         "shapes": [_different_document(item) for item in diff.keys.shapes],
         "dtypes": [_different_document(item) for item in diff.keys.dtypes],
-        "tensors": [_tensor_document(item) for item in diff.tensors],
+        "tensors": [
+            {"elements": item.elements, **{name: _plain(value) for name, value in vars(item).items()}}
+            for item in diff.tensors
+        ],
         "objects": [vars(item) for item in diff.objects],
     }
 
@@ -268,33 +260,14 @@ def _unmatched_document(item: Unmatched) -> dict[str, Any]:
 
 
 def _different_document(item: Different) -> dict[str, Any]:
-    def described(entry: Any) -> dict[str, Any]:
-        dtype = None if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-        return {"shape": None if entry.shape is None else list(entry.shape), "dtype": dtype}
-
-    return {"key": item.key, "a": described(item.wanted), "b": described(item.stored)}
-
-
-def _tensor_document(diff: TensorDiff) -> dict[str, Any]:
-    return {
-        "key": diff.key,
-        "other": diff.other,
-        "shape": list(diff.shape),
-        "dtype": str(diff.dtype).removeprefix("torch."),
-        "elements": diff.elements,
-        "changed": diff.changed,
-        "differing": diff.differing,
-        "nans": list(diff.nans),
-        "distance": _plain(diff.distance),
-        "relative": _plain(diff.relative),
-        "where": None if diff.where is None else list(diff.where),
-        "values": None if diff.values is None else [_plain(value) for value in diff.values],
-        "problem": diff.problem,
-    }
+    a, b = ({"shape": each.shape, "dtype": _plain(each.dtype)} for each in (item.wanted, item.stored))
+    return {"key": item.key, "a": a, "b": b}
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinities, NaN or complex numbers: these are strings."""
-    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    return value
+    """JSON has no infinities, NaN, complex numbers or dtypes: these are strings."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value).removeprefix("torch.")

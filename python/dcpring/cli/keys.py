@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcpring.cli._fold import folded
 from dcpring.cli._output import Output, in_words
 from dcpring.cli._parser import Commands, add_checkpoint, add_json, add_key_map, add_rank, add_trusted
 from dcpring.errors import CheckpointError
+from dcpring.names.diff import folded
 
 if TYPE_CHECKING:
     from dcpring.names.key_map import KeyTable
-    from dcpring.tools.inspect.key_report import KeyLine, KeyReport
+    from dcpring.tools.keys import KeyReport
 
 _MOST_PLACES = 4
 
@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from dcpring.sources.contents import open_all
-    from dcpring.tools.inspect.key_report import report_keys
+    from dcpring.tools.keys import report_keys
 
     parts = open_all(args.checkpoint, rank=args.rank, trusted=args.trusted)
     report = report_keys(dict.fromkeys(key for contents in parts for key in contents), args.key_map)
@@ -84,20 +84,16 @@ def _saved_key_map(checkpoint: str, rank: int | None) -> tuple[KeyTable | None, 
 
 def _print_rows(out: Output, report: KeyReport) -> None:
     """A name that stays as it is is "="."""
-    mapped = report.rows and report.rows[0].mapped is not None
-    header = ("key", "canonical", *(["with the key map"] if mapped else []))
+    has_map = bool(report.rows) and report.rows[0].mapped is not None
+    header = ["key", "canonical", *(["with the key map"] if has_map else [])]
+    named = ((row.key, row.canonical, *([row.mapped or ""] if has_map else [])) for row in report.rows)
     rows: Iterable[tuple[str, ...]] = (
-        tuple(name if number == 0 or name != row.key else "=" for number, name in enumerate(_names(row)))
-        for row in report.rows
+        (key, *("=" if name == key else name for name in names)) for key, *names in named
     )
     if out.interactive:
         rows = folded(rows, len(header))
-        header = (*header, "keys")
-    out.table(header, rows, right=(3 if mapped else 2,), styles={0: "bold", 1: "cyan", 2: "green" if mapped else ""})
-
-
-def _names(row: KeyLine) -> tuple[str, ...]:
-    return (row.key, row.canonical) if row.mapped is None else (row.key, row.canonical, row.mapped)
+        header.append("keys")
+    out.table(header, rows, right=(3 if has_map else 2,), styles={0: "bold", 1: "cyan", 2: "green" if has_map else ""})
 
 
 def _print_origins(out: Output, report: KeyReport) -> None:

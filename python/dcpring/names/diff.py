@@ -1,21 +1,20 @@
-"""What differs between the names that are wanted and those that are there, and why, probably."""
+"""Names of a state dict and a checkpoint, or of two checkpoints: what differs, and why, probably.
+
+Only names, shapes and dtypes are looked at, which any thread may do, and nothing of torch is needed for it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
 from dcpring import _C
 from dcpring.base.text import ranges, some
-from dcpring.torchside.dcp import flatten_state_dict
-from dcpring.torchside.tensors import global_size
 
 _SUFFIX_PARTS = 8
 """Names are compared by at most so many of their last components."""
@@ -33,13 +32,38 @@ _MOST_ON_A_LINE = 4
 _MOST_LISTED = 20
 """Of these, in one list of a report. Errors go to every rank, and into logs."""
 
-WRAPPER_PARTS = {
-    "_orig_mod": "a compiled module",
-    "_fsdp_wrapped_module": "an FSDP1 module, outside of its state_dict_type",
-    "_checkpoint_wrapped_module": "the parameters of an activation-checkpoint wrapper",
+_MOST_NUMBERS = 4
+"""Names that differ in more numbers are not shown as one."""
+
+
+class WrapperPart(NamedTuple):
+    """A part of names that a wrapper puts there.
+
+    Attributes:
+        origin: who does.
+        model: what such a model is called in a sentence; "" where names are not compared by it.
+        certain: whether nobody else is known to.
+    """
+
+    origin: str
+    model: str
+    certain: bool
+
+
+WRAPPER_PARTS: Mapping[str, WrapperPart] = {
+    "_orig_mod": WrapperPart("torch.compile(module)", "a compiled module", True),
+    "_fsdp_wrapped_module": WrapperPart(
+        "FSDP1 (FullyShardedDataParallel)", "an FSDP1 module, outside of its state_dict_type", True
+    ),
+    "_flat_param": WrapperPart("FSDP1's flat parameter", "", True),
+    "_checkpoint_wrapped_module": WrapperPart(
+        "activation checkpointing or offloading", "the parameters of an activation-checkpoint wrapper", True
+    ),
+    "module": WrapperPart("DDP, DataParallel or AveragedModel, or the model's own", "DDP or AveragedModel", False),
+    "base_layer": WrapperPart("an adapter (LoRA), or the model's own", "an adapter (LoRA)", False),
+    "parametrizations": WrapperPart("torch.nn.utils.parametrize, or the model's own", "", False),
 }
-PERHAPS_PARTS = {"module": "DDP or AveragedModel", "base_layer": "an adapter (LoRA)"}
-PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original$")
 
 
 class KeyDescription(NamedTuple):
@@ -47,11 +71,11 @@ class KeyDescription(NamedTuple):
 
     Attributes:
         shape: of a tensor, None for anything else.
-        dtype: of a tensor, None for anything else.
+        dtype: of a tensor, or its name; None for anything else.
     """
 
     shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    dtype: Any
 
     def __str__(self) -> str:
         return "an object" if self.shape is None else f"{list(self.shape)} {self.dtype}"
@@ -107,36 +131,6 @@ class KeyDiff:
 # ---- finding ----
 
 
-def describe_state_dict(state_dict: Mapping[str, Any]) -> dict[str, KeyDescription]:
-    """The keys of a state dict as DCP flattens it.
-
-    Raises:
-        TypeError: a key is not a str.
-        ValueError: the state dict contains itself.
-    """
-    check_state_dict(state_dict)
-    flat, _ = flatten_state_dict(dict(state_dict))
-    return {key: describe_value(value) for key, value in flat.items()}
-
-
-def describe_metadata(metadata: Metadata) -> dict[str, KeyDescription]:
-    """The keys of a checkpoint."""
-    return {key: _describe_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
-
-
-def describe_value(value: Any) -> KeyDescription:
-    """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
-    if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
-        return KeyDescription(tuple(global_size(value)), value.dtype)
-    return KeyDescription(None, None)
-
-
-def _describe_metadata(entry: Any) -> KeyDescription:
-    if isinstance(entry, TensorStorageMetadata):
-        return KeyDescription(tuple(entry.size), entry.properties.dtype)
-    return KeyDescription(None, None)
-
-
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Raises TypeError for top-level keys that are no str, and ValueError for a dict or list that contains itself."""
     for key in state_dict:
@@ -175,12 +169,12 @@ def diff_described(
     """
     missing = [key for key in wanted if key not in stored]
     unexpected = [key for key in stored if key not in wanted]
-    pairs = _Matcher(missing, unexpected, cause or _cause).pairs()
-    back: dict[str, tuple[str | None, str]] = {there: (key, cause) for key, (there, cause) in pairs.items()}
-    nothing: tuple[str | None, str] = (None, "")
+    pairs = _closest(missing, unexpected)
+    why = {key: (cause or _cause_of_load)(key, other) for key, other in pairs.items()}
+    back = {other: key for key, other in pairs.items()}
     diff = KeyDiff(
-        [Unmatched(key, *pairs.get(key, nothing)) for key in missing],
-        [Unmatched(key, *back.get(key, nothing)) for key in unexpected],
+        [Unmatched(key, pairs.get(key), why.get(key, "")) for key in missing],
+        [Unmatched(key, back.get(key), why.get(back.get(key, ""), "")) for key in unexpected],
     )
     for key, want in wanted.items():
         there = stored.get(key)
@@ -221,52 +215,40 @@ def paired(
             yield name, owners.pop(form)[0]
 
 
-class _Matcher:
-    """Pairs missing and unexpected names, the surest reasons first; each name is used once."""
+def _closest(missing: Iterable[str], unexpected: Iterable[str]) -> dict[str, str]:
+    """For missing names the unexpected one that is meant, the surest reasons first. Each name is used once."""
+    left = dict.fromkeys(name for name in missing if len(name) <= _COMPARED_CHARACTERS)
+    right = dict.fromkeys(name for name in unexpected if len(name) <= _COMPARED_CHARACTERS)
+    pairs: dict[str, str] = {}
 
-    def __init__(self, missing: list[str], unexpected: list[str], cause: Callable[[str, str], str]) -> None:
-        self._cause = cause
-        self._missing = dict.fromkeys(name for name in missing if len(name) <= _COMPARED_CHARACTERS)
-        self._unexpected = dict.fromkeys(name for name in unexpected if len(name) <= _COMPARED_CHARACTERS)
-        self._pairs: dict[str, tuple[str, str]] = {}
+    def take(name: str, other: str) -> None:
+        del left[name], right[other]
+        pairs[name] = other
 
-    def pairs(self) -> dict[str, tuple[str, str]]:
-        """For each missing name that has one, its candidate and the cause."""
-        for forms in bare_forms():
-            for name, other in paired(forms, self._missing, self._unexpected):
-                self._take(name, other)
-        self._match_suffixes()
-        self._match_spelling()
-        return self._pairs
-
-    def _take(self, missing: str, candidate: str) -> None:
-        del self._missing[missing], self._unexpected[candidate]
-        self._pairs[missing] = (candidate, self._cause(missing, candidate))
-
-    def _match_suffixes(self) -> None:
-        owners: dict[str, str | None] = {}
-        for name in self._unexpected:
-            for suffix in _suffixes(name):
-                owners[suffix] = None if suffix in owners else name
-        for name in list(self._missing):
-            for suffix in _suffixes(name):
-                if (owner := owners.get(suffix)) is not None and owner in self._unexpected:
-                    self._take(name, owner)
-                    break
-
-    def _match_spelling(self) -> None:
-        for name in list(self._missing):
-            if len(self._missing) * len(self._unexpected) > _FUZZY_PAIRS:
-                return
-            if close := difflib.get_close_matches(name, list(self._unexpected), n=1, cutoff=0.75):
-                self._take(name, close[0])
+    for forms in bare_forms():
+        for name, other in paired(forms, left, right):
+            take(name, other)
+    owners: dict[str, str | None] = {}
+    for name in right:
+        for suffix in _suffixes(name):
+            owners[suffix] = None if suffix in owners else name
+    for name in list(left):
+        owner = next((owners[suffix] for suffix in _suffixes(name) if owners.get(suffix) in right), None)
+        if owner is not None:
+            take(name, owner)
+    for name in list(left):
+        if len(left) * len(right) > _FUZZY_PAIRS:
+            break
+        if close := difflib.get_close_matches(name, list(right), n=1, cutoff=0.75):
+            take(name, close[0])
+    return pairs
 
 
 def _bare(name: str) -> str:
     """Without anything that might be a wrapper's."""
-    name = PARAMETRIZED.sub(r"\1\2", name)
+    name = _PARAMETRIZED.sub(r"\1\2", name)
     *path, last = name.split(".")
-    return ".".join([*(part for part in path if part not in PERHAPS_PARTS), last])
+    return ".".join([*(part for part in path if part not in ("module", "base_layer")), last])
 
 
 def _suffixes(name: str) -> Iterator[str]:
@@ -277,46 +259,70 @@ def _suffixes(name: str) -> Iterator[str]:
         yield ".".join(parts[-count:])
 
 
-def only_in(name: str, other: str, parts: Iterable[str]) -> str | None:
-    mine, theirs = name.split("."), other.split(".")
-    return next((part for part in parts if mine.count(part) > theirs.count(part)), None)
+# ---- why ----
 
 
-def _cause(missing: str, candidate: str) -> str:
-    if part := only_in(candidate, missing, WRAPPER_PARTS):
-        return f'saved from {WRAPPER_PARTS[part]}; pass key_map="normalize"'
-    if part := only_in(missing, candidate, WRAPPER_PARTS):
-        return f"the state dict is that of {WRAPPER_PARTS[part]}; make it with dcpring.get_model_state_dict(model)"
-    if PARAMETRIZED.search(candidate) or PARAMETRIZED.search(missing):
-        return "parametrized on one side only; pass key_map= with both names"
-    if part := only_in(candidate, missing, PERHAPS_PARTS):
-        return f"saved from {PERHAPS_PARTS[part]}, perhaps; {_prefix_cure(missing, candidate)}"
-    if part := only_in(missing, candidate, PERHAPS_PARTS):
-        return (
-            f"the state dict is that of {PERHAPS_PARTS[part]}, perhaps; make it with "
-            "dcpring.get_model_state_dict(model)"
-        )
-    common = common_suffix(missing, candidate)
-    if "." in common or common in (missing, candidate):
-        return f"only the beginning differs; {_prefix_cure(missing, candidate)}"
-    return "spelt differently"
+def _why(a: str, b: str) -> tuple[str, str, bool]:
+    """Why two names differ: "wrapper", "perhaps", "parametrized", "beginning" or "spelling".
+
+    Returns:
+        This, the model of the wrapper whose part one of the names has ("" for other reasons), and whether it is b.
+    """
+    for kind, certain in (("wrapper", True), ("perhaps", False)):
+        for name, other, is_b in ((b, a, True), (a, b, False)):
+            for part, wrapper in WRAPPER_PARTS.items():
+                in_name, in_other = (text.split(".").count(part) for text in (name, other))
+                if wrapper.model and wrapper.certain is certain and in_name > in_other:
+                    return kind, wrapper.model, is_b
+        if certain and (_PARAMETRIZED.search(a) or _PARAMETRIZED.search(b)):
+            return "parametrized", "", False
+    common = _common_suffix(a, b)
+    return ("beginning" if "." in common or common in (a, b) else "spelling"), "", False
 
 
-def common_suffix(a: str, b: str) -> str:
+def _cause_of_load(missing: str, candidate: str) -> str:
+    """Why a checkpoint has another name than the state dict, and the cure."""
+    kind, model, is_stored = _why(missing, candidate)
+    if model and not is_stored:
+        perhaps = ", perhaps" if kind == "perhaps" else ""
+        return f"the state dict is that of {model}{perhaps}; make it with dcpring.get_model_state_dict(model)"
+    common = _common_suffix(missing, candidate)
+    old, new = candidate.removesuffix(common), missing.removesuffix(common)
+    cure = f"pass key_map={{'prefixes': {{{shown(old)!r}: {shown(new)!r}}}}}"
+    if not old:
+        cure = f"pass key_map=lambda name: {new!r} + name"
+    return {
+        "wrapper": f'saved from {model}; pass key_map="normalize"',
+        "perhaps": f"saved from {model}, perhaps; {cure}",
+        "parametrized": "parametrized on one side only; pass key_map= with both names",
+        "beginning": f"only the beginning differs; {cure}",
+        "spelling": "spelt differently",
+    }[kind]
+
+
+def cause_between_checkpoints(a: str, b: str) -> str:
+    """Why two checkpoints have other names for one thing, probably, and the key map with which they have not."""
+    kind, model, is_second = _why(a, b)
+    common = _common_suffix(a, b)
+    old, new = shown(a.removesuffix(common)), shown(b.removesuffix(common))
+    cure = f'compare with the key map {{"prefixes": {{"{old}": "{new}"}}}}'
+    saved = f"the {'second' if is_second else 'first'} was saved from {model}"
+    return {
+        "wrapper": f"{saved}; compare with the key map normalize",
+        "perhaps": f"{saved}, perhaps; {cure}",
+        "parametrized": "parametrized in one only; compare with a key map of both names",
+        "beginning": f"only the beginning differs; {cure}",
+        "spelling": "spelt differently",
+    }[kind]
+
+
+def _common_suffix(a: str, b: str) -> str:
     parts = []
     for mine, theirs in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
         if mine != theirs:
             break
         parts.append(mine)
     return ".".join(reversed(parts))
-
-
-def _prefix_cure(missing: str, candidate: str) -> str:
-    common = common_suffix(missing, candidate)
-    old, new = candidate.removesuffix(common), missing.removesuffix(common)
-    if not old:
-        return f"pass key_map=lambda name: {new!r} + name"
-    return f"pass key_map={{'prefixes': {{{shown(old)!r}: {shown(new)!r}}}}}"
 
 
 # ---- reporting ----
@@ -329,7 +335,52 @@ def shown(name: str) -> str:
     return f"{name[:half]}...{name[-half:]} ({len(name)} characters)"
 
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<![^.])(\d{1,18})(?![^.])")
+"""A part of a name that is a number."""
+
+
+def folded(rows: Iterable[tuple[str, ...]], names: int) -> Iterator[tuple[str, ...]]:
+    """Rows whose names differ in numbers alone as one row, as "layers.0-31.weight" says that all of these are there.
+
+    Args:
+        rows: of cells, all of them texts.
+        names: how many of the first cells are names; rows become one where all else is the same.
+
+    Yields:
+        Rows with one cell more: how many rows each stands for.
+    """
+    groups: dict[Any, list[tuple[int, ...]]] = {}
+    for row in rows:
+        split = [_NUMBER.split(cell) if len(cell) <= _COMPARED_CHARACTERS else [cell] for cell in row[:names]]
+        texts = tuple(tuple(parts[::2]) for parts in split)
+        numbers = tuple(int(number) for parts in split for number in parts[1::2])
+        groups.setdefault((texts, row[names:]), []).append(numbers)
+    for (texts, others), members in groups.items():
+        for spans, count in _grids(members):
+            rest = iter(spans)
+            shown = [first + "".join(f"{next(rest)}{text}" for text in more) for first, *more in texts]
+            yield (*shown, *others, f"{count:,}")
+
+
+def _grids(members: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[str], int]]:
+    """Rows of numbers as spans of each column, of which all combinations are there, and how many rows these are."""
+    columns = list(zip(*members, strict=True))
+    varying = list(dict.fromkeys(column for column in columns if len(set(column)) > 1))  # equal ones count once
+    if len(varying) > _MOST_NUMBERS:
+        yield from (([*map(str, member)], 1) for member in members)
+    elif math.prod(len(set(column)) for column in varying) == len(set(members)):
+        yield [_spans(sorted(set(column))) for column in columns], len(members)
+    else:
+        groups: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for number, member in zip(varying[0], members, strict=True):
+            groups[number].append(member)
+        for group in groups.values():
+            yield from _grids(group)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    runs = ranges(numbers, ",").split(",")
+    return ",".join(runs if len(runs) <= _MOST_LISTED else [*runs[:_MOST_LISTED], "...", runs[-1]])
 
 
 def compressed(keys: Sequence[str]) -> str:
@@ -343,27 +394,11 @@ def _listed(lines: Sequence[str]) -> list[str]:
     return [*lines[:_MOST_LISTED], f"and {more} more"] if more > 0 else list(lines)
 
 
-def _patterns(keys: Sequence[str]) -> list[str]:
-    groups: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
-    for key in keys:
-        numbers = [int(number) for number in _NUMBER.findall(key)] if len(key) <= _COMPARED_CHARACTERS else []
-        groups[_NUMBER.sub("*", key) if numbers else key].append((key, numbers))
-    return [text for members in groups.values() for text in _compressed_group(members)]
+def _patterns(keys: Iterable[str]) -> list[str]:
+    return [repr(shown(name)) for name, _ in folded(((key,) for key in keys), 1)]
 
 
-def _compressed_group(members: list[tuple[str, list[int]]]) -> list[str]:
-    columns = list(zip(*(numbers for _, numbers in members), strict=True))
-    varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
-    if len(members) == 1 or len(varying) != 1:
-        return [repr(shown(key)) for key, _ in members]
-    runs = ranges(sorted(set(columns[varying[0]])), ",").split(",")
-    spans = ",".join(runs if len(runs) <= _MOST_LISTED else [*runs[:_MOST_LISTED], "...", runs[-1]])
-    counter = iter(range(len(columns)))
-    text = _NUMBER.sub(lambda match: spans if next(counter) == varying[0] else match[0], members[0][0])
-    return [repr(text)]
-
-
-def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
+def _unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
     """All keys of a cause together; causes name the two beginnings, so that such keys belong together."""
     groups: dict[tuple[str, bool], list[Unmatched]] = defaultdict(list)
     for item in items:
@@ -385,7 +420,7 @@ def unmatched_lines(items: list[Unmatched], other: str) -> Iterator[str]:
 def _report(diff: KeyDiff, store: str) -> Iterator[str]:
     if diff.missing:
         yield f"missing from the {store} ({len(diff.missing)}):"
-        yield from unmatched_lines(diff.missing, f"the {store}")
+        yield from _unmatched_lines(diff.missing, f"the {store}")
     left = [item for item in diff.unexpected if item.candidate is None]
     paired = len(diff.unexpected) - len(left)
     if diff.unexpected:

@@ -20,16 +20,17 @@ from dcpring.base.casts import Loss, loss
 from dcpring.base.memory import memory_key
 from dcpring.errors import KeyMismatchError
 from dcpring.names.diff import (
+    KeyDescription,
     KeyDiff,
     bare_forms,
+    check_state_dict,
     compressed,
-    describe_metadata,
-    describe_value,
     diff_described,
     paired,
 )
 from dcpring.names.key_map import KeyMap
-from dcpring.torchside.tensors import PLAIN_TYPES, is_whole, local_tensor
+from dcpring.torchside.dcp import flatten_state_dict
+from dcpring.torchside.tensors import PLAIN_TYPES, global_size, is_whole, local_tensor
 
 logger = logging.getLogger("dcpring")
 
@@ -185,6 +186,42 @@ def _tied_to_others(wanted: Mapping[str, Any], missing: set[str]) -> set[str]:
         return set()
     there = {_memory_of(value) for key, value in wanted.items() if key not in missing} - {None}
     return {key for key in missing if _memory_of(wanted[key]) in there}
+
+
+# ---- what keys stand for ----
+
+
+def describe_state_dict(state_dict: Mapping[str, Any]) -> dict[str, KeyDescription]:
+    """The keys of a state dict as DCP flattens it.
+
+    Raises:
+        TypeError: a key is not a str.
+        ValueError: the state dict contains itself.
+    """
+    check_state_dict(state_dict)
+    flat, _ = flatten_state_dict(dict(state_dict))
+    return {key: describe_value(value) for key, value in flat.items()}
+
+
+def describe_metadata(metadata: Metadata) -> dict[str, KeyDescription]:
+    """The keys of a checkpoint."""
+    return {key: _describe_metadata(entry) for key, entry in metadata.state_dict_metadata.items()}
+
+
+def describe_value(value: Any) -> KeyDescription:
+    """Of anything with a shape and a dtype; DTensor and ShardedTensor count as a whole."""
+    if hasattr(value, "size") and callable(value.size) and isinstance(getattr(value, "dtype", None), torch.dtype):
+        return KeyDescription(tuple(global_size(value)), value.dtype)
+    return KeyDescription(None, None)
+
+
+def _describe_metadata(entry: Any) -> KeyDescription:
+    if isinstance(entry, TensorStorageMetadata):
+        return KeyDescription(tuple(entry.size), entry.properties.dtype)
+    return KeyDescription(None, None)
+
+
+# ---- names that a key map finds ----
 
 
 def match_names(key_map: KeyMap, wanted: list[str], stored: list[str]) -> dict[str, str]:

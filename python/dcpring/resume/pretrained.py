@@ -31,9 +31,9 @@ from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, naming
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
 from dcpring.format.safetensors import find_named
-from dcpring.names.diff import KeyDescription, KeyDiff, describe_metadata, describe_state_dict, diff_described
+from dcpring.names.diff import KeyDescription, KeyDiff, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
-from dcpring.names.policy import LoadPolicy, Missing, Unexpected, match_names
+from dcpring.names.policy import LoadPolicy, Missing, Unexpected, describe_metadata, describe_state_dict, match_names
 from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
 from dcpring.names.wrapping import model_keys
 from dcpring.plan.load_planner import RingLoadPlanner

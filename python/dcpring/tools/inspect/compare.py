@@ -6,15 +6,15 @@ Memory stays bounded by a few windows, whatever the size of the tensors. What ca
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ from dcpring.base.windows import read_ahead, split_box, windows
 from dcpring.errors import CheckpointError
 from dcpring.format.metadata import TENSOR
 from dcpring.move.buffer import ALIGNMENT, Buffer
-from dcpring.names import diff as names
-from dcpring.names.diff import KeyDiff
+from dcpring.names.diff import KeyDescription, KeyDiff, cause_between_checkpoints, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike
 from dcpring.sources.contents import Contents, Entry, Slice, open_all
 from dcpring.store.layout import rank_of_metadata
 from dcpring.tools.inspect.compare_objects import difference
 from dcpring.tools.inspect.select import check_patterns, key_filter
+from dcpring.watch.progress import progress_bar
 
-__all__ = ["CheckpointDiff", "Comparison", "ObjectDiff", "TensorDiff", "diff_checkpoints"]
+__all__ = ["CheckpointDiff", "ObjectDiff", "TensorDiff", "diff_checkpoints"]
 
 _WINDOW_BYTES = 32 << 20
 """Of one side are read at once, at most."""
@@ -43,11 +43,17 @@ _BATCH_PARTS = 4096
 _BATCH_OBJECTS = 256
 _BUFFER_BYTES = _WINDOW_BYTES + _BATCH_PARTS * ALIGNMENT
 
+_LEAST_WATCHED_BYTES = 64 << 20
+"""From which on there is a progress bar."""
+
 _READ_ERRORS = (CheckpointError, OSError, RuntimeError, ValueError, MemoryError)
 """What reading damaged, missing or odd records ends in; RuntimeError and ValueError are torch's."""
 
+_Value = Tensor | str
+"""A part of a tensor, or why it could not be read."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class TensorDiff:
     """A tensor whose values differ, or that cannot be compared.
 
@@ -82,6 +88,27 @@ class TensorDiff:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    def _add(self, part: Slice, found: _C._Difference, a: Tensor, b: Tensor) -> None:
+        """Adds what the core has found in a part of the tensor."""
+        changed, differing, nans_in_a, nans_in_b, first, farthest, distance, relative = found
+        self.changed += changed
+        self.differing += differing
+        self.nans = self.nans[0] + nans_in_a, self.nans[1] + nans_in_b
+        self.relative = max(self.relative, relative)
+        if farthest >= 0 and (self.distance is None or distance > self.distance):
+            self.distance = distance
+            self._note(part, farthest, a, b)
+        elif first >= 0 and self.where is None:
+            self._note(part, first, a, b)
+
+    def _note(self, part: Slice, index: int, a: Tensor, b: Tensor) -> None:
+        inside, rest = [], index
+        for length in reversed(part.lengths or ()):
+            rest, at = divmod(rest, length)
+            inside.append(at)
+        self.where = tuple(map(sum, zip(part.offsets or (), reversed(inside), strict=True)))
+        self.values = _number(a, index), _number(b, index)
 
 
 @dataclass(frozen=True)
@@ -137,6 +164,7 @@ def diff_checkpoints(
     rtol: float = 0.0,
     rank: int | None = None,
     trusted: bool = False,
+    progress: bool = False,
 ) -> CheckpointDiff:
     """How two checkpoints differ, whoever wrote them and however each is sharded.
 
@@ -151,6 +179,7 @@ def diff_checkpoints(
         rtol: see ``atol``.
         rank: of saves with ``use_collectives=False``, the rank whose parts are compared; None: all, by rank.
         trusted: unpickle whatever the metadata holds. Objects are only ever loaded as plain data.
+        progress: draw a bar on standard error, if that is a terminal.
 
     Raises:
         CheckpointError: there is no checkpoint, or the key map makes two names one.
@@ -158,90 +187,70 @@ def diff_checkpoints(
             are no error, but part of the result.
         ValueError: a tolerance is below 0, or the key map is none.
     """
-    comparison = Comparison(a, b, key_map=key_map, only=only, atol=atol, rtol=rtol, rank=rank, trusted=trusted)
-    return comparison.run() if values else comparison.result
+    if not (atol >= 0 and rtol >= 0):
+        raise ValueError(f"atol={atol} and rtol={rtol} must be 0 or more")
+    mapped = KeyMap(key_map) if key_map is not None else None
+    patterns = strings(only, "only")
+    chosen = key_filter(patterns)
+    left = _open(a, rank, trusted, mapped, chosen)
+    right = _open(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
+    check_patterns(patterns, {name for part in (*left.values(), *right.values()) for name in part.names}, "either")
+    keys = diff_described(_described(left), _described(right), cause_between_checkpoints)
+    result = CheckpointDiff(keys)
+    if not values:
+        return result
+    different = {item.key for item in (*keys.shapes, *keys.dtypes)}
+    pairs = [_Pair(left[part], right[part], different, (atol, rtol)) for part in left if part in right]
+    total = sum(pair.bytes for pair in pairs)
+    with progress_bar("comparing", total, enabled=progress and total > _LEAST_WATCHED_BYTES) as bar:
+        for pair in pairs:
+            pair.compare_tensors(result, bar.advance)
+    for pair in pairs:
+        pair.compare_objects(result)
+    return result
 
 
-class Comparison:
-    """A comparison, in two steps: names, shapes and dtypes when it is made, values when it is run.
+class _Pair:
+    """What two checkpoints have in common. After saves with ``use_collectives=False`` there is one for each rank.
 
     Attributes:
-        result: what has been found.
-        bytes: that ``run`` will read, of both sides together.
+        bytes: that comparing tensors will read, of both sides together.
     """
 
-    def __init__(
-        self,
-        a: str | os.PathLike[str],
-        b: str | os.PathLike[str],
-        *,
-        key_map: KeyMapLike = None,
-        only: str | Sequence[str] = (),
-        atol: float = 0.0,
-        rtol: float = 0.0,
-        rank: int | None = None,
-        trusted: bool = False,
-    ) -> None:
-        if not (atol >= 0 and rtol >= 0):
-            raise ValueError(f"atol={atol} and rtol={rtol} must be 0 or more")
-        self._tolerance = (atol, rtol)
-        mapped = KeyMap(key_map) if key_map is not None else None
-        patterns = strings(only, "only")
-        chosen = key_filter(patterns)
-        self._a = _Side(a, rank, trusted, mapped, chosen)
-        self._b = _Side(b, rank, trusted, mapped if key_map == "normalize" else None, chosen)
-        check_patterns(patterns, self._a.names | self._b.names, "either")
-        self.result = CheckpointDiff(names.diff_described(self._a.described(), self._b.described(), _cause))
-        different = {item.key for item in (*self.result.keys.shapes, *self.result.keys.dtypes)}
-        common = [name for name in self._a.entries if name in self._b.entries and name not in different]
-        self._tensors = [name for name in common if self._a.entries[name].shape is not None]
-        self._objects = [name for name in common if self._a.entries[name].shape is None]
-        self._same: dict[Any, list[str]] = collections.defaultdict(list)
-        for name in self._tensors:
-            self._same[_records(self._a.entries[name]), _records(self._b.entries[name])].append(name)
-        leaders = [group[0] for group in self._same.values()]
-        self._found = {name: _Sum(self._a.entries[name]) for name in leaders}
-        self.bytes = 2 * sum(self._a.entries[name].nbytes for name in leaders)
+    def __init__(self, a: _Side, b: _Side, different: set[str], tolerance: tuple[float, float]) -> None:
+        self._a, self._b, self._tolerance = a, b, tolerance
+        self._objects: list[str] = []
+        self._found: dict[str, TensorDiff] = {}
+        self.bytes = 0
+        for name, entry in a.entries.items():
+            if name not in b.entries or name in different:
+                continue
+            if entry.shape is None or entry.dtype is None:
+                self._objects.append(name)
+            else:
+                self._found[name] = TensorDiff(a.called(name), b.called(name), entry.shape, entry.dtype)
+                self.bytes += 2 * entry.nbytes
 
-    def run(self, advance: Callable[[int], None] = lambda count: None) -> CheckpointDiff:
-        """Compares the values.
-
-        Args:
-            advance: is told the bytes that have been read since the last time.
-        """
-        self._compare_tensors(advance)
-        for group in self._same.values():
-            found = self._found[group[0]]
-            result = found.result(self._a.called[group[0]], self._b.called[group[0]])
-            if not result.problem:
-                self.result.tensors_compared += len(group)
-                self.result.bytes += self._a.entries[group[0]].nbytes
-            if result.changed or result.problem:
-                # Tied tensors are read once, and differ in the same way.
-                self.result.tensors += [
-                    dataclasses.replace(result, key=self._a.called[name], other=self._b.called[name]) for name in group
-                ]
-        self._compare_objects()
-        self.result.objects_compared = len(self._objects) - sum(bool(one.problem) for one in self.result.objects)
-        return self.result
-
-    # ---- tensors ----
-
-    def _compare_tensors(self, advance: Callable[[int], None]) -> None:
+    def compare_tensors(self, result: CheckpointDiff, advance: Callable[[int], None]) -> None:
         batches = windows(self._boxes(), self._part_bytes, _WINDOW_BYTES, _BATCH_PARTS)
         reading = read_ahead("dcpring-diff", batches, self._a.read_tensors, self._b.read_tensors)
         with contextlib.closing(reading):
             for batch, (left, right) in reading:
                 self._compare_batch(batch, left, right)
                 advance(2 * sum(map(self._part_bytes, batch)))
+        for name, found in self._found.items():
+            if not found.problem:
+                result.tensors_compared += 1
+                result.bytes += self._a.entries[name].nbytes
+            if found.changed or found.problem:
+                result.tensors.append(found)
 
     def _part_bytes(self, part: Slice) -> int:
-        entry = self._a.entries[part.key]
-        return math.prod(part.lengths or ()) * (entry.dtype.itemsize if entry.dtype else 0)
+        return math.prod(part.lengths or ()) * self._found[part.key].dtype.itemsize
 
     def _boxes(self) -> Iterator[Slice]:
         for name, found in self._found.items():
-            for offsets, lengths in split_box(found.entry.shape or (), _WINDOW_BYTES // found.dtype.itemsize):
+            for offsets, lengths in split_box(found.shape, _WINDOW_BYTES // found.dtype.itemsize):
                 if found.problem:  # of a part before this one: what is left would tell nothing new
                     break
                 yield Slice(name, offsets, lengths)
@@ -261,7 +270,7 @@ class Comparison:
         in_a, in_b = (_C.Tensors([_bare(tensor) for tensor in side]) for side in (lefts, rights))
         compared = _C.compare(in_a, in_b, *self._tolerance)
         for part, a, b, counts in zip(parts, lefts, rights, compared, strict=True):
-            self._found[part.key].add(part, counts, a, b)
+            self._found[part.key]._add(part, counts, a, b)
 
     def _difference_of_records(self, name: str, problem: str) -> str:
         """Sparse tensors cannot be read in parts: their records are compared as objects are."""
@@ -270,67 +279,86 @@ class Comparison:
         (a,), (b,) = self._a.read_objects([name]), self._b.read_objects([name])
         return difference(a, b) if isinstance(a, bytes) and isinstance(b, bytes) else problem
 
-    # ---- objects ----
-
-    def _compare_objects(self) -> None:
-        groups = [self._objects[at : at + _BATCH_OBJECTS] for at in range(0, len(self._objects), _BATCH_OBJECTS)]
-        reading = read_ahead("dcpring-diff", groups, self._a.read_objects, self._b.read_objects)
+    def compare_objects(self, result: CheckpointDiff) -> None:
+        reading = read_ahead(
+            "dcpring-diff",
+            windows(self._objects, lambda _: 0, None, _BATCH_OBJECTS),
+            self._a.read_objects,
+            self._b.read_objects,
+        )
         with contextlib.closing(reading):
             for group, (left, right) in reading:
                 for name, a, b in zip(group, left, right, strict=True):
-                    self._compare_object(name, a, b)
-
-    def _compare_object(self, name: str, a: bytes | str, b: bytes | str) -> None:
-        called = self._a.called[name], self._b.called[name]
-        problem = "; ".join(value for value in (a, b) if isinstance(value, str))
-        if problem:
-            self.result.objects.append(ObjectDiff(*called, problem=problem))
-        elif isinstance(a, bytes) and isinstance(b, bytes) and (found := difference(a, b)):
-            self.result.objects.append(ObjectDiff(*called, found))
+                    called = self._a.called(name), self._b.called(name)
+                    problem = "; ".join(value for value in (a, b) if isinstance(value, str))
+                    if problem:
+                        result.objects.append(ObjectDiff(*called, problem=problem))
+                        continue
+                    result.objects_compared += 1
+                    if found := difference(a, b):
+                        result.objects.append(ObjectDiff(*called, found))
 
 
 # ---- one of the two ----
 
-_Value = Tensor | str
-"""What was read, or why it could not be."""
+
+def _open(
+    checkpoint: str | os.PathLike[str],
+    rank: int | None,
+    trusted: bool,
+    key_map: KeyMap | None,
+    chosen: Callable[[str], bool],
+) -> dict[str, _Side]:
+    """A checkpoint, by the beginnings of its names: "" unless each rank has metadata of its own."""
+    parts = open_all(os.fspath(checkpoint), rank=rank, trusted=trusted)
+    buffers = [Buffer(_BUFFER_BYTES) for _ in range(2)]
+    sides = {}
+    for contents in parts:
+        prefix = f"(rank {rank_of_metadata(contents.path.name)})." if len(parts) > 1 else ""
+        sides[prefix] = _Side(contents, prefix, key_map, chosen, buffers)
+    return sides
+
+
+def _described(sides: dict[str, _Side]) -> dict[str, KeyDescription]:
+    return {
+        name: KeyDescription(entry.shape, entry.dtype)
+        for side in sides.values()
+        for name, entry in side.entries.items()
+    }
 
 
 class _Side:
-    """A checkpoint under the names that it is compared by.
+    """A checkpoint, or a rank's part of it, under the names that it is compared by.
 
     Attributes:
         entries: by these names.
-        called: what each is called in the checkpoint.
         names: that patterns choose from, which are chosen.
     """
 
     def __init__(
         self,
-        checkpoint: str | os.PathLike[str],
-        rank: int | None,
-        trusted: bool,
+        contents: Contents,
+        prefix: str,
         key_map: KeyMap | None,
         chosen: Callable[[str], bool],
+        buffers: Sequence[Buffer],
     ) -> None:
-        parts = open_all(os.fspath(checkpoint), rank=rank, trusted=trusted)
-        self.entries: dict[str, Entry] = {}
-        self.called: dict[str, str] = {}
-        self.names: set[str] = set()
-        self._parts: dict[str, Contents] = {}
-        self._buffers = collections.deque(Buffer(_BUFFER_BYTES) for _ in range(2))
-        for contents in parts:
-            # Objects are compared as bytes and as plain data: what they could run is no matter.
-            raw = dataclasses.replace(contents, trusted=True)
-            prefix = f"(rank {rank_of_metadata(contents.path.name)})." if len(parts) > 1 else ""
-            for key, name in _renamed(contents, key_map).items():
-                if chosen(name):
-                    self.entries[prefix + name] = contents[key]
-                    self.called[prefix + name] = prefix + key
-                    self.names.add(name)
-                    self._parts[prefix + name] = raw
+        try:
+            renamed = key_map.rename(contents) if key_map else {key: key for key in contents}
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        # Objects are compared as bytes and as plain data: what they could run is no matter.
+        self._contents = dataclasses.replace(contents, trusted=True)
+        self._prefix = prefix
+        self._buffers = itertools.cycle(buffers)
+        self.names = {name for name in renamed.values() if chosen(name)}
+        self.entries: dict[str, Entry] = {
+            prefix + name: contents[key] for key, name in renamed.items() if name in self.names
+        }
 
-    def described(self) -> dict[str, names.KeyDescription]:
-        return {name: names.KeyDescription(entry.shape, entry.dtype) for name, entry in self.entries.items()}
+    def called(self, name: str) -> str:
+        """What it is called in the checkpoint."""
+        return self._prefix + self.entries[name].key
 
     def is_opaque(self, name: str) -> bool:
         """Whether a tensor is one record of a kind that may be anything, and not too large to be read as a whole."""
@@ -338,111 +366,38 @@ class _Side:
         return len(records) == 1 and records[0].place.kind != TENSOR and records[0].place.length <= _LARGEST_RECORD
 
     def read_tensors(self, parts: list[Slice]) -> list[_Value]:
-        """Of tensors; they are good until the next but one are read."""
-        self._buffers.rotate()
-        buffer = self._buffers[0]
+        """Parts of tensors; they are good until the next but one are read."""
+        buffer = next(self._buffers)
         buffer.clear()
         wanted = []
-        for part in parts:
-            entry = self.entries[part.key]
+        for name, offsets, lengths in parts:
+            entry = self.entries[name]
             assert entry.dtype is not None
-            tensor, _ = buffer.take(tuple(part.lengths or ()), entry.dtype)
-            wanted.append((part.key, (entry.key, part.offsets or (), tensor)))
-        return self._read(wanted, _read_into)
+            tensor, _ = buffer.take(tuple(lengths or ()), entry.dtype)
+            wanted.append((entry.key, offsets or (), tensor))
+        return _read_some(wanted, self._read_into)
 
-    def read_objects(self, group: list[str]) -> list[bytes | str]:
-        """As they were pickled."""
-        read = self._read([(name, self.entries[name].key) for name in group], Contents.read_objects)
+    def _read_into(self, wanted: list[tuple[str, Sequence[int], Tensor]]) -> list[Tensor]:
+        self._contents.read_into(wanted)
+        return [tensor for _, _, tensor in wanted]
+
+    def read_objects(self, group: list[str]) -> list[Any]:
+        """Objects as they were pickled; a str is why one could not be read."""
+        read = _read_some([self.entries[name].key for name in group], self._contents.read_objects)
         return [value if isinstance(value, str) else value.getvalue() for value in read]
 
-    def _read(self, wanted: list[tuple[str, Any]], read: Callable[[Contents, list[Any]], list[Any]]) -> list[Any]:
-        """All at once from each part of the checkpoint; one by one where that fails, to tell which are bad."""
-        values: list[Any] = [None] * len(wanted)
-        by_part: dict[int, list[int]] = collections.defaultdict(list)
-        for position, (name, _) in enumerate(wanted):
-            by_part[id(self._parts[name])].append(position)
-        for positions in by_part.values():
-            contents = self._parts[wanted[positions[0]][0]]
-            for position, value in zip(
-                positions, _read_some(contents, [wanted[p][1] for p in positions], read), strict=True
-            ):
-                values[position] = value
-        return values
 
-
-def _read_into(contents: Contents, wanted: list[tuple[str, Sequence[int], Tensor]]) -> list[Tensor]:
-    contents.read_into(wanted)
-    return [tensor for _, _, tensor in wanted]
-
-
-def _renamed(contents: Contents, key_map: KeyMap | None) -> dict[str, str]:
+def _read_some(wanted: list[Any], read: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """All at once; one by one where that fails, to tell which are bad."""
     try:
-        return key_map.rename(contents) if key_map else {key: key for key in contents}
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _read_some(contents: Contents, wanted: list[Any], read: Callable[[Contents, list[Any]], list[Any]]) -> list[Any]:
-    try:
-        return read(contents, wanted)
+        return read(wanted)
     except _READ_ERRORS as error:
         if len(wanted) == 1:
             return [f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)]
-    return [value for one in wanted for value in _read_some(contents, [one], read)]
+    return [value for one in wanted for value in _read_some([one], read)]
 
 
-# ---- adding up ----
-
-
-class _Sum:
-    """What the windows of a tensor have shown."""
-
-    def __init__(self, entry: Entry) -> None:
-        assert entry.dtype is not None
-        self.entry = entry
-        self.dtype = entry.dtype
-        self.problem = ""
-        self._counts = [0, 0, 0, 0]
-        self._distance: float | None = None
-        self._relative = 0.0
-        self._where: tuple[int, ...] | None = None
-        self._values: tuple[Any, Any] | None = None
-
-    def add(self, part: Slice, found: _C._Difference, a: Tensor, b: Tensor) -> None:
-        first, farthest, distance, relative = found[4:]
-        self._counts = [have + more for have, more in zip(self._counts, found[:4], strict=True)]
-        self._relative = max(self._relative, relative)
-        if farthest >= 0 and (self._distance is None or distance > self._distance):
-            self._distance = distance
-            self._note(part, farthest, a, b)
-        elif first >= 0 and self._where is None:
-            self._note(part, first, a, b)
-
-    def _note(self, part: Slice, index: int, a: Tensor, b: Tensor) -> None:
-        assert part.offsets is not None and part.lengths is not None
-        inside = []
-        rest = index
-        for length in reversed(part.lengths):
-            rest, at = divmod(rest, length)
-            inside.append(at)
-        self._where = tuple(offset + at for offset, at in zip(part.offsets, reversed(inside), strict=True))
-        self._values = _number(a, index), _number(b, index)
-
-    def result(self, key: str, other: str) -> TensorDiff:
-        return TensorDiff(
-            key,
-            other,
-            self.entry.shape or (),
-            self.dtype,
-            self._counts[0],
-            self._counts[1],
-            (self._counts[2], self._counts[3]),
-            self._distance,
-            self._relative,
-            self._where,
-            self._values,
-            self.problem,
-        )
+# ---- elements ----
 
 
 def _number(tensor: Tensor, index: int) -> Any:
@@ -462,37 +417,3 @@ def _is_known(dtype: torch.dtype) -> bool:
 def _bare(tensor: Tensor) -> Tensor:
     """What the core can compare: the tensor, or its bytes where it does not know the dtype."""
     return tensor if _is_known(tensor.dtype) else tensor.reshape(-1).view(torch.uint8)
-
-
-def _records(entry: Entry) -> Any:
-    """The same for tensors that are stored as one (tied ones), and only for these."""
-    places = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records)
-    return entry.shape, entry.dtype, places
-
-
-# ---- names ----
-
-
-class _Named(NamedTuple):
-    name: str
-    other: str
-    side: str
-
-
-def _cause(a: str, b: str) -> str:
-    """Why a key has other names in two checkpoints, probably, and with which key map it has not."""
-    sides = (_Named(a, b, "the first"), _Named(b, a, "the second"))
-    for name, other, side in sides:
-        if part := names.only_in(name, other, names.WRAPPER_PARTS):
-            return f"{side} was saved from {names.WRAPPER_PARTS[part]}; compare with the key map normalize"
-    if names.PARAMETRIZED.search(a) or names.PARAMETRIZED.search(b):
-        return "parametrized in one only; compare with a key map of both names"
-    common = names.common_suffix(a, b)
-    old, new = a.removesuffix(common), b.removesuffix(common)
-    cure = f'compare with the key map {{"prefixes": {{"{names.shown(old)}": "{names.shown(new)}"}}}}'
-    for name, other, side in sides:
-        if part := names.only_in(name, other, names.PERHAPS_PARTS):
-            return f"{side} was saved from {names.PERHAPS_PARTS[part]}, perhaps; {cure}"
-    if "." in common or common in (a, b):
-        return f"only the beginning differs; {cure}"
-    return "spelt differently"

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcpring import _C, RingHFWriter, RingSavePlanner
 from dcpring.format.properties import encode_properties
+from dcpring.hf.writer import _Local
 from dcpring.plan.items import Items
 from dcpring.plan.messages import LocalMessage, RingPlan
 from dcpring.plan.table import SHARD_ROW
-from dcpring.store.hf_writer import _Local
 
 SHAPE = (4096, 4096)
 

@@ -39,10 +39,9 @@ from dcpring import (
     RingSavePlanner,
     RingWriter,
 )
-from dcpring.base import groups
+from dcpring.base import groups, ranks
 from dcpring.base.joint import Joint
 from dcpring.move.load import handon
-from dcpring.resume import ranks
 from dcpring.torchside.dcp import drops_metadata_errors
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep

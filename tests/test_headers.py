@@ -232,6 +232,7 @@ def metadata_reads(folder: Path, hosts: list[str], call: str) -> tuple[int, bool
         return read(path)
 
     tensor = torch.arange(1000.0)
+    torch.manual_seed(0)  # the model is the same on all ranks, whatever else these processes have run
     model = nn.Linear(3, 4)
     with (
         mock.patch("dcpring.base.groups.host_id", lambda: hosts[rank]),

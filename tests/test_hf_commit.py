@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcpring
 from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
+from dcpring.hf import commit as committing
 from dcpring.store import one_saver
-from dcpring.store import safetensors as committing
 from dcpring.store.one_saver import LOCK_NAME, OneSaver
 
 SEVERAL = 100

@@ -38,9 +38,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
 from dcpring.base.joint import Joint
 from dcpring.format import safetensors as headers
-from dcpring.move import host_memory, stripes
+from dcpring.hf import stripes
+from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout
+from dcpring.move import host_memory
 from dcpring.move.pending import Pending
-from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (3001, 257),
@@ -127,7 +128,7 @@ def save_jobs(jobs: list[tuple[str, tuple[int, ...], str, bool, dict[str, Any]]]
     for path, mesh_shape, layout, is_stock, options in jobs:
         planner = DefaultSavePlanner() if is_stock else RingSavePlanner()
         writer = RingHFWriter(path, **options)
-        with mock.patch("dcpring.store.hf_writer.host_id", lambda: "" if hosts is None else hosts[dist.get_rank()]):
+        with mock.patch("dcpring.hf.writer.host_id", lambda: "" if hosts is None else hosts[dist.get_rank()]):
             dcp.save(state(mesh_shape, layout), storage_writer=writer, planner=planner)
         assert writer.stats is not None
         written.append(writer.stats.bytes)
@@ -505,7 +506,7 @@ def before_rounds(rank: int, act: Callable[[int], object]) -> Iterator[list[int]
 
     with (
         mock.patch.object(stripes.StripeSaving, "patches", patches),
-        mock.patch("dcpring.plan.stripes.ROUND_BYTES", 1 << 20),
+        mock.patch("dcpring.hf.file_plan.ROUND_BYTES", 1 << 20),
     ):
         yield numbers
 
@@ -592,7 +593,7 @@ def test_a_rank_that_is_late(tmp_path: Path) -> None:
 
 def fail_before_it_comes(path: str) -> tuple[str, float]:
     begun = time.monotonic()
-    on_one = mock.patch("dcpring.store.hf_writer.items_of", side_effect=OSError(5, "nothing to be had"))
+    on_one = mock.patch("dcpring.hf.writer.items_of", side_effect=OSError(5, "nothing to be had"))
     with on_one if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingHFWriter, RingSavePlanner
 from dcpring.format.safetensors import INDEX_NAME, MODEL_NAME, read_model
-from dcpring.store.safetensors import chunks_of
+from dcpring.store.headers import chunks_of
 
 VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 3, 7, 8, 64, 1 << 31, (1 << 62) - 1, 1 << 62, 1 << 64, 10**40, 1.5, 1e308),

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcpring import Checkpointer, CheckpointError, PerRank, Replicated, RingSavePlanner, RingWriter, Sharded
 from dcpring.base import groups, untold
 from dcpring.base.joint import Joint
-from dcpring.resume.ranks import Ranks
+from dcpring.base.ranks import Ranks
 from dcpring.torchside.frames import callers, local
 from dcpring.torchside.groups import default_store
 

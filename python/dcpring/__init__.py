@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcpring.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, UntrustedCheckpointError
+    from dcpring.hf.pretrained import load_pretrained, save_pretrained_weights
+    from dcpring.hf.reader import RingHFReader, RingQuantizedHFReader
+    from dcpring.hf.rearrange import Rearrange, rearranged
+    from dcpring.hf.writer import RingHFWriter
     from dcpring.integrations.install import Installation, install, uninstall
     from dcpring.move.kept import empty_cache
     from dcpring.names.state_dict.interface import (
@@ -30,20 +34,15 @@ if TYPE_CHECKING:
     from dcpring.names.wrapping import register_wrapper
     from dcpring.options import IOStats
     from dcpring.plan.load_planner import RingLoadPlanner
-    from dcpring.plan.rearrange import Rearrange, rearranged
     from dcpring.plan.save_planner import RingSavePlanner
     from dcpring.report import LoadReport, Metrics, PlanReport, RankReport, ReadReport
     from dcpring.resume.background import SaveHandle
     from dcpring.resume.checkpointer import Checkpointer
     from dcpring.resume.data import ElasticDataset, ElasticLoader, ElasticSampler
-    from dcpring.resume.pretrained import load_pretrained, save_pretrained_weights
     from dcpring.resume.reports import ComponentReport, ResumeReport
     from dcpring.resume.rng import RNG
     from dcpring.resume.sharded import Sharded
-    from dcpring.resume.single import load, save
     from dcpring.resume.whole import Elastic, PerRank, Replicated
-    from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
-    from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.stager import RingStager
     from dcpring.store.writer import RingWriter
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
     from dcpring.tools.inspect.compare import CheckpointDiff, ObjectDiff, TensorDiff, diff_checkpoints
     from dcpring.tools.inspect.verify import Problem, VerifyReport, verify
     from dcpring.tools.keys import KeyDiff, KeyTable, diff_keys, print_keys, saved_key_map
+    from dcpring.tree.load import load
+    from dcpring.tree.save import save
     from dcpring.watch.progress import Progress
 
 __all__ = [
@@ -134,17 +135,18 @@ _MODULES = {
     "tools.keys": ("KeyDiff", "KeyTable", "diff_keys", "print_keys", "saved_key_map"),
     "names.wrapping": ("register_wrapper",),
     "plan.load_planner": ("RingLoadPlanner",),
-    "plan.rearrange": ("Rearrange", "rearranged"),
+    "hf.rearrange": ("Rearrange", "rearranged"),
     "options": ("IOStats",),
     "plan.save_planner": ("RingSavePlanner",),
-    "store.hf_reader": ("RingHFReader", "RingQuantizedHFReader"),
-    "store.hf_writer": ("RingHFWriter",),
+    "hf.reader": ("RingHFReader", "RingQuantizedHFReader"),
+    "hf.writer": ("RingHFWriter",),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
-    "resume.pretrained": ("load_pretrained", "save_pretrained_weights"),
+    "hf.pretrained": ("load_pretrained", "save_pretrained_weights"),
     "resume.reports": ("ComponentReport", "ResumeReport"),
     "resume.rng": ("RNG",),
-    "resume.single": ("load", "save"),
+    "tree.load": ("load",),
+    "tree.save": ("save",),
     "move.kept": ("empty_cache",),
     "names.state_dict.interface": (
         "get_model_state_dict",

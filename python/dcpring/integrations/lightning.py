@@ -19,7 +19,7 @@ from typing import Any
 from dcpring.base.arguments import strings
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.move.objects import ObjectPolicy
-from dcpring.resume import single, trees
+from dcpring.resume import trees
 from dcpring.resume.checkpointer import Checkpointer
 from dcpring.resume.components import Component, Member, Remarks, differences
 from dcpring.resume.data import ElasticLoader
@@ -27,6 +27,7 @@ from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
 from dcpring.resume.whole import Replicated
 from dcpring.store.layout import not_remote
+from dcpring.tree import load, save
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -73,7 +74,7 @@ class RingCheckpointIO(CheckpointIO):
         is_in_the_way = os.path.isfile(path) or os.path.islink(path)
         target = f"{os.fspath(path)}.new" if is_in_the_way else path
         options = {"objects": self.objects, "safe_globals": self.safe_globals, **self.options}
-        single.write(checkpoint, target, options, f"{_UNSAFE}, or with {_SAFE_GLOBALS}", "RingCheckpointIO")
+        save.write(checkpoint, target, options, f"{_UNSAFE}, or with {_SAFE_GLOBALS}", "RingCheckpointIO")
         if is_in_the_way:
             os.unlink(path)
             os.rename(target, path)
@@ -91,7 +92,7 @@ class RingCheckpointIO(CheckpointIO):
         if os.path.isfile(path) or not_remote(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         try:
-            return single.load(path, trusted=weights_only is False, safe_globals=self.safe_globals)
+            return load.load(path, trusted=weights_only is False, safe_globals=self.safe_globals)
         except UntrustedCheckpointError as error:
             cure = f"pass {_UNSAFE}, or its class to {_SAFE_GLOBALS.format('...')}"
             raise UntrustedCheckpointError(error.what, cure) from error

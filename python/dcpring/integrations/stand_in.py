@@ -48,10 +48,10 @@ PAIRS: dict[type, tuple[str, str]] = {
 @functools.cache
 def ours() -> dict[type, Any]:
     """Our classes, for torch's. They are imported here, and not above: one of them may be what imports DCP."""
+    from dcpring.hf.reader import RingHFReader, RingQuantizedHFReader
+    from dcpring.hf.writer import RingHFWriter
     from dcpring.plan.load_planner import RingLoadPlanner
     from dcpring.plan.save_planner import RingSavePlanner
-    from dcpring.store.hf_reader import RingHFReader, RingQuantizedHFReader
-    from dcpring.store.hf_writer import RingHFWriter
     from dcpring.store.reader import RingReader
     from dcpring.store.writer import RingWriter
     from dcpring.torchside import shim  # noqa: F401

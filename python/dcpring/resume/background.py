@@ -12,8 +12,8 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dcpring.base.joint import failure_of
+from dcpring.base.ranks import Operation, Ranks
 from dcpring.base.untold import has_heard, note_failure, without_frames
-from dcpring.resume.ranks import Operation, Ranks
 
 
 class SaveHandle:

@@ -21,29 +21,31 @@ from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcpring.base import groups, random_states
 from dcpring.base.arguments import checks_names, shown, strings, unknown
 from dcpring.base.joint import is_damage
+from dcpring.base.ranks import Operation, Ranks
 from dcpring.base.text import spans
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME
+from dcpring.hf import exports
+from dcpring.hf.writer import RingHFWriter
 from dcpring.move.staging import Opened, SideStreams, StagingBuffer
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
-from dcpring.resume import exports, trees
+from dcpring.resume import trees
 from dcpring.resume.background import Background, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, Member, SaveCheck, some_are
 from dcpring.resume.disks import CURE, Disks
-from dcpring.resume.manifest import MANIFEST_KEY, Manifest, OnceReader, Stored
-from dcpring.resume.ranks import Operation, Ranks
+from dcpring.resume.manifest import MANIFEST_KEY, Manifest, Stored
 from dcpring.resume.recognise import as_component, model_of, with_joined_parts
 from dcpring.resume.reports import ResumeReport, report_of
 from dcpring.resume.restore import Restore
 from dcpring.resume.retention import Steps, is_read_only, unusable
 from dcpring.resume.sharded import ModelState
-from dcpring.store.hf_writer import RingHFWriter
+from dcpring.store.once_reader import OnceReader
 from dcpring.store.reader import RingReader
 from dcpring.store.writer import RingWriter, Unchanged, check_unchanged
 from dcpring.torchside import dcp
@@ -218,7 +220,7 @@ class Checkpointer:
         with contextlib.ExitStack() as after, self._ranks.operation("save") as joint:
             self._require_open()
             step = _number("step", step, 0)
-            exports.checked(export, self.components)
+            exports.checked(export, self._models(), self.components)
             if not self._settle(joint, may_skip=not blocking):
                 return SaveHandle(False)
             state = self._collect(joint, step, blocking, export)
@@ -370,9 +372,13 @@ class Checkpointer:
             return
         what = f"{folder} is saved, but cannot be exported"
         with joint.doing(what):
-            found = exports.exports_of(self.components, state, folder, self._export_options)
+            found = exports.exports_of(self._models(), state, folder, self._export_options)
         for one in found:
             self._write_export(joint, one, what)
+
+    def _models(self) -> dict[str, nn.Module]:
+        """The components that are models."""
+        return {name: one.whole for name, one in self.components.items() if isinstance(one, ModelState)}
 
     def _write_export(self, joint: Operation, one: exports.Export, what: str) -> None:
         planner = RingSavePlanner(**self._save_options)

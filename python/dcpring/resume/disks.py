@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from dcpring.base.ranks import Operation
 from dcpring.base.text import spans
-from dcpring.resume.ranks import Operation
 from dcpring.resume.retention import Steps
 
 logger = logging.getLogger("dcpring")

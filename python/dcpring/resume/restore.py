@@ -14,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from dcpring.base.joint import Failure, described, failure_of
+from dcpring.base.ranks import Operation
 from dcpring.base.text import ranks, some_keys, spans
 from dcpring.errors import CheckpointError
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.resume.components import Component, ComponentPlan, Member, Outlook, Remarks, some_are
 from dcpring.resume.manifest import Stored
-from dcpring.resume.ranks import Operation
 from dcpring.resume.sharded import ModelState
 from dcpring.torchside import dcp
 

@@ -43,7 +43,7 @@ from dcpring.plan.rows import row_of
 from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
-from dcpring.store.safetensors import chunks_of, is_model
+from dcpring.store.headers import chunks_of, is_model
 from dcpring.torchside.tensors import narrowed
 
 _INT = {int}

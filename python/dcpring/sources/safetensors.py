@@ -10,11 +10,11 @@ import torch
 from dcpring import _C
 from dcpring.base.windows import windows
 from dcpring.format import safetensors
+from dcpring.hf.commit import Unfinished, commit_model, discard, remove_unfinished
 from dcpring.move.pending import Pending
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
 from dcpring.sources.stream import Source, SourceItem, TargetPart, first_names, stream
 from dcpring.store.one_saver import OneSaver
-from dcpring.store.safetensors import Unfinished, commit_model, discard, remove_unfinished
 from dcpring.watch.events import Events
 
 

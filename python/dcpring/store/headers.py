@@ -11,26 +11,32 @@ all reads, and sends to one of each host. They are in step there: what is wrong 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from dcpring import _C
 from dcpring.base import groups
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import new_tag, read_regular
+from dcpring.base.files import names_in, new_tag, read_regular
 from dcpring.base.joint import GroupChannel, Joint, joined
-from dcpring.format.lazy import Chunks
+from dcpring.errors import CorruptCheckpointError
+from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
 from dcpring.format.quantised import Quantised, find_quantised
-from dcpring.format.safetensors import Files, read_model
+from dcpring.format.safetensors import Files, Model, is_safetensors, read_model
 from dcpring.move.host_memory import offered
+from dcpring.plan.flatten import path_code
 from dcpring.plan.sharing import hops
-from dcpring.store.safetensors import chunks_of
+from dcpring.plan.table import table_of_chunks
 from dcpring.torchside.groups import device_of
 
 logger = logging.getLogger("dcpring")
@@ -64,6 +70,56 @@ def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) ->
     with collection_paused():
         quantised = {} if dequantize is None else find_quantised(model, dequantize, block_size)
     return Headers(model.files, chunks_of(model, quantised), list(itertools.chain(*quantised.values())))
+
+
+def is_model(path: Path) -> bool:
+    """Whether a path means safetensors: a file, an index, or a directory without metadata of DCP's that has some."""
+    if path.is_dir():
+        return not any(name.endswith(METADATA_NAME) for name in names_in(path)) and is_safetensors(path)
+    return path.is_file() and is_safetensors(path)
+
+
+def chunks_of(model: Model, quantised: Mapping[str, list[Quantised]] | None = None) -> Chunks:
+    """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
+
+    Raises:
+        CorruptCheckpointError: names that no table can have.
+    """
+    with collection_paused():
+        return _tables(model, quantised or {})
+
+
+def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
+    properties = functools.cache(lambda dtype: TensorProperties(dtype=dtype))
+    chunks, places = [], []
+    for name, whole in model.tensors.items():
+        made = quantised.get(name)
+        if made is None:
+            kind, dtype, shape = TENSOR, whole.dtype, whole.shape
+            parts = [(part.offsets, part.info.shape, part.place, part.info.crcs) for part in whole.parts]
+        else:
+            kind, dtype, shape = OPAQUE, made[0].dtype, made[0].whole
+            parts = [(part.begins, part.shape, part.place, None) for part in made]
+        places += [(file, kind, at, size, at, size, crcs) for _, _, (file, at, size), crcs in parts]
+        chunks.append([(shape, offsets, sizes, properties(dtype)) for offsets, sizes, _, _ in parts])
+    try:
+        table = table_of_chunks(list(model.tensors), [path_code({"": ("",)}, "")] * len(model.tensors), chunks)
+        storage = _C.StorageIndex(len(table))
+        storage.put(places)
+    except (ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the header holds what no checkpoint can ({error})", str(model.path)) from error
+    return Chunks(table, True, storage)
+
+
+def metadata_of(path: Path) -> Metadata:
+    """The metadata of a checkpoint's directory, or made of the headers that a path leads to.
+
+    Raises:
+        CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, OSError: it cannot be read.
+    """
+    return (
+        LazyMetadata(source=chunks_of(read_model(path))) if is_model(path) else load_metadata(path / METADATA_NAME)[0]
+    )
 
 
 @contextlib.contextmanager

@@ -51,8 +51,7 @@ from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tenso
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
-from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, read_headers, read_once
-from dcpring.store.safetensors import is_model
+from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, is_model, meeting, read_headers, read_once
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.torchside.groups import group_inside_dcp
 from dcpring.watch import events as _trace

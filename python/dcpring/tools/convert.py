@@ -22,7 +22,7 @@ from dcpring.sources.dcp import ContentsSource, DcpTarget
 from dcpring.sources.safetensors import SafetensorsTarget
 from dcpring.sources.stream import Source, SourceItem
 from dcpring.sources.torch_file import TorchSource, TorchTarget
-from dcpring.store.safetensors import is_model
+from dcpring.store.headers import is_model
 from dcpring.tools.inspect.select import check_patterns, key_filter
 from dcpring.watch.progress import progress_bar
 

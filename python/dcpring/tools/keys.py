@@ -64,7 +64,7 @@ def diff_keys(
 
     from dcpring.names.policy import describe_metadata, describe_state_dict
     from dcpring.names.state_dict.interface import get_model_state_dict
-    from dcpring.store.safetensors import metadata_of
+    from dcpring.store.headers import metadata_of
 
     wanted = get_model_state_dict(state_dict) if isinstance(state_dict, nn.Module) else state_dict
     metadata = checkpoint if isinstance(checkpoint, Metadata) else metadata_of(Path(checkpoint))
@@ -90,7 +90,7 @@ def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -
         CorruptCheckpointError: the metadata is damaged, or something else is in a file's place.
         ValueError: the file with the map is damaged.
     """
-    from dcpring.store.safetensors import is_model
+    from dcpring.store.headers import is_model
 
     directory = Path(checkpoint)
     if rank is None and is_model(directory):

@@ -1,7 +1,7 @@
 """What transformers says of how a model's tensors are stored: under other names, one by one where the model fuses them.
 
 ``from_pretrained`` of transformers 5 goes by a table of conversions for each kind of model, and ``save_pretrained`` by
-its reverse. Here these become rules (``plan.rearrange``) and names. A conversion that is more than a rearrangement is
+its reverse. Here these become rules (``hf.rearrange``) and names. A conversion that is more than a rearrangement is
 left out: then names do not match, and the error says which.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dcpring.format.quantised import MXFP4_CODES
-from dcpring.plan.rearrange import Rearrange
+from dcpring.hf.rearrange import Rearrange
 
 Rename = Callable[[str], str]
 

@@ -7,19 +7,17 @@ own: a crash before that leaves the checkpoint without it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from dcpring.errors import CheckpointError
-from dcpring.plan.rearrange import rearranged_by
-from dcpring.resume.components import Component
-from dcpring.resume.configs import write_configs
-from dcpring.resume.conversions import conversion_of_save
-from dcpring.resume.sharded import ModelState
-from dcpring.store.hf_writer import RingHFWriter
+from dcpring.hf.configs import write_configs
+from dcpring.hf.conversions import conversion_of_save
+from dcpring.hf.rearrange import rearranged_by
+from dcpring.hf.writer import RingHFWriter
 
 Format = Literal["hf"]
 """What a checkpoint can be exported to, and the name of the folder."""
@@ -47,30 +45,25 @@ class Export(NamedTuple):
         write_configs(self.model, self.path, self.writer.dtype_in_files(self.tensors))
 
 
-def checked(export: Any, components: Mapping[str, Component]) -> None:
-    """Raises ValueError for what cannot be asked for, CheckpointError where there is no model."""
+def checked(export: Any, models: Mapping[str, nn.Module], components: Iterable[str]) -> None:
+    """Raises ValueError for what cannot be asked for, CheckpointError where none of the components is a model."""
     if export not in (None, "hf"):
         raise ValueError(f'export={export!r}: must be "hf" or None')
-    if export is not None and not _models(components):
+    if export is not None and not models:
         raise CheckpointError(f"export={export!r}: no component is a model; there are {', '.join(components)}")
 
 
-def _models(components: Mapping[str, Component]) -> dict[str, ModelState]:
-    return {name: one for name, one in components.items() if isinstance(one, ModelState)}
-
-
 def exports_of(
-    components: Mapping[str, Component], state: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
+    models: Mapping[str, nn.Module], state: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
 ) -> list[Export]:
     """What is exported of a state that a Checkpointer has collected: each model; of several each has a folder."""
-    models = _models(components)
     found = []
-    for name, component in models.items():
+    for name, model in models.items():
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
-        known = conversion_of_save(component.whole, tensors)
+        known = conversion_of_save(model, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
         writer = RingHFWriter(path, **{"key_map": known.key_map, **options})
-        found.append(Export(component.whole, rearranged_by(known.in_order(tensors), known.rules)[0], writer))
+        found.append(Export(model, rearranged_by(known.in_order(tensors), known.rules)[0], writer))
     return found
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of files that all ranks write together, as ``plan.stripes`` has it.
+"""One rank's part of files that all ranks write together, as ``hf.file_plan`` has it.
 
 A rank writes its own stripes from its memory. Others are put together in rounds: every rank fills what it holds into
 memory that the ranks of its host share, and they wait for each other at a barrier there. What other hosts hold comes
@@ -29,13 +29,13 @@ from dcpring.base.casts import check_values
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
+from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.kinds import handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import SaveRun
-from dcpring.plan.stripes import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0

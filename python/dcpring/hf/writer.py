@@ -1,8 +1,8 @@
 """RingHFWriter: a DCP storage writer of safetensors files as model hubs lay them out.
 
 The header of each file follows from the global plan, so every rank writes its bytes straight into the final files, once
-(``plan.stripes``, ``move.stripes``). Files are written where nobody looks for them. The coordinator then adds the
-headers, with the CRCs that all ranks have summed, and commits (``safetensors``): what the directory meant before stays
+(``hf.file_plan``, ``hf.stripes``). Files are written where nobody looks for them. The coordinator then adds the
+headers, with the CRCs that all ranks have summed, and commits (``hf.commit``): what the directory meant before stays
 good until then. Other files in it, as a model's config, are left alone.
 """
 
@@ -35,18 +35,18 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
+from dcpring.hf.commit import Unfinished, check_others, commit_model, discard, remove_unfinished
+from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
+from dcpring.hf.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import items_of
 from dcpring.move.save.results import ResultList
-from dcpring.move.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IO_NAMES, IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
-from dcpring.plan.stripes import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
 from dcpring.plan.table import check_sizes
 from dcpring.store.one_saver import OneSaver
-from dcpring.store.safetensors import Unfinished, check_others, commit_model, discard, remove_unfinished
 from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor

@@ -5,7 +5,7 @@
    from its memory. Any other is put together, in memory that ranks share, and written by the rank that holds most of
    it (``Holdings``, csrc/core/plan/holdings).
 
-Stripes that are put together come in rounds of bounded size, for ``move.stripes`` to carry out.
+Stripes that are put together come in rounds of bounded size, for ``hf.stripes`` to carry out.
 """
 
 from __future__ import annotations

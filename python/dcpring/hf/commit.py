@@ -1,22 +1,17 @@
-"""A directory of safetensors as storage of DCP: its headers say what ``.metadata`` says otherwise.
-
-The metadata that is made of them has the same tables as a checkpoint of RingWriter, so plans, loads, sharing between
-ranks and errors are those that all checkpoints have.
-
-A model is committed to a directory that may hold another, and files that are nobody's business here:
+"""The commit of a model to a directory that may hold another, and files that are nobody's business here.
 
 - One file: a rename to ``model.safetensors``.
 - Several: they are in a folder of their own, to which an index leads that is renamed; a ``model.safetensors`` from
   before, which comes first for whoever loads, is removed then. That is the commit. What the old model had goes, the
   files get their usual names besides, by links, and an index of these takes the place of the first.
 
-What the directory meant before stays good until the commit.
+What the directory meant before stays good until the commit. Whoever calls this holds the lock of the directory
+(``store.one_saver``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -25,90 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
-
 from dcpring import _C
-from dcpring.base.collector import collection_paused
 from dcpring.base.files import names_in, new_tag, unfinished_name
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.lazy import Chunks, LazyMetadata
-from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
-from dcpring.format.quantised import Quantised
-from dcpring.format.safetensors import (
-    INDEX,
-    SUFFIX,
-    Model,
-    Names,
-    is_model_file,
-    is_safetensors,
-    make_index,
-    read_model,
-    weight_map,
-)
-from dcpring.plan.flatten import path_code
-from dcpring.plan.table import table_of_chunks
+from dcpring.format.safetensors import INDEX, SUFFIX, Names, is_model_file, make_index, weight_map
 from dcpring.store.layout import remove_files
 
 logger = logging.getLogger("dcpring")
 
 _MOST_NAMED = 5
-
-
-# ---- reading ----
-
-
-def is_model(path: Path) -> bool:
-    """Whether a path means safetensors: a file, an index, or a directory without metadata of DCP's that has some."""
-    if path.is_dir():
-        return not any(name.endswith(METADATA_NAME) for name in names_in(path)) and is_safetensors(path)
-    return path.is_file() and is_safetensors(path)
-
-
-def chunks_of(model: Model, quantised: Mapping[str, list[Quantised]] | None = None) -> Chunks:
-    """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
-
-    Raises:
-        CorruptCheckpointError: names that no table can have.
-    """
-    with collection_paused():
-        return _tables(model, quantised or {})
-
-
-def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
-    properties = functools.cache(lambda dtype: TensorProperties(dtype=dtype))
-    chunks, places = [], []
-    for name, whole in model.tensors.items():
-        made = quantised.get(name)
-        if made is None:
-            kind, dtype, shape = TENSOR, whole.dtype, whole.shape
-            parts = [(part.offsets, part.info.shape, part.place, part.info.crcs) for part in whole.parts]
-        else:
-            kind, dtype, shape = OPAQUE, made[0].dtype, made[0].whole
-            parts = [(part.begins, part.shape, part.place, None) for part in made]
-        places += [(file, kind, at, size, at, size, crcs) for _, _, (file, at, size), crcs in parts]
-        chunks.append([(shape, offsets, sizes, properties(dtype)) for offsets, sizes, _, _ in parts])
-    try:
-        table = table_of_chunks(list(model.tensors), [path_code({"": ("",)}, "")] * len(model.tensors), chunks)
-        storage = _C.StorageIndex(len(table))
-        storage.put(places)
-    except (ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"the header holds what no checkpoint can ({error})", str(model.path)) from error
-    return Chunks(table, True, storage)
-
-
-def metadata_of(path: Path) -> Metadata:
-    """The metadata of a checkpoint's directory, or made of the headers that a path leads to.
-
-    Raises:
-        CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, OSError: it cannot be read.
-    """
-    return (
-        LazyMetadata(source=chunks_of(read_model(path))) if is_model(path) else load_metadata(path / METADATA_NAME)[0]
-    )
-
-
-# ---- writing ----
 
 
 def has_model(files: Iterable[str], names: Names) -> bool:

@@ -27,25 +27,25 @@ from torch.distributed.tensor import DTensor
 
 from dcpring.base.groups import has_group
 from dcpring.base.memory import memory_key
+from dcpring.base.ranks import Operation, Ranks
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, naming
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
 from dcpring.format.safetensors import find_named
+from dcpring.hf.configs import write_configs
+from dcpring.hf.conversions import conversion_of_load, conversion_of_save, tied_names
+from dcpring.hf.reader import check_exists
+from dcpring.hf.rearrange import Rearrange, rearranged_by, unused_text
+from dcpring.hf.writer import RingHFWriter
 from dcpring.names.diff import KeyDescription, KeyDiff, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, describe_metadata, describe_state_dict, match_names
 from dcpring.names.state_dict.interface import get_model_state_dict, set_model_state_dict
 from dcpring.names.wrapping import model_keys
 from dcpring.plan.load_planner import RingLoadPlanner
-from dcpring.plan.rearrange import Rearrange, rearranged_by, unused_text
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.plan.sharing import Share
-from dcpring.resume.configs import write_configs
-from dcpring.resume.conversions import conversion_of_load, conversion_of_save, tied_names
-from dcpring.resume.manifest import OnceReader
-from dcpring.resume.ranks import Operation, Ranks
-from dcpring.store.hf_reader import check_exists
-from dcpring.store.hf_writer import RingHFWriter
+from dcpring.store.once_reader import OnceReader
 from dcpring.torchside import dcp, modules
 from dcpring.torchside.composed import Composed
 from dcpring.torchside.tensors import is_whole, local_tensor

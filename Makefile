@@ -27,7 +27,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # The newest torchao that a torch takes.
 TORCHAO := torchao==$(if $(filter 2.9.%,$(TORCH)),0.14.1,0.18.0)
-TEST_PACKAGES := setuptools wheel tqdm numpy pytest rich shtab safetensors matplotlib $(TORCHAO) torchdata
+TEST_PACKAGES := setuptools wheel tqdm numpy pytest pytest-xdist rich shtab safetensors matplotlib $(TORCHAO) torchdata
 TRAINERS := torchtitan==0.3.0 triton lightning==2.6.6 accelerate==1.15.0 transformers==5.24.0
 DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
 DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 ruff
@@ -37,6 +37,8 @@ CSRC_SOURCES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch])
 SOURCES := $(CSRC_SOURCES) setup.py pyproject.toml
 C_SOURCES := $(CSRC_SOURCES) $(wildcard tests/c/*.[ch] tests/fuzz/*.[ch])
 PYTEST := $(PY) -m pytest -q
+# Tests wait more than they compute: two processes, of which each takes whole files.
+PYTEST_JOBS ?= 2
 comma := ,
 PACKAGES ?= all
 
@@ -108,7 +110,7 @@ endef
 # Assertions are on in tests, and off in what is installed.
 test-python: setup build/.test-system
 	@$(call build_copy,asserting,-UNDEBUG)
-	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) --durations=20 tests
+	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) -n $(PYTEST_JOBS) --dist loadfile --durations=20 tests
 
 # The wheel is built and installed as a user's would be; nothing in .venv or in the tree is touched. pip keeps no copy of
 # what it fetches, as the newer torch bring several gigabytes of CUDA libraries.

@@ -29,7 +29,7 @@ PY := $(VENV)/bin/python
 TORCHAO := torchao==$(if $(filter 2.9.%,$(TORCH)),0.14.1,0.18.0)
 TEST_PACKAGES := setuptools wheel tqdm numpy pytest pytest-xdist rich shtab safetensors matplotlib $(TORCHAO) torchdata
 TRAINERS := torchtitan==0.3.0 triton lightning==2.6.6 accelerate==1.15.0 transformers==5.24.0
-DEV_PACKAGES := $(TEST_PACKAGES) ruff mypy clang-format==19.1.7
+DEV_PACKAGES := $(TEST_PACKAGES) ruff==0.17.6 mypy==2.4.1 clang-format==19.1.7
 DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 ruff
 SYSTEM_PACKAGES := gcc g++ make python3-dev python3-venv liburing-dev libdeflate-dev
 TEST_SYSTEM_PACKAGES := xfsprogs btrfs-progs util-linux e2fsprogs zsh tcsh qemu-user

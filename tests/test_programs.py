@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dcpring import demo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +33,21 @@ def test_demo(tmp_path: Path) -> None:
     out = run("examples/demo.py", "--steps", "1", "--after", "2", "--rounds", "1", "--dir", tmp_path)
     assert "RingWriter" in out
     assert not list(tmp_path.rglob("*.distcp"))
+
+
+def test_demo_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small one: what it measures is compared, and of the damage each says what it does."""
+    monkeypatch.setattr(demo, "LARGE", 2)
+    monkeypatch.setattr(demo, "SMALL", 10)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    demo.main(str(tmp_path))
+    out = capsys.readouterr().out
+    assert "A state of 32 MiB in 12 tensors" in out
+    assert "PyTorch: loads, and says nothing" in out
+    assert re.search(r"dcpring: dcpring/__0_0\S+: 'model.layer\d.weight' .* are damaged", out)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.options import IOOptions
-from dcpring.plan.run import _REPORTED, SaveRun
+from dcpring.plan.run import _REPORTED, Save
 from dcpring.tools.traces import RankTrace, read_operations
 from dcpring.watch import trace_file as _trace_file
 from dcpring.watch.events import Events
@@ -174,7 +174,7 @@ def test_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("DCPRING_TRACE", raising=False)
     writer = RingWriter(tmp_path / "c")
     dcp.save(_state(), storage_writer=writer)
-    assert writer._run.watch() is None
+    assert writer._save.watch() is None
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -317,11 +317,11 @@ def test_the_profiler_sees_the_same(tmp_path: Path, traced: bool) -> None:
 
 
 def test_a_watch_is_only_made_for_somebody() -> None:
-    run = SaveRun()
+    run = Save()
     assert run.watch() is None and IOOptions().for_core(True)[-1] is None
     run.meter.counter = memoryview(bytearray(8))
     assert isinstance(run.watch(), _C.Watch)
-    run = SaveRun()
+    run = Save()
     run.events.room = 5
     assert isinstance(run.watch(), _C.Watch)
 

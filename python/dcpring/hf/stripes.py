@@ -35,7 +35,7 @@ from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.kinds import handles_and_kinds
 from dcpring.options import IOOptions, IOStats
-from dcpring.plan.run import SaveRun
+from dcpring.plan.run import Save
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0
@@ -107,7 +107,7 @@ class StripeSaving:
         options: IOOptions,
         is_windowed: bool,
         pending: Pending,
-        run: SaveRun,
+        run: Save,
         stats: IOStats,
         group: dist.ProcessGroup | None,
     ) -> None:

@@ -30,7 +30,6 @@ from dcpring.base.arguments import checks_names
 from dcpring.base.files import new_tag
 from dcpring.base.groups import host_id, world_size
 from dcpring.base.memory import same_memory
-from dcpring.base.own import Own
 from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
@@ -40,14 +39,14 @@ from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Sav
 from dcpring.hf.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import items_of
-from dcpring.move.save.results import ResultList
+from dcpring.move.save.results import Results
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IO_NAMES, IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
 from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.table import check_sizes
 from dcpring.store.one_saver import OneSaver
-from dcpring.store.writer import RingWriter
+from dcpring.store.writer import RingWriter, of_save
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
 from dcpring.torchside.versions import say_once
@@ -72,7 +71,7 @@ class _Local(NamedTuple):
     ties: dict[str, str]
 
 
-class StripeResults(ResultList):
+class StripeResults(Results):
     """What a rank reports of its stripes; there are no WriteResults.
 
     Attributes:
@@ -80,7 +79,7 @@ class StripeResults(ResultList):
     """
 
     def __init__(self, sums: Sums, stats: IOStats) -> None:
-        super().__init__([], stats)
+        super().__init__(None, [], stats)
         self.sums = sums
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,8 +127,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         OSError: with errno and path.
     """
 
-    _model: Any = Own()
-    _saver: Any = Own()
+    _model: Any = of_save("model")
+    _saver: Any = of_save("one_saver")
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -201,17 +200,17 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._events.step(_trace.GLOBAL_PLAN):
+        with self._save.events.step(_trace.GLOBAL_PLAN):
             self._model = self._saver = None
             if not self._is_named:
                 check_others(self._directory, self.names)
             self._saver = OneSaver(self._directory)
-            with self._releasing(), self._events.span(_trace.CLEAN_UP):
+            with self._releasing(), self._save.events.span(_trace.CLEAN_UP):
                 remove_unfinished(self._directory, self.names)
             with self._releasing():
-                self._run.plans = self._assign(plans)
-            plans = self._events.name_in(self._run.plans)
-            self._events.begin(_trace.SCATTER_PLANS)
+                self._save.plans = self._assign(plans)
+            plans = self._save.events.name_in(self._save.plans)
+            self._save.events.begin(_trace.SCATTER_PLANS)
         return plans
 
     def _assign(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -245,7 +244,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
 
     def _lay_out(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> _Model:
         stored = {name: name for name in tensors}
-        if self.key_map is not None and self._run.key_table is None:  # else the planner has done it
+        if self.key_map is not None and self._save.key_table is None:  # else the planner has done it
             stored = self.key_map.rename(tensors)
         chosen = {name: self._dtype_of(stored[name], tensor.dtype) for name, tensor in tensors.items()}
         safetensors.check_entries({stored[name]: dtype for name, dtype in chosen.items()}, _CURES)
@@ -342,7 +341,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             raise CheckpointError("RingHFWriter needs what its prepare_global_plan puts into each plan's storage_data")
         group = group_of_caller()
         is_synced = self.sync_files and world_size() > 1  # else the syncs of the headers are those of the data, too
-        pending = Pending(str(self.path), self._run.watch(), is_synced)
+        pending = Pending(str(self.path), self._save.watch(), is_synced)
         try:
             saving = self._saving(plan, planner, part, stats, group, pending)
         except BaseException:
@@ -351,7 +350,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         try:
             with self._releasing():
                 sums = saving.write()
-                pending.wait(self._events)
+                pending.wait(self._save.events)
         except BaseException:
             discard(self._directory, [layout.name for layout in part.common.files])
             raise
@@ -374,11 +373,11 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             options=dataclasses.replace(self.options, block_size_bytes=part.common.block_bytes),
             is_windowed=makes_tensors(planner),
             pending=pending,
-            run=self._run,
+            run=self._save,
             stats=stats,
             group=group,
         )
-        self._run.meter.begin(saving.planned_bytes)
+        self._save.meter.begin(saving.planned_bytes)
         return saving
 
     # ---- the commit ----
@@ -392,7 +391,6 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             indices = self._finish_files(model, results)
             commit_model(self._directory, model.unfinished, indices, self.sync_files)
         self._model = None
-        self._run.committed([part.stats for part in results])
         self._tell(sum(layout.size_bytes for layout in model.layouts), results)
 
     def _finish_files(self, model: _Model, results: list[Any]) -> list[str]:
@@ -408,7 +406,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
                 pending.write(*index)
             if pending.syncs is not None:
                 pending.syncs.above(str(self.path))
-            pending.wait(self._events)
+            pending.wait(self._save.events)
         except BaseException:
             discard(self._directory, [*model.unfinished.files, *pending.names])
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 from dcpring import _C
 from dcpring.watch.events import Events
@@ -31,6 +32,16 @@ class Pending:
         self._path = path
         self._claim = [claim] if claim else []
         self.watch = watch
+
+    def namer(self, name_of: Callable[[int], str]) -> Callable[[], str]:
+        """Gives names to the files, one after the other: each is among these from then on."""
+        numbers = itertools.count()
+
+        def new_name() -> str:
+            self.names.append(name_of(next(numbers)))
+            return self.names[-1]
+
+        return new_name
 
     @contextlib.contextmanager
     def removed_on_failure(self) -> Iterator[None]:

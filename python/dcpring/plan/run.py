@@ -8,21 +8,23 @@ run is pickled. DCP makes all calls of one on one thread.
 from __future__ import annotations
 
 import copyreg
+import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcpring import _C
 from dcpring.base.files import new_tag
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
-from dcpring.report import LoadReport, PlanReport, RankReport
+from dcpring.report import LoadReport, Metrics, PlanReport
 from dcpring.watch import events as _trace
 from dcpring.watch.events import Events
 from dcpring.watch.progress import Meter
@@ -70,54 +72,62 @@ class Run:
 
 
 @dataclass(eq=False)
-class SaveRun(Run):
-    """One save.
+class Save(Run):
+    """One save on one rank: all that its writer and its planner know of it.
+
+    A RingWriter makes it when DCP begins a save, and a planner finds it in ``storage_meta``. With another storage the
+    planner makes its own. It refers to no tensor of the state, so that one which nobody ends holds no memory.
 
     Attributes:
-        key_table: the names that the planner has changed, None where it has no key map: the storage's is applied when
-            it commits, to the names of all ranks.
-        plans: those of all ranks, on the coordinator.
+        path, save_id, rank, use_collectives, stats: as a storage writer of DCP's has them.
+        is_first: this rank has made the directory, so that nothing of an earlier save is there.
+        tag: for the names of the first files that this rank writes.
+        group_id, world_size: with ``use_collectives=False``, what all ranks call the save, and how many they are.
+        table: what the rank has told the coordinator of its state; None before that. ``digest`` is the table's.
+        cuts: parts of tensors that this rank writes, by key and offset: the chunk, the part's first row in it, and its
+            rows.
+        key_table: the names that the planner has changed; None where it has no key map, and the storage's is applied
+            when it commits, to the names of all ranks.
         report: what RingSavePlanner has planned.
-        group_id: with ``use_collectives=False``, what all ranks call the save.
-        world_size: how many they are then.
-        there: names in the directory when the save began, and ``before`` the state of its metadata.
-        claim: the file that is to become the metadata.
+        plans: those of all ranks, on the coordinator.
+        claim: the right to commit (``store.layout.Claim``); None before the plans are made.
         pending: what is written and becomes durable while the metadata is written, where no other rank is waited for.
-        is_first: this rank has made the directory for it: nothing of an earlier save is there.
-        tag: for the names of the first files that it writes.
+        model, one_saver: RingHFWriter's layout of all files, and its lock.
     """
 
-    key_table: KeyTable | None = None
-    plans: list[SavePlan] = field(default_factory=list)
-    report: PlanReport = field(default_factory=PlanReport)
-    group_id: str = ""
-    world_size: int = 0
-    there: list[str] = field(default_factory=list)
-    before: tuple[int, ...] | None = None
-    claim: str = ""
-    pending: Any = None
+    path: Any = ""
+    save_id: str = ""
+    rank: int | None = None
+    use_collectives: bool = True
+    stats: IOStats | None = None
     is_first: bool = False
     tag: str = ""
+    group_id: str = ""
+    world_size: int = 0
+    table: _C.Table | None = None
+    digest: str = ""
+    cuts: dict[tuple[str, torch.Size | None], tuple[MetadataIndex, int, int]] = field(default_factory=dict)
+    key_table: KeyTable | None = None
+    report: PlanReport = field(default_factory=PlanReport)
+    plans: list[SavePlan] = field(default_factory=list)
+    claim: Any = None
+    pending: Any = None
+    model: Any = None
+    one_saver: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Save, path=self.path, save_id=self.save_id), ()
+
+    def next(self, events: Events, key_map: KeyMap | None) -> Save:
+        """A save that begins where this one was made, by the same writer."""
+        save = Save(events, key_map=key_map, path=self.path, save_id=self.save_id, rank=self.rank)
+        save.use_collectives, save.stats = self.use_collectives, self.stats
+        return save
 
     def take_tag(self) -> str:
         """What tells files from all others of the same number; never the same twice."""
         tag, self.tag = self.tag or new_tag(), ""
         return tag
-
-    def written(self, stats: IOStats) -> None:
-        """This rank's files are written."""
-        if len(self.report.ranks) == 1:
-            _note_io(self.report.ranks[0], stats)
-
-    def committed(self, stats: Sequence[IOStats]) -> None:
-        """The checkpoint is the one that is there; on the coordinator, with what each rank's ``write_data`` did."""
-        self.plans = []
-        if self.report.ranks and len(stats) == len(self.report.ranks):
-            self.events.end()
-            for rank, one in zip(self.report.ranks, stats, strict=True):
-                _note_io(rank, one)
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("saved: %s", self.timed_report().summary())
 
     def timed_report(self) -> PlanReport:
         """The report, with how long the phases took that are over."""
@@ -128,9 +138,30 @@ class SaveRun(Run):
                 seconds[names[phase]] = seconds.get(names[phase], 0.0) + taken
         return self.report
 
+    def note_written(self, stats: Mapping[int, IOStats]) -> None:
+        """Files are written: what each rank's ``write_data`` did goes into the report, if that has these ranks."""
+        if len(stats) == len(self.report.ranks):
+            for rank, one in zip(self.report.ranks, stats.values(), strict=True):
+                rank.files, rank.write_seconds = one.files, one.seconds
 
-def _note_io(rank: RankReport, stats: IOStats) -> None:
-    rank.files, rank.write_seconds = stats.files, stats.seconds
+    def committed(self, size: int, ranks: int, stats: Mapping[int, IOStats]) -> Metrics:
+        """What the save came to, once the checkpoint is the one that is there.
+
+        Args:
+            size: bytes of all its files.
+            ranks: how many ranks have written.
+            stats: of ``write_data``, by rank, of those that have told.
+        """
+        self.plans = []
+        self.note_written(stats)
+        self.events.end()
+        if self.report.ranks and logger.isEnabledFor(logging.DEBUG):
+            logger.debug("saved: %s", self.timed_report().summary())
+        slowest = max(stats, key=lambda rank: stats[rank].seconds, default=None)
+        longest = 0.0 if slowest is None else stats[slowest].seconds
+        linked = sum(one.linked_bytes for one in stats.values())
+        written = max(0, size - linked)
+        return Metrics("save", str(self.path), written, self.age_seconds, ranks, slowest, longest, linked)
 
 
 @dataclass(eq=False)

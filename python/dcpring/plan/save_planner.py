@@ -12,7 +12,7 @@ import logging
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ from dcpring.plan.items import Items, own_items
 from dcpring.plan.messages import LocalMessage, Reply, RingPlan
 from dcpring.plan.outcome import Cache, Outcome, cache_of
 from dcpring.plan.rows import row_of
-from dcpring.plan.run import SaveRun, run_of
+from dcpring.plan.run import Save, run_of
 from dcpring.plan.strategy import Choice, Writers
 from dcpring.plan.table import HASHED, make_table, part_of, tied_rows
 from dcpring.report import PlanReport, RankReport
@@ -49,7 +49,7 @@ __all__ = ["RingSavePlanner"]
 
 logger = logging.getLogger("dcpring")
 
-_OF_ONE_SAVE = ("_save", "plan", "state_dict", "mappings", "global_plan", "metadata")
+_OF_ONE_SAVE = ("_save", "_state", "plan", "state_dict", "mappings", "global_plan", "metadata")
 
 
 class RingSavePlanner(DefaultSavePlanner):
@@ -126,7 +126,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._plan_caching = enable_plan_caching
         self._cache_key = f"dcpring-{uuid.uuid4()}"
         keep_plans_apart(self, self._cache_key)
-        self._save = _Save()
+        self._save, self._state = Save(), Flat()
         self._group = GroupBefore()
         self._warned: set[str] = set()
 
@@ -139,7 +139,7 @@ class RingSavePlanner(DefaultSavePlanner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._save = _Save()
+        self._save, self._state = Save(), Flat()
 
     # ---- what DCP calls, in this order ----
 
@@ -149,25 +149,23 @@ class RingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._save = _Save(run_of(storage_meta, SaveRun))
-        if self._run is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
+        self._save = save = run_of(storage_meta, Save)
+        if save is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
             wait_for_turn()
             self._group.require()
-        self._events.begin(_trace.LOCAL_PLAN)
-        self._save.flat = self._flat(state_dict)
-        if self._save.flat.renamed and is_coordinator:
-            _warn_of_keys(self._save.flat.renamed)
+            save.path = None if storage_meta is None else storage_meta.checkpoint_id
+        save.events.begin(_trace.LOCAL_PLAN)
+        flat = self._flat(state_dict)
+        if flat.renamed and is_coordinator:
+            _warn_of_keys(flat.renamed)
         if self.flatten_sharded_tensors:
-            self._save.flat = open_sharded_tensors(self._save.flat)
+            flat = open_sharded_tensors(flat)
         if self.key_map is not None:
-            key_map = one_map(self._run.key_map, self.key_map)
-            names = key_map.rename(self._save.flat.values)
-            self._save.flat = rename_flat(self._save.flat, names)
-            self._run.key_table = key_map.used(names)
-        self.mappings = self._save.flat.mappings
-        self.state_dict = self._save.flat.values
-        self.is_coordinator = self._events.is_coordinator = is_coordinator
-        self._save.checkpoint = None if storage_meta is None else storage_meta.checkpoint_id
+            key_map = one_map(save.key_map, self.key_map)
+            names = key_map.rename(flat.values)
+            flat, save.key_table = rename_flat(flat, names), key_map.used(names)
+        self._state, self.state_dict, self.mappings = flat, flat.values, flat.mappings
+        self.is_coordinator = save.events.is_coordinator = is_coordinator
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:
         if self.flatten_state_dict:
@@ -175,35 +173,32 @@ class RingSavePlanner(DefaultSavePlanner):
         return Flat(values=dict(state_dict), codes=[b""] * len(state_dict))
 
     def create_local_plan(self) -> SavePlan:
-        with self._events.step(_trace.LOCAL_PLAN):
-            plan = self._plan_locally()
-            self._events.wait_for_plans()
-        return plan
+        with self._save.events.step(_trace.LOCAL_PLAN):
+            self.plan = self._plan_locally()
+            self._save.events.wait_for_plans()
+        return self.plan
 
     def _plan_locally(self) -> SavePlan:
         if self._plans_by_items:
             versions.say_once(logging.INFO, f"{_by_items(self).reason}: ranks' items are sent, which takes longer")
-            self.plan = SavePlan(own_items(make_table(self._described())))
-            if self.flatten_state_dict:
-                self.plan = replace(self.plan, planner_data=self.mappings)
-            return self.plan
+            items = own_items(make_table(self._described()))
+            return SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         compared = world_size() > 1 and self.check_replicas != "off"
         save, flat = self._save, self._described()
-        save.table = table = make_table(flat, hashed=replicas.is_hashed if compared else None)
+        table = make_table(flat, hashed=replicas.is_hashed if compared else None)
         ties = tied_rows(flat, table) if world_size() > 1 else ()
         prints = _fingerprints(table, flat) if compared else b""
         meshes = replicas.partial_meshes(flat.values.values()) if prints else ()
         layout = table.encode()
-        save.digest = hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
+        save.table, save.digest = table, hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
         sent = None if self._plan_caching and self._cache.may_skip(save.digest) else layout
         told = rank_here(), host_id(), sent, save.digest, prints, self.flatten_state_dict, ties, meshes
-        self.plan = RingPlan(Items(table), message=LocalMessage(*told), values=flat.values)  # type: ignore[arg-type]
-        return self.plan
+        return RingPlan(Items(table), message=LocalMessage(*told), values=flat.values)  # type: ignore[arg-type]
 
     def _described(self) -> Flat:
         """What is planned: the state dict, or what a subclass has put in its place."""
-        if self.state_dict is self._save.flat.values:
-            return self._save.flat
+        if self.state_dict is self._state.values:
+            return self._state
         return Flat(self.state_dict, self.mappings, [path_code(self.mappings, name) for name in self.state_dict])
 
     @property
@@ -213,39 +208,38 @@ class RingSavePlanner(DefaultSavePlanner):
         return overrides(self, (RingSavePlanner,), methods)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        with self._events.step(_trace.GLOBAL_PLAN):
+        with self._save.events.step(_trace.GLOBAL_PLAN):
             if self._plans_by_items:
                 plans, metadata = super().create_global_plan(all_plans)
             else:
                 plans, metadata = self._plan_by_tables(all_plans)
             self.global_plan, self.metadata = plans, metadata
-            if not self._events.is_sure:  # RingWriter has a part in the global plan, and says itself when it is over
-                self._events.begin(_trace.SCATTER_PLANS)
+            if not self._save.events.is_sure:  # RingWriter has a part in the global plan, and says when it is over
+                self._save.events.begin(_trace.SCATTER_PLANS)
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        with self._events.step():
-            return self._finish_plan(new_plan)
+        with self._save.events.step():
+            self.plan = self._finish_plan(new_plan)
+            self._save.events.begin(_trace.WRITE)
+        return self.plan
 
     def _finish_plan(self, new_plan: SavePlan) -> SavePlan:
         save = self._save
         if self._plans_by_items:
-            self.plan = super().finish_plan(new_plan)
-            self._run.report = _report_by_items(self, self.plan)
-            self._events.begin(_trace.WRITE)
-            return self.plan
+            plan = super().finish_plan(new_plan)
+            save.report = _report_by_items(self, plan)
+            return plan
         message = new_plan.received(Reply, _OWN) if isinstance(new_plan, RingPlan) else None
         if message is None or save.table is None:
             raise CheckpointError(f"{_OWN}: the coordinator does not plan with RingSavePlanner; {_ON_ALL}")
         items = Items(save.table, self._cache.finish(save.digest, message.kept))
         save.cuts = _cuts_of(items)
-        self._events.begin(_trace.WRITE)
-        self.plan = RingPlan(items, new_plan.storage_data, new_plan.planner_data)  # type: ignore[arg-type]
-        if not self._run.report.ranks:
-            self._run.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
+        if not save.report.ranks:
+            save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("save plan of rank %d: %s", message.rank.rank, self._run.timed_report().summary())
-        return self.plan
+            logger.debug("save plan of rank %d: %s", message.rank.rank, save.timed_report().summary())
+        return RingPlan(items, new_plan.storage_data, new_plan.planner_data)  # type: ignore[arg-type]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What an item stands for; for a part of a tensor that was cut, or is in several chunks, a view."""
@@ -279,7 +273,7 @@ class RingSavePlanner(DefaultSavePlanner):
 
     def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: Cache) -> Outcome:
         """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
-        choice = strategy.choose(self.writers, self._save.checkpoint)
+        choice = strategy.choose(self.writers, self._save.path)
         wish = (choice.writers, self.split_bytes, tuple(message.host for message in messages))
         if not any(message.fingerprints for message in messages):
             known = cache.known_outcome(messages, wish)
@@ -314,7 +308,7 @@ class RingSavePlanner(DefaultSavePlanner):
     def _note_plan(
         self, messages: list[LocalMessage], choice: Choice, ranks: list[RankReport], plans: list[Any]
     ) -> None:
-        self._run.report = PlanReport(
+        self._save.report = PlanReport(
             writers=str(choice.writers),
             reason=choice.reason,
             ranks=[replace(rank) for rank in ranks],
@@ -325,45 +319,12 @@ class RingSavePlanner(DefaultSavePlanner):
 
     # ---- the report ----
 
-    @property
-    def _run(self) -> SaveRun:
-        return self._save.run
-
-    @property
-    def _events(self) -> _trace.Events:
-        return self._save.run.events
-
     def report(self) -> PlanReport:
         """What the plan of the last save did that this process planned, so not one that DCP runs in another process.
 
         On the coordinator it covers all ranks, elsewhere this one.
         """
-        return self._run.timed_report()
-
-
-# ---- what belongs to one save ----
-
-
-@dataclass
-class _Save:
-    """What a planner alone knows of the save it is at.
-
-    Attributes:
-        run: the storage's.
-        flat: the state dict.
-        table: what the rank has told the coordinator of it; None before that.
-        digest: of that table.
-        cuts: parts of tensors that this rank writes, by key and offset: the chunk, and the first row and the rows of
-            the part in it.
-        checkpoint: where the checkpoint goes, None where the storage does not say.
-    """
-
-    run: SaveRun = field(default_factory=SaveRun)
-    flat: Flat = field(default_factory=Flat)
-    table: _C.Table | None = None
-    digest: str = ""
-    cuts: dict[tuple[str, torch.Size | None], tuple[MetadataIndex, int, int]] = field(default_factory=dict)
-    checkpoint: Any = None
+        return self._save.timed_report()
 
 
 # ---- helpers ----

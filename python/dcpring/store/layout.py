@@ -19,10 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dcpring import _C
-from dcpring.base.files import names_in, unfinished_name, with_cure
+from dcpring.base.files import locked, names_in, unfinished_name, with_cure
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError
-from dcpring.format.metadata import METADATA_NAME, referenced_files
+from dcpring.format.metadata import METADATA_NAME, read_trailer, referenced_files
+from dcpring.names.key_map import KeyTable, dump_tables, load_tables
 
 logger = logging.getLogger("dcpring")
 
@@ -32,6 +33,7 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:__(\d+))?\.(?:metadata|dcpring\.json)(?:\.[0-9a-f]{16})?\.tmp")
 _TABLE = re.compile(r"(?:__(\d+))?\.dcpring\.json")
 _MOST_NAMED = 8
+_KEPT_TABLES = 2
 _OF_TORCH_SAVE = (".bin", ".pth")
 
 
@@ -174,16 +176,45 @@ def remove_leftovers(directory: Path, rank: int | None = None) -> list[str]:
     return sorted(set(names) - claims - lost)
 
 
-def claim(directory: Path, metadata_name: str, tag: str) -> str:
-    """Gives a save the right to commit, until another begins; the name of the file that is to become its metadata."""
-    name = unfinished_name(metadata_name, tag)
-    path = directory / name
-    with with_cure(path):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    return name
+class Claim:
+    """A save's right to commit to a directory, which it has until another save begins: an empty file.
+
+    Args:
+        directory: of the checkpoint.
+        rank: that commits alone (``use_collectives=False``); None: the coordinator, for all.
+        tag: that no other save has.
+        there: names in the directory when the save began.
+
+    Attributes:
+        name: of the file, which the commit renames to the metadata's.
+        metadata: path of the metadata.
+    """
+
+    def __init__(self, directory: Path, rank: int | None, tag: str, there: list[str]) -> None:
+        self._directory, self._rank, self._there = directory, rank, there
+        self.metadata = directory / (METADATA_NAME if rank is None else rank_metadata_name(rank))
+        self.name = unfinished_name(self.metadata.name, tag)
+        self._before = _state_of(self.metadata) if self.metadata.name in there else None
+        path = directory / self.name
+        with with_cure(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+    def superseded(self, keeps_data: bool) -> set[str]:
+        """Names of the files that the commit makes superfluous; without those of data where these are to stay."""
+        tables = _ours(self._there, _TABLE, self._rank)
+        return tables if keeps_data else tables | superseded_files(self._directory, self._there, self._rank)
+
+    def check(self) -> None:
+        """Raises CheckpointError if another save has been committed since this one began."""
+        if _state_of(self.metadata) not in (self._before, None):
+            raise overtaken(self.metadata, "was replaced")
+
+    def lost(self) -> CheckpointError:
+        """Why the file is not there any more."""
+        return overtaken(self._directory / self.name, "was removed")
 
 
-def state_of(metadata: Path) -> tuple[int, ...] | None:
+def _state_of(metadata: Path) -> tuple[int, ...] | None:
     """What is another once another save has committed; None: nothing is there."""
     with contextlib.suppress(FileNotFoundError), with_cure(metadata):
         found = os.stat(metadata)
@@ -212,9 +243,24 @@ def superseded_files(directory: Path, names: list[str], rank: int | None = None)
         return set()
 
 
-def tables(names: list[str], rank: int | None = None) -> set[str]:
-    """Of the names in a directory those of key maps, which a commit without one makes superfluous."""
-    return _ours(names, _TABLE, rank)
+def commit_table(metadata: Path, save_id: str, table: KeyTable, rank: int | None, is_synced: bool) -> str:
+    """Stores a save's key map before the metadata that it belongs to, with that of the checkpoint that is still there.
+
+    Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own. Those that
+    were added last stay, too: another save may be about to commit.
+
+    Returns:
+        The name of the file.
+    """
+    directory, name = metadata.parent, table_name(rank)
+    tables: dict[str, KeyTable] = {}
+    with locked(directory):  # else one of two that write at once would lose the other's
+        with contextlib.suppress(OSError, ValueError, CheckpointError):
+            kept, current = load_tables(directory / name), read_trailer(metadata)
+            last = set(list(kept)[-_KEPT_TABLES:])
+            tables = {key: kept[key] for key in kept if key in last or (current is not None and key == current.save_id)}
+        _C.commit(str(directory), unfinished_name(name), name, dump_tables(tables | {save_id: table}), is_synced)
+    return name
 
 
 def check_data_files(directory: Path, needed: dict[str, int], rank: int) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import logging
 import os
 import re
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -24,28 +23,25 @@ from torch.futures import Future
 
 from dcpring import _C
 from dcpring.base.arguments import checks_names, shown
-from dcpring.base.files import locked, names_in, new_tag, unfinished_name
+from dcpring.base.files import names_in, new_tag
 from dcpring.base.groups import GroupBefore, agree_among, world_size
 from dcpring.base.order import BackgroundSave, Line, wait_for_turn
-from dcpring.base.own import Own, of_threads
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
-from dcpring.format.lazy import Chunks, LazyMetadata
+from dcpring.format.lazy import LazyMetadata
 from dcpring.format.metadata import (
     METADATA_NAME,
     Trailer,
     id_of,
     join_metadata,
     metadata_id,
-    pickle_metadata,
-    read_trailer,
 )
 from dcpring.format.unpickler import Safe, checked_globals
 from dcpring.move.device import DEFAULT_PIECE_BYTES
 from dcpring.move.objects import Judge, ObjectPolicy, refusals, refused_text
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
-from dcpring.move.save.results import ResultList, Results
+from dcpring.move.save.results import Results, note_places, results_by_rank
 from dcpring.move.save.saving import Saving
 from dcpring.move.sending import Staged
 from dcpring.move.staging import StagingBuffer
@@ -54,16 +50,13 @@ from dcpring.names.key_map import (
     KeyMap,
     KeyMapLike,
     KeyTable,
-    dump_tables,
-    load_tables,
     rename_metadata,
     rename_results,
 )
 from dcpring.options import IO_NAMES, MAX_WORKERS, IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
-from dcpring.plan.run import SaveRun, with_run
+from dcpring.plan.run import Save, with_run
 from dcpring.plan.table import check_sizes, describes_itself
-from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
 from dcpring.store.stager import (
@@ -77,6 +70,7 @@ from dcpring.torchside.dcp import calling_async_save
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
 from dcpring.watch import events as _trace
+from dcpring.watch.events import Events
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
@@ -84,7 +78,6 @@ __all__ = ["RingWriter"]
 
 logger = logging.getLogger("dcpring")
 
-_KEPT_TABLES = 2
 Unchanged = Literal["write", "link", "trust"]
 FileNames = Literal["unique", "torch"]
 
@@ -94,17 +87,14 @@ def check_unchanged(value: object) -> None:
         raise ValueError(f'unchanged={value!r}: must be "write", "link" or "trust"')
 
 
-def ends_save(method: Any) -> Any:
-    """Of the calls that may be the last of a save on this rank: its thread has nothing of its own then."""
+def of_save(name: str) -> Any:
+    """An attribute of a writer that each save has for itself: that of the save which the calling thread is at."""
 
-    @functools.wraps(method)
-    def call(self: RingWriter, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        if method.__name__ == "finish" or not (self._events.is_coordinator or self._events.is_alone):
-            of_threads(self).end()
-        return result
+    def put(writer: RingWriter, value: Any) -> None:
+        setattr(writer._save, name, value)
+        writer._last = writer._save
 
-    return call
+    return property(lambda writer: getattr(writer._save, name), put)
 
 
 class RingWriter(FileSystemWriter):
@@ -166,12 +156,11 @@ class RingWriter(FileSystemWriter):
     """
 
     _least_kept_bytes: ClassVar[int] = LEAST_KEPT_BYTES
-    path: Any = Own()
-    save_id: Any = Own()
-    rank: Any = Own()
-    use_collectives: Any = Own()
-    stats: Any = Own()
-    _run: Any = Own()
+    path: Any = of_save("path")
+    save_id: Any = of_save("save_id")
+    rank: Any = of_save("rank")
+    use_collectives: Any = of_save("use_collectives")
+    stats: Any = of_save("stats")
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -205,6 +194,8 @@ class RingWriter(FileSystemWriter):
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
                 "for safetensors use dcpring.RingHFWriter"
             )
+        self._last = Save()
+        self._saves: WeakKeyDictionary[threading.Thread, Save] = WeakKeyDictionary()
         FileSystemWriter.__init__(  # a subclass of other writers of torch's, too, is made by this
             self,
             layout.local_path(path),
@@ -242,8 +233,6 @@ class RingWriter(FileSystemWriter):
         self._stager = None
         if cache_staged_state_dict:
             self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
-        self._run = SaveRun()
-        self.stats = None
 
     def __repr__(self) -> str:
         names = (
@@ -263,6 +252,8 @@ class RingWriter(FileSystemWriter):
             wait_for_turn()
             watch_background_process()
         state = {**self.__dict__, "_stager": None, "_is_sent": False}
+        del state["_saves"]
+        state["_last"] = self._save.next(Events(), None)
         for name, nothing in (("progress", False), ("metrics", None)):
             if callable(state[name]) and not pickles(state[name]):
                 say_once(
@@ -273,6 +264,9 @@ class RingWriter(FileSystemWriter):
                 state[name] = nothing
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _saves=WeakKeyDictionary())
+
     @property
     def _directory(self) -> Path:
         return self.path if isinstance(self.path, Path) else Path(self.path)
@@ -280,11 +274,12 @@ class RingWriter(FileSystemWriter):
     @property
     def _own_rank_only(self) -> int | None:
         """The rank whose files alone are this writer's business, None with collectives (the coordinator's: all)."""
-        return None if self.use_collectives else self.rank
+        return None if self.use_collectives else self.rank or 0
 
     @property
-    def _events(self) -> _trace.Events:
-        return self._run.events
+    def _metadata_name(self) -> str:
+        own = self._own_rank_only
+        return METADATA_NAME if own is None else layout.rank_metadata_name(own)
 
     def stage(self, state_dict: Any) -> Any:
         """A copy of the state for ``async_save`` without a stager, complete when this returns.
@@ -321,34 +316,71 @@ class RingWriter(FileSystemWriter):
         """Called by Checkpointer, which knows the model: tensors under these keys are not trained."""
         self._frozen = keys
 
-    def storage_meta(self) -> Any:
-        """DCP asks for it first of all but ``reset``, and gives it to the planner."""
-        wait_for_turn()
-        self._begin_save()
-        return with_run(super().storage_meta(), self._run)
+    # ---- the saves of this writer ----
+
+    @property
+    def _save(self) -> Save:
+        """The save that the calling thread is at; between saves the one that any thread was at last."""
+        return self._saves.get(threading.current_thread(), self._last)
+
+    def _begin(self, events: Events) -> Save:
+        """The calling thread begins a save. One that it has begun and not ended is abandoned."""
+        thread = threading.current_thread()
+        before = self._saves.get(thread)
+        if before is not None:
+            before.events.abandon()
+        is_only_reset = before is not None and not before.events.started
+        known = before if before is not None and is_only_reset else self._last
+        self._last = self._saves[thread] = save = known.next(events, self.key_map)
+        return save
 
     def _begin_save(self) -> None:
-        self._abandon(of_threads(self).begin())
+        self._begin(self._tracer.start("save", self.path)).events.begin(_trace.LOCAL_PLAN)
         drawn = uuid.uuid4()  # the only random number of a save: its other names are made of it
-        self._run = SaveRun(self._tracer.start("save", self.path), key_map=self.key_map, tag=drawn.hex[16:])
-        self._events.begin(_trace.LOCAL_PLAN)
+        self._save.tag = drawn.hex[16:]
         self.save_id = str(drawn)  # DCP gives a writer a new one only with another checkpoint_id
 
-    @staticmethod
-    def _abandon(before: dict[str, Any] | None) -> None:
-        """Nothing more will be heard of a save of this thread."""
-        if before is not None:
-            before["_run"].events.abandon()
+    def _end_of_save(self) -> None:
+        """Nothing more is called for this save in the calling thread."""
+        self._saves.pop(threading.current_thread(), None)
+
+    # ---- the protocol of a save: what DCP calls, in this order; the planner's part is in plan.save_planner ----
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save goes to this directory; None: to that of the last one."""
+        self._begin(Events())
+        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
+
+    def storage_meta(self) -> Any:
+        """Begins a save, which the planner finds in what this gives."""
+        wait_for_turn()
+        self._begin_save()
+        return with_run(super().storage_meta(), self._save)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Says which part this rank has in the save."""
+        self._group.require()
+        if self._save.events.is_sure or not self._save.events.started:  # nobody has asked for storage_meta()
+            self._begin_save()
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        save = self._save
+        save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        save.events.set_up(is_coordinator, not self.use_collectives)
+        if not self.use_collectives:
+            members = members_of_caller()
+            save.group_id, save.world_size = agree_among(members, f"dcpring/{self.path}", new_tag()), len(members)
+            save.events.identity = save.group_id or save.events.identity
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with self._events.step():
+        """Makes the directory, and refuses what cannot be saved."""
+        with self._save.events.step():
             plan = self._prepare(plan)
-            self._events.wait_for_plans()
+            self._save.events.wait_for_plans()
         return plan
 
     def _prepare(self, plan: SavePlan) -> SavePlan:
         # Its own name is synced with the data.
-        self._run.is_first = _C.make_directory(str(self.path), self.sync_files, False)
+        self._save.is_first = _C.make_directory(str(self.path), self.sync_files, False)
         if not self.overwrite and (self._directory / METADATA_NAME).exists():
             raise RuntimeError(
                 f"Checkpoint already exists and self.overwrite=False. It is in {self.path}; choose another directory"
@@ -358,99 +390,86 @@ class RingWriter(FileSystemWriter):
         if not isinstance(plan, RingPlan):
             check_sizes(plan.items)
         elif self.objects == "error" and plan.values is not None:
-            self._refuse_objects(plan.values)
+            objects = ((key, value) for key, value in plan.values.items() if not describes_itself(value))
+            refused = refusals(objects, Safe(self.safe_globals))
+            if refused:
+                raise CheckpointError(f"cannot save {refused_text(refused, save='RingWriter')}")
         return plan
 
-    def _refuse_objects(self, values: Mapping[str, Any]) -> None:
-        objects = ((key, value) for key, value in values.items() if not describes_itself(value))
-        refused = refusals(objects, Safe(self.safe_globals))
-        if refused:
-            raise CheckpointError(f"cannot save {refused_text(refused, save='RingWriter')}")
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._events.step(_trace.GLOBAL_PLAN):
-            with self._events.span(_trace.CLEAN_UP):
-                is_new = self._run.is_first  # so nothing of an earlier save is there
-                self._claim([] if is_new else layout.remove_leftovers(self._directory, self._own_rank_only))
-            self._run.plans = self._events.name_in(super().prepare_global_plan(plans))
-            self._events.begin(_trace.SCATTER_PLANS)
-        return self._run.plans
+        """On the coordinator: removes what failed saves have left, and claims the directory."""
+        save = self._save
+        with save.events.step(_trace.GLOBAL_PLAN):
+            with save.events.span(_trace.CLEAN_UP):
+                there = [] if save.is_first else layout.remove_leftovers(self._directory, self._own_rank_only)
+                self._claim(there)
+            save.plans = save.events.name_in(super().prepare_global_plan(plans))
+            save.events.begin(_trace.SCATTER_PLANS)
+        return save.plans
 
-    @property
-    def _metadata_name(self) -> str:
-        return METADATA_NAME if self.use_collectives else layout.rank_metadata_name(self.rank or 0)
-
-    def _claim(self, there: list[str]) -> None:
+    def _claim(self, there: list[str]) -> layout.Claim:
         """From here on this save may commit, to a directory with these names in it."""
-        run, name = self._run, self._metadata_name
-        run.there = there
-        run.before = layout.state_of(self._directory / name) if name in run.there else None
-        run.claim = layout.claim(self._directory, name, uuid.UUID(self.save_id).hex[:16])
+        tag = uuid.UUID(self.save_id).hex[:16]
+        self._save.claim = claim = layout.Claim(self._directory, self._own_rank_only, tag, there)
+        return claim
 
-    @ends_save
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items to new files; nothing that exists is touched."""
-        with self._events.step(_trace.WRITE):
-            self._events.take_name(plan)
+        save = self._save
+        with save.events.step(_trace.WRITE):
+            save.events.take_name(plan)
             started = time.perf_counter()
             self.stats = stats = IOStats(items=len(plan.items))
-            with self._run.meter:
+            with save.meter:
                 results = self._write_files(plan, planner, stats)
             stats.seconds = time.perf_counter() - started
-            self._run.written(stats)
-            self._events.wait_for_results()
+            save.note_written({0: stats})
+            save.events.wait_for_results()
+        if save.events.is_over:
+            self._end_of_save()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def _write_files(self, plan: SavePlan, planner: SavePlanner, stats: IOStats) -> Any:
-        watch = self._run.watch()
+        save, path = self._save, str(self.path)
+        watch, rank = save.watch(), self._plan_rank(plan)
         saving = Saving(
             plan.items,
             planner,
-            path=str(self.path),
+            path=path,
             options=self.options.for_core(self.sync_files, watch),
             transforms=self.transforms,
             piece_bytes=self.per_thread_copy_ahead or DEFAULT_PIECE_BYTES,
             stats=stats,
             judge=None if self.objects == "allow" else Judge(self.objects, Safe(self.safe_globals), stats.refused),
         )
-        self._run.meter.begin(saving.planned_bytes)
-        rank, numbers = self._plan_rank(plan), itertools.count()
-        tag = self._run.take_tag() if self.file_names == "unique" else None
-        pending = Pending(str(self.path), watch, self.sync_files, self._run.claim)
+        save.meter.begin(saving.planned_bytes)
+        tag = save.take_tag() if self.file_names == "unique" else None
+        pending = Pending(path, watch, self.sync_files, "" if save.claim is None else save.claim.name)
+        new_name = pending.namer(lambda number: layout.data_file_name(rank, number, tag))
         keeping, earlier = self._compared(saving, planner, rank)
-
-        def new_name() -> str:
-            pending.names.append(layout.data_file_name(rank, next(numbers), tag))
-            return pending.names[-1]
-
         with pending.removed_on_failure():
             if keeping is not None and earlier is not None:
-                with self._events.span("link"):
+                with save.events.span("link"):
                     link_files(keeping, earlier, self._directory, pending, new_name)
                 if watch is not None:
                     watch.add(stats.linked_bytes)
             for some, objects, key in self._files(saving.items, keeping):
                 name = new_name()
                 if tag is None:
-                    _C.remove_files(str(self.path), [name])
-                with self._events.core(watch, f"file {name}", [name]):
+                    _C.remove_files(path, [name])
+                with save.events.core(watch, f"file {name}", [name]):
                     saving.write(name, some, objects, key, pending.syncs)
                 pending.synced.append(name)
             pending.sync_names()
-        if self._commits_next:
-            self._run.pending = pending
+        is_alone = world_size() == 1 or not self.use_collectives
+        if is_alone and type(self).finish is RingWriter.finish:
+            save.pending = pending  # no other rank is waited for: data and metadata become durable together
         else:
-            pending.wait(self._events)
+            pending.wait(save.events)
         stats.files = len(pending.names) - stats.linked_files
         return saving.results(b"" if keeping is None else keeping.ledger())
-
-    @property
-    def _commits_next(self) -> bool:
-        """Whether this rank waits for no other before it commits, so that its data and metadata are synced together."""
-        is_alone = world_size() == 1 or not self.use_collectives
-        return is_alone and type(self).finish is RingWriter.finish
 
     def _files(self, items: PlanItems, keeping: Keeping | None) -> Iterable[tuple[list[int], list[int], bytes | None]]:
         """Which items go into each file: tensors, objects, and the key for digests of tensors that are to be kept."""
@@ -471,9 +490,9 @@ class RingWriter(FileSystemWriter):
         """What has not changed since the checkpoint before; None where nobody wants that, or it cannot be told."""
         if self.unchanged == "write" or not saving.knows_tensors:
             return None, None
-        name, number = (METADATA_NAME, rank) if self.use_collectives else (layout.rank_metadata_name(rank), 0)
-        with self._events.span("compare"):
-            earlier = find_earlier(self._directory, self.unchanged_from, name, number)
+        with self._save.events.span("compare"):
+            number = rank if self.use_collectives else 0
+            earlier = find_earlier(self._directory, self.unchanged_from, self._metadata_name, number)
             wholes = getattr(planner, "state_dict", None) or {}
             keeping = Keeping(
                 saving,
@@ -487,162 +506,68 @@ class RingWriter(FileSystemWriter):
 
     def _plan_rank(self, plan: SavePlan) -> int:
         match = re.fullmatch(r"__(\d+)_", getattr(plan.storage_data, "prefix", ""))
-        if match and self.use_collectives:
-            return int(match[1])
-        return self.rank or 0
+        return int(match[1]) if match and self.use_collectives else self.rank or 0
 
-    @ends_save
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Commits: from the rename of the new metadata on, the new checkpoint is the one that is there."""
-        with self._events.step(_trace.COMMIT):
+        """On the coordinator: commits. From the rename of the new metadata on the new checkpoint is the one there."""
+        with self._save.events.step(_trace.COMMIT):
             self._finish(metadata, results)
-            self._events.finish()
+            self._save.events.finish()
+        self._end_of_save()
 
     def _finish(self, metadata: Metadata, results: list[Any]) -> None:
+        save, told = self._save, [part for part in results if isinstance(part, Results)]
         metadata.version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", "1.0.0")
         metadata.storage_meta = super().storage_meta()
-        refused, ledgers = _refused_in(results), _ledgers_in(results)
-        table = self._run.key_table
+        placed, table = results, save.key_table
         if self.key_map is not None and table is None:
             names = self.key_map.rename(metadata.state_dict_metadata)
-            made = [list(self._made(rank, part)) for rank, part in enumerate(results)]
-            metadata, results = rename_metadata(metadata, names), rename_results(made, names)
-            table = self.key_map.used(names)
-        chunks = metadata.chunks if isinstance(metadata, LazyMetadata) else None
-        if chunks is not None and all(isinstance(part, Results) for part in results):
-            sizes, data = self._from_tables(metadata, chunks, results, ledgers)
-        else:
-            sizes, data = self._from_objects(metadata, results, ledgers)
+            placed = rename_results(results_by_rank(results, save.plans), names)
+            metadata, table = rename_metadata(metadata, names), self.key_map.used(names)
+        sizes, pickled, tables = note_places(metadata, placed, save.plans)
+        ledgers = [part.ledger if isinstance(part, Results) else b"" for part in results]
+        trailer = self._trailer(sorted(sizes), metadata)
+        data = join_metadata(pickled, trailer, tables, ledgers if any(ledgers) else [])
         self._commit(sizes, data, table)
         if isinstance(metadata, LazyMetadata) and self.use_collectives:
             metadata.note_committed(self._directory / METADATA_NAME, id_of(data))
+        refused = {key: name for part in told for key, name in part.stats.refused.items()}
         if refused:
             logger.warning("%s holds %s", self.path, refused_text(refused, save="RingWriter"))
-        self._run.committed([part.stats for part in results if isinstance(part, Results | ResultList)])
         self._tell(sum(sizes.values()), results)
-
-    def _tell(self, size: int, results: list[Any]) -> None:
-        ranks = range(len(results)) if self.use_collectives else [self.rank or 0]
-        parts = zip(ranks, results, strict=False)
-        seconds = {rank: part.stats.seconds for rank, part in parts if isinstance(part, Results | ResultList)}
-        slowest = max(seconds, key=lambda rank: seconds[rank], default=None)
-        took, longest = self._run.age_seconds, 0.0 if slowest is None else seconds[slowest]
-        linked = sum(part.stats.linked_bytes for part in results if isinstance(part, Results | ResultList))
-        written = max(0, size - linked)
-        metrics = Metrics("save", str(self.path), written, took, len(results), slowest, longest, linked)
-        tell(metrics, self.metrics, is_logged=True)
-
-    def _from_tables(
-        self, metadata: Metadata, chunks: Chunks, results: list[Results], ledgers: list[bytes]
-    ) -> tuple[dict[str, int], bytes]:
-        """The sizes of all data files, and the metadata file's bytes."""
-        storage = _C.StorageIndex(len(chunks.table))
-        for rank, part in enumerate(results):
-            storage.merge(_C.decode_storage_index(part.packed), chunks.items[rank])
-        chunks.storage = storage
-        sizes = storage.file_sizes()
-        pickled = chunks.pickled(metadata.storage_meta, metadata.version)
-        return sizes, join_metadata(pickled, self._trailer(sorted(sizes), metadata), chunks.index(), ledgers)
-
-    def _from_objects(
-        self, metadata: Metadata, results: list[Any], ledgers: list[bytes]
-    ) -> tuple[dict[str, int], bytes]:
-        storage_data = {
-            result.index: result.storage_data for rank, part in enumerate(results) for result in self._made(rank, part)
-        }
-        metadata.storage_data = storage_data
-        sizes: dict[str, int] = {}
-        for info in storage_data.values():
-            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        trailer = self._trailer(sorted(sizes), metadata)
-        return sizes, join_metadata(pickle_metadata(metadata), trailer, ledgers=ledgers)
-
-    def _made(self, rank: int, part: Any) -> Iterable[WriteResult]:
-        return part.of(self._run.plans[rank].items) if isinstance(part, Results) else part
-
-    def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
-        run, own, metadata = self._run, self._own_rank_only, self._directory / self._metadata_name
-        if not run.claim:  # nobody has called prepare_global_plan, and data have been written by now
-            self._claim(names_in(self._directory))
-        superseded = layout.tables(run.there, own)
-        if not self.keep_superseded:
-            superseded |= layout.superseded_files(self._directory, run.there, own)
-        pending = run.pending or Pending(str(self.path), None, self.sync_files, run.claim)
-        run.pending = None
-        try:
-            with pending.removed_on_failure():
-                layout.check_data_files(self._directory, sizes, self.rank or 0)
-                table_name = self._commit_table(metadata, table)
-                pending.write(run.claim, data, is_there=True)
-            pending.wait(self._events)
-            with pending.removed_on_failure():
-                if layout.state_of(metadata) not in (run.before, None):
-                    raise layout.overtaken(metadata, "was replaced")
-            _C.rename_file(str(self.path), run.claim, metadata.name, self.sync_files)
-        except FileNotFoundError:
-            raise layout.overtaken(self._directory / run.claim, "was removed") from None
-        self._events.begin(_trace.CLEAN_UP)
-        layout.remove_superseded(self._directory, superseded, [*sizes, table_name or ""])
-
-    def _commit_table(self, metadata: Path, table: KeyTable | None) -> str | None:
-        """Stores the key map before the metadata that it belongs to, with that of the checkpoint that is still there.
-
-        Tables are told apart by the id of the save, so whichever metadata is there after a crash finds its own. Those
-        that were added last stay, too: another save may be about to commit.
-        """
-        if table is None:
-            return None
-        name = layout.table_name(self._own_rank_only)
-        tables: dict[str, KeyTable] = {}
-        with locked(self._directory):  # else one of two that write at once would lose the other's
-            with contextlib.suppress(OSError, ValueError, CheckpointError):
-                kept, current = load_tables(self._directory / name), read_trailer(metadata)
-                tables = {
-                    save_id: kept[save_id]
-                    for at, save_id in enumerate(kept, start=_KEPT_TABLES - len(kept))
-                    if at >= 0 or (current is not None and save_id == current.save_id)
-                }
-            data = dump_tables(tables | {self.save_id: table})
-            _C.commit(str(self.path), unfinished_name(name), name, data, self.sync_files)
-        return name
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._abandon(of_threads(self).begin(is_early=True))
-        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._group.require()
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if self._events.is_sure or not self._events.phase:  # nobody has asked for storage_meta()
-            self._begin_save()
-        self._run.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
-        self._events.set_up(is_coordinator, not self.use_collectives)
-        if not self.use_collectives:
-            members = members_of_caller()
-            self._run.group_id, self._run.world_size = agree_on_id(str(self.path), members), len(members)
-        self._events.identity = self._run.group_id or self._events.identity
 
     def _trailer(self, files: list[str], metadata: Metadata) -> Trailer:
         trailer = Trailer(files=files, save_id=self.save_id, version=metadata.version or "")
         if not self.use_collectives:
-            trailer.group_id = self._run.group_id
-            trailer.world_size = self._run.world_size
+            trailer.group_id, trailer.world_size = self._save.group_id, self._save.world_size
             trailer.superseded_id = metadata_id(self._directory / METADATA_NAME)
         return trailer
 
+    def _commit(self, sizes: dict[str, int], data: bytes, table: KeyTable | None) -> None:
+        save, path = self._save, str(self.path)
+        claim = save.claim or self._claim(names_in(self._directory))  # nobody has called prepare_global_plan
+        superseded = claim.superseded(self.keep_superseded)
+        pending = save.pending or Pending(path, None, self.sync_files, claim.name)
+        save.pending, table_name = None, ""
+        try:
+            with pending.removed_on_failure():
+                layout.check_data_files(self._directory, sizes, self.rank or 0)
+                if table is not None:
+                    whose = self._own_rank_only
+                    table_name = layout.commit_table(claim.metadata, self.save_id, table, whose, self.sync_files)
+                pending.write(claim.name, data, is_there=True)
+            pending.wait(save.events)
+            with pending.removed_on_failure():
+                claim.check()
+            _C.rename_file(path, claim.name, claim.metadata.name, self.sync_files)
+        except FileNotFoundError:
+            raise claim.lost() from None
+        save.events.begin(_trace.CLEAN_UP)
+        layout.remove_superseded(self._directory, superseded, [*sizes, table_name])
 
-def _refused_in(results: list[Any]) -> dict[str, str]:
-    """What a load will refuse of what the ranks whose results these are have written, by key."""
-    found = [part.stats.refused for part in results if isinstance(part, Results | ResultList)]
-    return {key: name for part in found for key, name in part.items()}
-
-
-def _ledgers_in(results: list[Any]) -> list[bytes]:
-    """Those of all ranks, in order; none where no rank has one."""
-    found = [part.ledger if isinstance(part, Results | ResultList) else b"" for part in results]
-    return found if any(found) else []
-
-
-def agree_on_id(path: str, members: list[int]) -> str:
-    """The same random id on all of these ranks for one save, "" where there is no store to agree by."""
-    return agree_among(members, f"dcpring/{path}", new_tag())
+    def _tell(self, size: int, results: list[Any]) -> None:
+        """Tells of a checkpoint that is committed: the report, the user's function and the log."""
+        ranks = range(len(results)) if self.use_collectives else [self.rank or 0]
+        parts = zip(ranks, results, strict=False)
+        stats = {rank: part.stats for rank, part in parts if isinstance(part, Results)}
+        tell(self._save.committed(size, len(results), stats), self.metrics, is_logged=True)

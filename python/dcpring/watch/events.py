@@ -57,7 +57,7 @@ class Events(Recorded):
         staged: when its state was copied.
 
     Attributes:
-        started: when it began, ns of CLOCK_MONOTONIC.
+        started: when its first phase began, ns of CLOCK_MONOTONIC; 0 before.
         phase: the name of the phase that it is in, "" in none.
         room: for spans of the core.
         is_sure: whether it is known to be a save or a load: metadata is also read for other reasons.
@@ -74,7 +74,7 @@ class Events(Recorded):
         staged: Sequence[Span] = (),
     ) -> None:
         super().__init__(kind, checkpoint, spans=list(staged))
-        self.started = time.monotonic_ns()
+        self.started = 0
         self.phase = ""
         self.room = 0
         self.is_sure = False
@@ -102,6 +102,7 @@ class Events(Recorded):
             return
         self.end()
         self.phase, self._since = phase, time.monotonic_ns()
+        self.started = self.started or self._since
         if self.is_recorded:
             self.failure, self._mark = "", _Mark(phase)
 

@@ -25,7 +25,7 @@ from dcpring.move.device import Downloader, HostCopies
 from dcpring.move.objects import PICKLE_CURE, Judge, archive_of
 from dcpring.move.save.items import TableItems, items_of
 from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
-from dcpring.move.save.results import ResultList, Results, results_of
+from dcpring.move.save.results import Results, results_of
 from dcpring.options import IOStats
 from dcpring.plan.save_planner import makes_tensors
 
@@ -139,8 +139,9 @@ class Saving:
     def results(self, ledger: bytes) -> Any:
         """DCP's WriteResults; of a compact plan, in compact form."""
         if isinstance(self.items, TableItems) and not self._transforms.extensions:
-            return Results(self.storage.encode(), self._stats, self._given, ledger)
-        return ResultList(results_of(self._given, self.storage, self._descriptors), self._stats, ledger)
+            return Results(self.storage.encode(), self._given, self._stats, ledger)
+        made = list(results_of(self._given, self.storage, self._descriptors))
+        return Results(None, made, self._stats, ledger)
 
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""

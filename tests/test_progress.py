@@ -670,8 +670,8 @@ def test_what_is_no_function(make: Any) -> None:
 
 def test_an_end_between_look_and_wait_is_not_missed() -> None:
     """The thread looks, is at work, and waits; the meter ends meanwhile, and looks too."""
-    slots, counter, index, _ = progress_module._own_slots()
-    meter = progress_module.SlotMeter(slots, counter, index, lambda _: lambda: None)
+    slots = progress_module._own_slots()
+    meter = progress_module.Meter(slots, 0, lambda _: lambda: None)
     meter.begin(lambda: 100)
     assert not slots.look().over
     meter.end(False)

@@ -26,11 +26,9 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-import torch.distributed as dist
-
 from dcpring import _C
 from dcpring.base import shared_memory
-from dcpring.base.groups import agree, has_group, host_id
+from dcpring.base.groups import agree, host_id, rank_in, world_size
 
 logger = logging.getLogger("dcpring")
 
@@ -167,37 +165,33 @@ def _exists(process: int) -> bool:
     return True
 
 
-class Look(NamedTuple):
-    """What is shown of the slots at one time; ``seconds`` since the work began."""
+def _show(slots: Slots, every_seconds: float, show: Callable[[Sums, float], None], daemon: bool) -> Callable[[], None]:
+    """Starts a thread that shows slots until they have ended; returns what waits a moment for the last picture or call.
 
-    sums: Sums
-    seconds: float
-
-
-class _Onlooker:
-    """A thread that shows slots until they have ended.
-
-    One that draws is no daemon, as what the end of the program cuts off while it holds standard error would bring that
-    down; it ends with the main thread. One that calls a function is, as the function may never return.
+    A thread that draws is no daemon, as what the end of the program cuts off while it holds standard error would bring
+    that down; it ends with the main thread. One that calls a function is, as the function may never return.
     """
+    began = time.monotonic()
 
-    def __init__(self, slots: Slots, every_seconds: float, show: Callable[[Look], None], daemon: bool) -> None:
-        self._slots, self._every_seconds, self._show = slots, every_seconds, show
-        self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="dcpring-progress", daemon=daemon)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         while threading.main_thread().is_alive():
-            sums = self._slots.look()
-            self._show(Look(sums, time.monotonic() - self._began))
+            sums = slots.look()
+            show(sums, time.monotonic() - began)
             if sums.over:
                 break
-            self._slots.wait(self._every_seconds)
+            slots.wait(every_seconds)
 
-    def settle(self) -> None:
-        """Waits for the last picture or call, a moment."""
-        self._thread.join(_LAST_CALL_SECONDS)
+    thread = threading.Thread(target=run, name="dcpring-progress", daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError as error:  # there is no thread to be had, as when the program is ending
+        logger.warning("progress is not shown: %s", error)
+        return _nothing
+    return lambda: thread.join(_LAST_CALL_SECONDS)
+
+
+def _nothing() -> None:
+    pass
 
 
 # ---- the bar ----
@@ -225,17 +219,17 @@ class _Picture:
         self._bar: Any = None
         self._gave_up = False
 
-    def __call__(self, look: Look) -> None:
-        if self._gave_up or (self._bar is None and (look.sums.over or look.seconds < _DRAW_SECONDS)):
+    def __call__(self, sums: Sums, seconds: float) -> None:
+        if self._gave_up or (self._bar is None and (sums.over or seconds < _DRAW_SECONDS)):
             return
         try:
-            self._draw(look)
+            self._draw(sums, seconds)
         except Exception as error:  # tqdm is missing; the terminal is gone; what a bar meets is worth no save
             logger.warning("there is no progress bar: %s", error)
             self._gave_up = True
 
-    def _draw(self, look: Look) -> None:
-        done, total, over = look.sums
+    def _draw(self, sums: Sums, seconds: float) -> None:
+        done, total, over = sums
         if self._bar is None:
             self._bar = _tqdm()(
                 desc=self._label, total=total, leave=self._stays, unit="B", unit_scale=True, unit_divisor=1024,
@@ -244,7 +238,7 @@ class _Picture:
         vars(self._bar).update(_screen())
         if total != self._bar.total:
             self._bar.reset(total)  # a rank that begins later makes the whole larger
-        self._bar.start_t = time.time() - look.seconds
+        self._bar.start_t = time.time() - seconds
         self._bar.update(max(0, done - self._bar.n))
         if over:
             self._bar.close()
@@ -270,16 +264,8 @@ def _draw(slots: Slots, label: str, stays: bool) -> Callable[[], None]:
     return _show(slots, _DRAW_SECONDS, _Picture(label, stays), daemon=False)
 
 
-def _show(slots: Slots, every_seconds: float, show: Callable[[Look], None], daemon: bool) -> Callable[[], None]:
-    try:
-        return _Onlooker(slots, every_seconds, show, daemon).settle
-    except RuntimeError as error:  # there is no thread to be had, as when the program is ending
-        logger.warning("progress is not shown: %s", error)
-        return _nothing
-
-
 @contextlib.contextmanager
-def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iterator[SlotMeter]:
+def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iterator[Meter]:
     """A bar while the body runs, if that takes more than 1/8 s. Nothing of it stays: commands say what they have done.
 
     Args:
@@ -291,8 +277,7 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
     def show(slots: Slots) -> Callable[[], None]:
         return _draw(slots, label, stays=False) if enabled is not False and is_shown() else _nothing
 
-    slots, counter, index, _ = _own_slots()
-    meter = SlotMeter(slots, counter, index, show)
+    meter = Meter(_own_slots(), 0, show)
     with meter:
         meter.begin(lambda: total)
         yield meter
@@ -301,47 +286,65 @@ def progress_bar(label: str, total: int, *, enabled: bool | None = None) -> Iter
 # ---- a function that is told ----
 
 
-class _Teller:
-    """Calls the function. What it raises is logged once."""
+def _teller(operation: Operation, function: Callable[[Progress], None]) -> Callable[[Sums, float], None]:
+    """Calls the function. The first thing that it raises is logged."""
+    failures: list[Exception] = []
 
-    def __init__(self, operation: Operation, function: Callable[[Progress], None]) -> None:
-        self._operation, self._function = operation, function
-        self._has_failed = False
-
-    def __call__(self, look: Look) -> None:
-        (done, total, over), seconds = look
-        rate = done / seconds if seconds else 0.0
+    def call(sums: Sums, seconds: float) -> None:
+        rate = sums.done / seconds if seconds else 0.0
         try:
-            self._function(Progress(self._operation, done, total, seconds, rate, over))
-        except Exception:
-            if not self._has_failed:
+            function(Progress(operation, sums.done, sums.total, seconds, rate, sums.over))
+        except Exception as error:
+            if not failures:
                 message = "the function given as progress= failed; the %s goes on"
-                logger.warning(message, self._operation, exc_info=True)
-            self._has_failed = True
+                logger.warning(message, operation, exc_info=True)
+            failures.append(error)
+
+    return call
 
 
 # ---- a rank's part of a save or load ----
 
 
 class Meter:
-    """One rank's part of one save or load. This one does nothing: no progress was asked for.
+    """One rank's part of one save or load, or the work of a command. Without slots nobody wants to know of it.
 
     It is entered for the work itself; ``begin`` says within that how much there is to do.
 
+    Args:
+        slots, index: the slot that it counts in; None for none.
+        show: begins to show the slots; returns what ends that, called once all have ended.
+
     Attributes:
         counter: 8 bytes in which the core counts; None: it need not.
+        watch: for core calls that do the work; None without slots.
     """
 
-    counter: memoryview | None = None
+    def __init__(
+        self, slots: Slots | None = None, index: int = 0, show: Callable[[Slots], Callable[[], None]] | None = None
+    ) -> None:
+        self._slots, self._index, self._show = slots, index, show
+        self._settle = _nothing
+        self.counter = None if slots is None else slots.join(index)
+        self.watch = None if self.counter is None else _C.Watch(self.counter, 0)
 
     def begin(self, total: Callable[[], int]) -> None:
         """Work begins: so many bytes."""
+        if self._slots is not None:
+            self._slots.begin(self._index, total())
+            self._settle = self._show(self._slots) if self._show is not None else _nothing
 
     def advance(self, count: int) -> None:
         """Counts bytes that no core call has."""
+        if self.watch is not None:
+            self.watch.add(count)
 
     def end(self, failed: bool) -> None:
         """Work has ended."""
+        if self._slots is not None:
+            self._slots.end(self._index, failed)
+            if self._slots.look().over:
+                self._settle()
 
     def __enter__(self) -> None: ...
 
@@ -349,42 +352,6 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end(kind is not None)
-
-
-class SlotMeter(Meter):
-    """Counts in a slot.
-
-    Args:
-        slots, counter, index: the memory, the 8 bytes of the slot's count, and the slot.
-        show: begins to show the slots; returns what ends that, called once all have ended.
-
-    Attributes:
-        watch: for core calls that do the work of a command.
-    """
-
-    def __init__(
-        self, slots: Slots, counter: memoryview, index: int, show: Callable[[Slots], Callable[[], None]]
-    ) -> None:
-        self.counter = counter
-        self._slots, self._index, self._show = slots, index, show
-        self.watch = _C.Watch(counter, 0)
-        self._settle: Callable[[], None] = _nothing
-
-    def begin(self, total: Callable[[], int]) -> None:
-        self._slots.begin(self._index, total())
-        self._settle = self._show(self._slots)
-
-    def advance(self, count: int) -> None:
-        self.watch.add(count)
-
-    def end(self, failed: bool) -> None:
-        self._slots.end(self._index, failed)
-        if self._slots.look().over:
-            self._settle()
-
-
-def _nothing() -> None:
-    pass
 
 
 def checked_progress(progress: ProgressOption) -> ProgressOption:
@@ -398,43 +365,34 @@ def start_meter(progress: ProgressOption, operation: Operation, path: str, is_co
     """The meter of a save or load that is being set up on this rank."""
     if not progress:
         return Meter()
+    name = f"dcpring/progress/{host_id()}/{operation}/{path}"
+    shared, rank = _shared_slots(name), rank_in()
 
     def show(slots: Slots) -> Callable[[], None]:
         if not is_coordinator:
             return _nothing
         if callable(progress):
-            return _show(slots, _TELL_SECONDS, _Teller(operation, progress), daemon=True)
-        return _draw(slots, _LABELS[operation], stays=True) if is_shown() and claim() else _nothing
+            return _show(slots, _TELL_SECONDS, _teller(operation, progress), daemon=True)
+        # Loads with no_dist=True have as many coordinators as there are ranks, and share a terminal.
+        is_first = shared is None or agree(f"{name}/shown", str(rank)) == str(rank)
+        return _draw(slots, _LABELS[operation], stays=True) if is_shown() and is_first else _nothing
 
-    slots, counter, index, claim = _shared_slots(operation, path) or _own_slots()
-    return SlotMeter(slots, counter, index, show)
+    return Meter(_own_slots(), 0, show) if shared is None else Meter(shared, rank, show)
 
 
 # ---- memory ----
 
-_Place = tuple[Slots, memoryview, int, Callable[[], bool]]
-"""Slots, the 8 bytes of the count in one of them, its number, and who asks first whether to show them."""
+
+def _own_slots() -> Slots:
+    return Slots(mmap.mmap(-1, Slots.bytes(1)))
 
 
-def _own_slots() -> _Place:
-    slots = Slots(mmap.mmap(-1, Slots.bytes(1)))
-    return slots, slots.join(0), 0, lambda: True
-
-
-def _shared_slots(operation: Operation, path: str) -> _Place | None:
-    """A slot among those of this host's ranks; None where there are no others, or they cannot be reached."""
-    if not has_group() or dist.get_world_size() == 1:
+def _shared_slots(name: str) -> Slots | None:
+    """The slots of this host's ranks; None where there are no others, or they cannot be reached."""
+    if world_size() == 1:
         return None
-    name = f"dcpring/progress/{host_id()}/{operation}/{path}"
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    def claim() -> bool:
-        """Loads with no_dist=True have as many coordinators as there are ranks, and share a terminal."""
-        return agree(f"{name}/shown", str(rank)) == str(rank)
-
     try:
-        slots = Slots(_host_memory(name, Slots.bytes(ranks)))
-        return slots, slots.join(rank), rank, claim
+        return Slots(_host_memory(name, Slots.bytes(world_size())))
     except Exception as error:  # of the system's, or of the store's: none is worth a save
         logger.info("this rank's progress is not seen, as it cannot share memory with the others: %s", error)
         return None

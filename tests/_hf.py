@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcpring
-from dcpring.format.safetensors import make_header
+from dcpring.format.model_files import read_model
+from dcpring.format.safetensors import StoredPart, make_header
 
 INDEX = "model.safetensors.index.json"
 PLACED = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()], "one": [Shard(0)]}
@@ -74,6 +75,11 @@ def write(path: Path, kind: str, given: dict[str, Tensor] | None = None) -> Path
         writer = HuggingFaceStorageWriter(str(path), save_distributed=kind == "stock's shards")
         dcp.save(state, storage_writer=writer, no_dist=True)
     return path
+
+
+def stored_in(path: Path) -> dict[str, StoredPart]:
+    """Where the tensors of a model lie that is in one file, or in several and whole in each."""
+    return {name: whole.parts[0] for name, whole in read_model(path).tensors.items()}
 
 
 def save_shards(path: str) -> None:

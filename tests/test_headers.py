@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcpring
 from dcpring import RingHFReader, RingLoadPlanner
 from dcpring.base import shared_memory
-from dcpring.format import safetensors
+from dcpring.format import model_files
 from dcpring.store import headers
 
 
@@ -30,14 +30,14 @@ from dcpring.store import headers
 def counted(hosts: list[str] | None = None) -> Any:
     """The headers that this rank reads meanwhile; ranks are on the hosts given."""
     found: list[str] = []
-    read = safetensors._read_bytes
+    read = model_files.read_header
 
     def noted(path: Path) -> Any:
         found.append(path.name)
         return read(path)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(safetensors, "_read_bytes", noted))
+        stack.enter_context(mock.patch.object(model_files, "read_header", noted))
         if hosts is not None:
             stack.enter_context(mock.patch("dcpring.base.groups.host_id", lambda: hosts[dist.get_rank()]))
         yield found
@@ -132,8 +132,8 @@ def test_quantised(tmp_path: Path) -> None:
     codes, scales = torch.full((300, 260), 2.0).to(torch.float8_e4m3fn), torch.full((3, 3), 3.0)
     save_file({"x.weight": codes}, tmp_path / "a.safetensors")
     save_file({"x.weight_scale_inv": scales}, tmp_path / "b.safetensors")
-    index = safetensors.make_index({"x.weight": "a.safetensors", "x.weight_scale_inv": "b.safetensors"}, MIB)
-    (tmp_path / safetensors.INDEX_NAME).write_bytes(index)
+    index = model_files.make_index({"x.weight": "a.safetensors", "x.weight_scale_inv": "b.safetensors"}, MIB)
+    (tmp_path / model_files.INDEX_NAME).write_bytes(index)
     assert _distributed.run(2, load_quantised, str(tmp_path)) == [2, 0]
 
 
@@ -185,7 +185,7 @@ def fail(path: str, who: int) -> tuple[str, bool]:
     def refuse(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)
 
-    broken = mock.patch.object(safetensors, "_read_bytes", refuse)
+    broken = mock.patch.object(model_files, "read_header", refuse)
     state = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     with broken if dist.get_rank() == who else contextlib.nullcontext(), pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=RingHFReader(path), planner=RingLoadPlanner())
@@ -202,7 +202,7 @@ def interrupted(path: str) -> str:
     def refuse(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    broken = mock.patch.object(safetensors, "_read_bytes", refuse)
+    broken = mock.patch.object(model_files, "read_header", refuse)
     with broken if dist.get_rank() == 0 else contextlib.nullcontext():
         try:
             with headers.meeting(dist.group.WORLD) as joint:

@@ -25,7 +25,7 @@ from dcpring import (
     RingLoadPlanner,
     RingSavePlanner,
 )
-from dcpring.format.safetensors import INDEX_NAME, MODEL_NAME, read_model
+from dcpring.format.model_files import INDEX_NAME, MODEL_NAME, read_model
 
 
 def save(path: Path, state: dict[str, Any], **options: Any) -> None:

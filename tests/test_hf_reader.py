@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _hf import INDEX, KINDS, MIB, PLACED, Tied, save_shards, tensors, with_crcs, write
+from _hf import INDEX, KINDS, MIB, PLACED, Tied, save_shards, stored_in, tensors, with_crcs, write
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcpring
 from dcpring import CheckpointError, CorruptCheckpointError, KeyMismatchError, RingHFReader, RingLoadPlanner, RingReader
-from dcpring.format.safetensors import DTYPES, read_header
+from dcpring.format.safetensors import DTYPES
 
 PLANNERS: dict[str, Any] = {"stock": DefaultLoadPlanner, "ring": RingLoadPlanner}
 
@@ -210,7 +210,7 @@ def test_checksums_are_compared(tmp_path: Path) -> None:
     load(state, RingHFReader(tmp_path), RingLoadPlanner())
     _kinds.assert_same_bits(state, given)
     _kinds.assert_same_bits(load_file(path), given)
-    where = read_header(path).tensors["large"].begin + 2 * MIB
+    where = stored_in(path)["large"].begin + 2 * MIB
     data = bytearray(path.read_bytes())
     data[where] ^= 1
     path.write_bytes(data)
@@ -543,7 +543,7 @@ def test_random_headers(tmp_path: Path, kind: str) -> None:
         try:
             metadata = RingReader(tmp_path).read_metadata()
             assert metadata.state_dict_metadata is not None
-            for stored in read_header(file).tensors.values():
+            for stored in stored_in(file).values():
                 assert 8 + len(header) <= stored.begin <= stored.end <= file.stat().st_size
         except CheckpointError:
             refusals += 1

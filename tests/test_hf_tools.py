@@ -13,7 +13,7 @@ import _kinds
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _hf import KINDS, PLACED, Tied, save_shards, tensors, with_crcs, write
+from _hf import KINDS, PLACED, Tied, save_shards, stored_in, tensors, with_crcs, write
 from safetensors.torch import load_file, save_file, save_model
 
 from dcpring import (
@@ -26,7 +26,6 @@ from dcpring import (
     diff_keys,
     verify,
 )
-from dcpring.format.safetensors import read_header
 from dcpring.sources.contents import open_contents
 
 
@@ -91,7 +90,7 @@ def test_verify_by_checksums(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert report.ok and not report.notes
     for name in ("small", "large"):
-        where = read_header(path).tensors[name].end - 2
+        where = stored_in(path)[name].end - 2
         data = bytearray(path.read_bytes())
         data[where] ^= 4
         path.write_bytes(data)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _distributed import RankFailure, run
+from _hf import stored_in
 from fault._support import fault, leaks_descriptors, open_descriptors
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPlanner, RingSavePlanner
 from dcpring.base.joint import Joint
-from dcpring.format import safetensors as headers
+from dcpring.format.safetensors import NAMES
 from dcpring.hf import stripes
 from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout
 from dcpring.move import host_memory
@@ -99,12 +100,14 @@ def read(path: Path) -> dict[str, Tensor]:
 def check_crcs(path: Path) -> None:
     """Every block's CRC in the headers is that of its bytes."""
     for file in path.glob("*.safetensors"):
-        header, data = headers.read_header(file), file.read_bytes()
-        noted = json.loads(header.notes["dcpring.crcs"])
-        assert noted.pop("__metadata__") == "" and header.notes["dcpring.crc32"]
-        assert noted.keys() == header.tensors.keys()
-        for name, stored in header.tensors.items():
-            block = 1 << 20
+        with safe_open(file, "pt") as header:
+            notes, names = header.metadata(), set(header.keys())
+        noted = json.loads(notes["dcpring.crcs"])
+        assert noted.pop("__metadata__") == "" and notes["dcpring.crc32"]
+        assert noted.keys() == names
+        data, places = file.read_bytes(), stored_in(file)
+        for name in names:
+            block, stored = 1 << 20, places[name]
             cuts = [stored.begin, *range((stored.begin // block + 1) * block, stored.end, block), stored.end]
             sums = [zlib.crc32(data[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
             assert noted[name] == b"".join(one.to_bytes(4, "little") for one in sums).hex(), name
@@ -248,13 +251,13 @@ def test_tied_shards_are_written_once(tmp_path: Path) -> None:
 
 def test_every_dtype(tmp_path: Path) -> None:
     values = {}
-    for number, dtype in enumerate(headers.NAMES):
+    for number, dtype in enumerate(NAMES):
         raw = torch.randint(0, 2, (6, 8 * dtype.itemsize), dtype=torch.uint8)
         values[f"{number}.{dtype}"] = raw.view(dtype) if dtype != torch.bool else raw[:, :8].bool()
     save(tmp_path, values)
-    header = headers.read_header(tmp_path / "model.safetensors")
+    places = stored_in(tmp_path / "model.safetensors")
     for name, tensor in values.items():
-        stored = header.tensors[name]
+        stored = places[name]
         data = (tmp_path / "model.safetensors").read_bytes()[stored.begin : stored.end]
         assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
         assert data == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcpring import CheckpointError, CorruptCheckpointError, RingHFWriter, RingSavePlanner
-from dcpring.format.safetensors import INDEX_NAME, MODEL_NAME, read_model
+from dcpring.format.model_files import INDEX_NAME, MODEL_NAME, read_model
 from dcpring.store.headers import chunks_of
 
 VALUES: list[Any] = [
@@ -125,10 +125,9 @@ def look(path: Path, size: int) -> bool:
         return False
     for name, whole in model.tensors.items():
         for part in whole.parts:
-            stored = part.info
-            assert 8 <= stored.begin <= stored.end <= size, name
-            assert math.prod(stored.shape) * stored.dtype.itemsize == stored.end - stored.begin, name
-            bounds = zip(part.offsets, stored.shape, whole.shape, strict=True)
+            assert 8 <= part.begin <= part.end <= size, name
+            assert math.prod(part.shape) * part.dtype.itemsize == part.end - part.begin, name
+            bounds = zip(part.offsets, part.shape, whole.shape, strict=True)
             assert all(first + length <= extent for first, length, extent in bounds), name
     return True
 

@@ -42,7 +42,7 @@ from dcpring import (
     saved_key_map,
     verify,
 )
-from dcpring.format.safetensors import INDEX_NAME, MODEL_NAME
+from dcpring.format.model_files import INDEX_NAME, MODEL_NAME
 from dcpring.sources.contents import open_contents
 
 StateDict = dict[str, Any]

@@ -21,7 +21,8 @@ import torch
 
 from dcpring.base.windows import Box, common_box
 from dcpring.errors import CorruptCheckpointError
-from dcpring.format.safetensors import Model, Place, Shard, Whole
+from dcpring.format.model_files import Model, Whole
+from dcpring.format.safetensors import Place, StoredPart
 
 FLOAT8_SCALE, FLOAT8_CODES = "_scale_inv", ".weight"
 MXFP4_SCALE, MXFP4_CODES = "_scales", "_blocks"
@@ -56,10 +57,10 @@ class Quantised(NamedTuple):
         per_byte: codes in a byte.
     """
 
-    codes: Shard
+    codes: StoredPart
     origin: Ints
     stored_sizes: Ints
-    scales: tuple[tuple[Box, Shard], ...]
+    scales: tuple[tuple[Box, StoredPart], ...]
     scale_name: str
     begins: Ints
     shape: Ints
@@ -75,7 +76,7 @@ class Quantised(NamedTuple):
         first, last, stride = 0, 0, 1
         for begin, length, size in zip(reversed(self.origin), reversed(own), reversed(self.stored_sizes), strict=True):
             first, last, stride = first + begin * stride, last + (length - 1) * stride, stride * size
-        return self.codes.file, self.codes.info.begin + first, last + 1 if 0 not in own else 0
+        return self.codes.file, self.codes.begin + first, last + 1 if 0 not in own else 0
 
     def boxes(self, offsets: Ints, lengths: Ints) -> tuple[Box, Box]:
         """What a box is made of: one of these codes, and one of all scales."""
@@ -86,7 +87,7 @@ class Quantised(NamedTuple):
     def how(self, offsets: Ints) -> tuple[str, int, int, int, int, int]:
         """How the core makes a box that begins there: see ``_C.load``."""
         rows, columns = self.block
-        codes = _PACKED if self.per_byte == 2 else str(self.codes.info.dtype).removeprefix("torch.")
+        codes = _PACKED if self.per_byte == 2 else str(self.codes.dtype).removeprefix("torch.")
         begins = self._in_all(offsets)
         skipped = begins[-2] % rows if rows > 1 else 0
         return codes, offsets[-1] % self.per_byte, rows, columns, skipped, begins[-1] % columns
@@ -143,12 +144,12 @@ def _quantised(model: Model, codes: str, scales: str, dtype: torch.dtype, block_
     except ValueError as error:
         path = str(model.files.directory / second.parts[0].file)
         raise CorruptCheckpointError(f"{scales!r} cannot be the scales of {codes!r}: {error}", path) from None
-    factors = tuple(((part.offsets, part.info.shape), part) for part in second.parts)
+    factors = tuple(((part.offsets, part.shape), part) for part in second.parts)
     if math.prod(second.shape) == 1:
         factors = ((((0,) * len(form.shape), (1,) * len(form.shape)), second.parts[0]),)
     found = []
     for part in first.parts:
-        for origin, sizes, (begins, shape) in form.made_of(part.offsets, part.info.shape):
+        for origin, sizes, (begins, shape) in form.made_of(part.offsets, part.shape):
             used = factors
             if len(factors) > 1:
                 needed = _divided(begins, shape, *form.block)

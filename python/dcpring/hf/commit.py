@@ -24,7 +24,7 @@ from dcpring import _C
 from dcpring.base.files import names_in, new_tag, unfinished_name
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import INDEX, SUFFIX, Names, is_model_file, make_index, weight_map
+from dcpring.format.model_files import INDEX, SUFFIX, Names, is_model_file, make_index, weight_map
 from dcpring.store.layout import remove_files
 
 logger = logging.getLogger("dcpring")

@@ -30,8 +30,8 @@ from dcpring.base.memory import memory_key
 from dcpring.base.ranks import Operation, Ranks
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, naming
+from dcpring.format.model_files import find_named
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
-from dcpring.format.safetensors import find_named
 from dcpring.hf.configs import write_configs
 from dcpring.hf.conversions import conversion_of_load, conversion_of_save, tied_names
 from dcpring.hf.reader import check_exists

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHugg
 from dcpring.base.files import names_in
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError
+from dcpring.format.model_files import Names, find_named, is_safetensors
 from dcpring.format.quantised import BLOCK_SIZE
-from dcpring.format.safetensors import Names, find_named, is_safetensors
 from dcpring.store.headers import Headers
 from dcpring.store.reader import RingReader
 

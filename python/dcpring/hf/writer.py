@@ -34,6 +34,7 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
+from dcpring.format.model_files import DEFAULT_SHARD_BYTES, Names
 from dcpring.hf.commit import Unfinished, check_others, commit_model, discard, remove_unfinished
 from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
 from dcpring.hf.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
@@ -142,7 +143,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         *,
         name: str | None = None,
         variant: str | None = None,
-        max_shard_bytes: int = safetensors.DEFAULT_SHARD_BYTES,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         key_map: KeyMapLike = None,
         sync_files: bool = True,
@@ -175,7 +176,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self.save_distributed = save_distributed
         self.enable_consolidation = enable_consolidation
         self.thread_count_consolidation = thread_count_consolidation
-        self.names = safetensors.Names.checked(name, variant)
+        self.names = Names.checked(name, variant)
         self._is_named = name is not None
         self.max_shard_bytes = max_shard_bytes
         self.dtype = _checked_dtype(dtype)
@@ -317,7 +318,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             head_bytes = needed
 
     def _header(self, entries: bytes, model: _Model, crcs: Mapping[str, str], alignment: int) -> bytes:
-        notes = safetensors.notes_with({"format": "pt"}, model.ties, crcs if self.options.checksum else None)
+        notes = safetensors.header_notes({"format": "pt"}, model.ties, crcs if self.options.checksum else None)
         return safetensors.join_header(entries, notes, alignment, _CURES)
 
     def _create(self, model: _Model) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from dcpring import _C
 from dcpring.base.files import locked, names_in, unfinished_name
 from dcpring.errors import CheckpointError
-from dcpring.format.safetensors import Names, is_model_file
+from dcpring.format.model_files import Names, is_model_file
 from dcpring.hf.commit import has_model
 from dcpring.options import IOOptions
 from dcpring.store.layout import is_part

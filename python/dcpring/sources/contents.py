@@ -28,8 +28,8 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.lazy import Chunks, StoredChunks, has_known_tables
 from dcpring.format.metadata import BYTES, METADATA_NAME, Parts, Placed, Trailer, placed_of, split_metadata
 from dcpring.format.metadata import unpickle_metadata as unpickle
+from dcpring.format.model_files import Model, is_model, rank_of_shard, read_model
 from dcpring.format.properties import decode_properties
-from dcpring.format.safetensors import Model, rank_of_shard, read_model
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
 from dcpring.move.load.inputs import Inputs
@@ -43,7 +43,7 @@ from dcpring.plan.rows import row_of
 from dcpring.plan.run import LoadRun
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
-from dcpring.store.headers import chunks_of, is_model
+from dcpring.store.headers import chunks_of
 from dcpring.torchside.tensors import narrowed
 
 _INT = {int}

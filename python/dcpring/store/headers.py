@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from dcpring import _C
 from dcpring.base import groups
 from dcpring.base.collector import collection_paused
-from dcpring.base.files import names_in, new_tag, read_regular
+from dcpring.base.files import new_tag, read_regular
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.format.metadata import METADATA_NAME, OPAQUE, TENSOR, load_metadata
+from dcpring.format.model_files import Files, Model, is_model, read_model
 from dcpring.format.quantised import Quantised, find_quantised
-from dcpring.format.safetensors import Files, Model, is_safetensors, read_model
 from dcpring.move.host_memory import offered
 from dcpring.plan.flatten import path_code
 from dcpring.plan.sharing import hops
@@ -72,13 +72,6 @@ def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) ->
     return Headers(model.files, chunks_of(model, quantised), list(itertools.chain(*quantised.values())))
 
 
-def is_model(path: Path) -> bool:
-    """Whether a path means safetensors: a file, an index, or a directory without metadata of DCP's that has some."""
-    if path.is_dir():
-        return not any(name.endswith(METADATA_NAME) for name in names_in(path)) and is_safetensors(path)
-    return path.is_file() and is_safetensors(path)
-
-
 def chunks_of(model: Model, quantised: Mapping[str, list[Quantised]] | None = None) -> Chunks:
     """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
 
@@ -96,7 +89,7 @@ def _tables(model: Model, quantised: Mapping[str, list[Quantised]]) -> Chunks:
         made = quantised.get(name)
         if made is None:
             kind, dtype, shape = TENSOR, whole.dtype, whole.shape
-            parts = [(part.offsets, part.info.shape, part.place, part.info.crcs) for part in whole.parts]
+            parts = [(part.offsets, part.shape, part.place, part.crcs) for part in whole.parts]
         else:
             kind, dtype, shape = OPAQUE, made[0].dtype, made[0].whole
             parts = [(part.begins, part.shape, part.place, None) for part in made]

@@ -36,8 +36,8 @@ from dcpring.format.metadata import (
     split_metadata,
     unpickle_metadata,
 )
+from dcpring.format.model_files import Files, is_model, may_be_several
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
-from dcpring.format.safetensors import Files, may_be_several
 from dcpring.format.unpickler import Trust, checked_globals
 from dcpring.move.load.handon import exchange_of
 from dcpring.move.load.loader import Loader
@@ -51,7 +51,7 @@ from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tenso
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
-from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, is_model, meeting, read_headers, read_once
+from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, read_headers, read_once
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.torchside.groups import group_inside_dcp
 from dcpring.watch import events as _trace

@@ -15,14 +15,13 @@ from dcpring.base.arguments import strings
 from dcpring.base.files import open_regular
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.safetensors import DEFAULT_SHARD_BYTES
+from dcpring.format.model_files import DEFAULT_SHARD_BYTES, is_model
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path
 from dcpring.sources.beside import check_target
 from dcpring.sources.dcp import ContentsSource, DcpTarget
 from dcpring.sources.safetensors import SafetensorsTarget
 from dcpring.sources.stream import Source, SourceItem
 from dcpring.sources.torch_file import TorchSource, TorchTarget
-from dcpring.store.headers import is_model
 from dcpring.tools.inspect.select import check_patterns, key_filter
 from dcpring.watch.progress import progress_bar
 

@@ -90,7 +90,7 @@ def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -
         CorruptCheckpointError: the metadata is damaged, or something else is in a file's place.
         ValueError: the file with the map is damaged.
     """
-    from dcpring.store.headers import is_model
+    from dcpring.format.model_files import is_model
 
     directory = Path(checkpoint)
     if rank is None and is_model(directory):

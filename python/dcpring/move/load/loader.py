@@ -23,7 +23,7 @@ from dcpring.base.masks import both, mask_of
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
 from dcpring.format.quantised import Quantised
-from dcpring.format.safetensors import Shard
+from dcpring.format.safetensors import StoredPart
 from dcpring.move.load.boxes import Coded, Payload, read_bytes
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange
@@ -142,10 +142,9 @@ class Loader:
         scales = tuple((box, self._payload(shard, box[1])) for box, shard in made.scales)
         return Coded(made, self._payload(made.codes, made.stored_sizes), scales, made.shape, made.dtype, is_shared)
 
-    def _payload(self, shard: Shard, sizes: tuple[int, ...]) -> Payload:
-        info = shard.info
-        where = self._reads.inputs.numbers[shard.file], info.begin, info.end - info.begin
-        return Payload(*where, info.crcs, None, sizes, info.dtype)
+    def _payload(self, part: StoredPart, sizes: tuple[int, ...]) -> Payload:
+        where = self._reads.inputs.numbers[part.file], part.begin, part.end - part.begin
+        return Payload(*where, part.crcs, None, sizes, part.dtype)
 
     def _locate(self, unknown: list[int]) -> list[int]:
         """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""

@@ -31,7 +31,7 @@ from dcpring.format.metadata import (
     unpickle_metadata,
     unpickle_safely,
 )
-from dcpring.format.safetensors import Model
+from dcpring.format.model_files import Model
 from dcpring.format.zip import wrong_archive
 from dcpring.move.load.inputs import Inputs
 from dcpring.move.objects import refused_text

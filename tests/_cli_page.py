@@ -27,9 +27,9 @@ The package brings the program `dcpring`; `python -m dcpring` is the same. It ne
 dcpring, and trusts none of them: no code in a checkpoint is run, and names are shown with their control characters
 escaped.
 
-On a terminal there are colours and boxes; in a pipe there is plain text, a line for each thing. `NO_COLOR=1` switches
-colours off everywhere. Where a command has `--json`, that prints one document for scripts. Results go to standard
-output, all else to standard error.
+On a terminal there are colours, and tables fit its width; in a pipe there is plain text, a line for each thing.
+`NO_COLOR=1` switches colours off everywhere. Where a command has `--json`, that prints one document for scripts.
+Results go to standard output, all else to standard error.
 
 Every command has `--help`, which says what is said here. `dcpring --version` prints the version. Sizes are written as
 `4096`, `64K`, `512MiB` or `4G`, in powers of 1024.

@@ -139,12 +139,12 @@ def test_numbers() -> None:
     assert result.cpu_seconds_per_gib("save") == pytest.approx(0.1 * 1024)
 
 
-def test_long_tables_show_the_best_and_the_defaults() -> None:
+def test_the_fastest_ways_come_first() -> None:
     rates = {IOOptions(engine="uring", direct=True, queue_depth=depth): (float(depth),) * 3 for depth in range(8, 40)}
     text = io.StringIO()
     bench._show(report(rates), Output(text, text))
     saves = text.getvalue().partition("load, cold")[0]
-    assert saves.count("uring ") == 13 and "and 19 slower ways" in saves
+    assert saves.count("uring ") == 32
     assert saves.index(" 39 ") < saves.index(" 38 ") < saves.index(" 8 ")
 
 
@@ -215,7 +215,7 @@ def test_unwritable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--size", "5"), "below 1M"),
+        (("--size", "5"), "below 1 MiB"),
         (("--size", "many"), "is no size"),
         (("--engines", "threads,disk"), "'disk' is no engine"),
     ],
@@ -245,5 +245,5 @@ def test_in_a_pipe(tmp_path: Path) -> None:
 
 def test_in_a_terminal(tmp_path: Path) -> None:
     result = _cli.run_in_terminal("bench", tmp_path, "--quick", "--size", "64M", "--engines", "threads")
-    assert result.status == 0 and "╭" in result.out and "measuring" in result.plain
+    assert result.status == 0 and "GB/s" in result.out and "measuring" in result.plain
     assert not list(tmp_path.iterdir())

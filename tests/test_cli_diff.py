@@ -343,8 +343,8 @@ def test_keys_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
     key = "optim.state.layers.10.attn.weight.exp_avg_sq"
     a, b = _save(tmp_path / "a", {key: torch.ones(64), "n": 1}), _save(tmp_path / "b", {key: torch.zeros(64), "n": 2})
     result = _cli.run_in_terminal("diff", a, b, columns=80)
-    assert f"│ {key} │" in result.plain and "different objects (1):\n" in result.plain
-    assert "│     64 │" in result.plain and "NaN in A" not in result.plain
+    assert f"\n{key}  " in result.plain and "different objects (1):\n" in result.plain
+    assert "    64  " in result.plain and "NaN in A" not in result.plain
     assert "1 tensor with other values" in result.plain
     assert "NaN in A" in _cli.run_in_terminal("diff", a, b, columns=160).plain
 
@@ -353,5 +353,5 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     a = _save(tmp_path / "a", {f"m.{i}.w": torch.ones(64) for i in range(60)})
     b = _save(tmp_path / "b", {f"m.{i}.w": torch.zeros(64) for i in range(60)} | {"evil\x1b[31m": 1})
     result = _cli.run_in_terminal("diff", a, b)
-    assert result.status == 1 and "╭" in result.plain and "evil\\x1b[31m" in result.plain
+    assert result.status == 1 and "evil\\x1b[31m" in result.plain
     assert "60 tensors with other values" in result.plain and "a pipe gets all" in result.plain

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,8 @@ DIRECTORY_CHECKS = (
 )
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
+def by_name(checks: Iterable[Check]) -> dict[str, Check]:
+    checks = list(checks)
     found = {check.name: check for check in checks}
     assert len(found) == len(checks)
     return found
@@ -216,16 +215,6 @@ def test_small_memlock_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("check", "files", "status", "found"),
     [
-        (
-            _doctor._huge_pages,
-            {"sys__kernel__mm__transparent_hugepage__enabled": "always madvise [never]"},
-            "slow",
-            "never",
-        ),
-        (_doctor._huge_pages, {"sys__kernel__mm__transparent_hugepage__enabled": "[always] never"}, "ok", "always"),
-        (_doctor._huge_pages, {}, "slow", "does not say"),
-        (_doctor._processors, {"sys__fs__cgroup__cpu.max": "50000 100000"}, "slow", "0.5 "),
-        (_doctor._processors, {"sys__fs__cgroup__cpu.max": "max 100000"}, "ok", f"{len(os.sched_getaffinity(0))} "),
         (_doctor._memory, {"proc__meminfo": "MemTotal: 9 kB\nMemAvailable:  1048576 kB"}, "ok", "1.0 GiB"),
         (_doctor._memory, {"proc__meminfo": "MemAvailable: 65536 kB"}, "slow", "64.0 MiB"),
         (
@@ -265,12 +254,9 @@ def test_slow_things(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_software(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "shtab" else real(name))
     monkeypatch.setattr(torch, "__version__", "3.1.0")
     checks = by_name(list(_doctor._software()))
     assert checks["torch"].status == "missing" and "torch>=2.9,<3" in checks["torch"].cure
-    assert checks["shtab"].status == "missing" and checks["shtab"].cure == "pip install 'dcpring[cli]'"
 
 
 # ---- file systems ----
@@ -381,9 +367,3 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     result = _cli.run_in_terminal("doctor", tmp_path)
     assert result.status == 0 and "\x1b[32m" in result.out
     assert "  ok       io_uring" in result.plain
-
-
-def test_cures_install_what_is_missing() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    for package, (_, extra) in _doctor._EXTRAS.items():
-        assert any(line.startswith(package) for line in project["optional-dependencies"][extra])

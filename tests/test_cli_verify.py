@@ -146,7 +146,7 @@ def test_in_a_terminal(damaged: Path, big: Path) -> None:
     drop_cache(big)
     result = _cli.run_in_terminal("verify", big, damaged)
     assert result.status == 1 and "\x1b[" in result.out
-    assert "╭" in result.plain and "model.bias" in result.plain
+    assert "model.bias" in result.plain
     bars = [line for line in result.plain.replace("\r", "\n").splitlines() if line.lstrip().startswith("verify")]
     assert any("1.00G" in line for line in bars)
 

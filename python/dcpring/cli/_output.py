@@ -1,4 +1,4 @@
-"""What commands print with: colours and boxes on a terminal, plain text in a pipe, JSON for scripts.
+"""What commands print with: colours on a terminal, plain text in a pipe, JSON for scripts.
 
 Names out of a checkpoint are a stranger's text: whatever could steer a terminal is shown escaped.
 """
@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from dcpring.base.text import visible
 from dcpring.errors import UntrustedCheckpointError
@@ -22,11 +22,14 @@ from dcpring.report import format_table
 _STYLES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 """The codes of a terminal; a style is one of these words or more."""
 
-_MOST_DRAWN = 2000
-"""Rows of a table that gets a box."""
+_MOST_FITTED = 2000
+"""Rows of a table that is made to fit the screen."""
 
 _NARROWEST = 8
 """Of columns whose texts may be folded."""
+
+Piece = tuple[str, str]
+"""A part of a line: its text, and its style."""
 
 
 def take_streams() -> None:
@@ -48,36 +51,6 @@ def in_words(error: Exception) -> str:
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
-class _Named:
-    """A stream whose errors say which one it is."""
-
-    def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name = stream, name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._naming():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with self._naming():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = self._name
-            raise
-
-
-Piece = tuple[str, str]
-"""A part of a line: its text, and its style."""
-
-
 class Output:
     """Standard output and standard error.
 
@@ -86,26 +59,26 @@ class Output:
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        out, err = out or sys.stdout, err or sys.stderr
-        self._out = cast(TextIO, _Named(out, "standard output"))
-        self._err = cast(TextIO, _Named(err, "standard error"))
-        self.interactive = out.isatty()
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self.interactive = self._out.isatty()
         # Only these decide: a pipe gets plain text whatever FORCE_COLOR and the like say.
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         self._has_colours = self.interactive and not plain
-        self._err_has_colours = err.isatty() and not plain
+        self._err_has_colours = self._err.isatty() and not plain
 
-    def _styled(self, text: str, style: str) -> str:
-        return _styled(visible(text), style) if self._has_colours else visible(text)
+    def raw(self, text: str) -> None:
+        """The program's own text for another program, as it is."""
+        with _naming("standard output"):
+            self._out.write(text)
 
     def text(self, text: str = "", style: str = "") -> None:
         """A line (or several)."""
-        self._out.write("\n".join(self._styled(line, style) for line in text.split("\n")) + "\n")
+        self.lines([[(line, style)] for line in text.split("\n")])
 
     def lines(self, lines: Iterable[Sequence[Piece]]) -> None:
         """Lines made of pieces. They are not fitted to the screen."""
         for pieces in lines:
-            self._out.write("".join(self._styled(text, style) for text, style in pieces) + "\n")
+            self.raw("".join(_styled(visible(text), style, self._has_colours) for text, style in pieces) + "\n")
 
     def table(
         self,
@@ -128,107 +101,88 @@ class Output:
         cells = [[visible(cell) for cell in row] for row in rows]
         if title:
             self.text(title, style="italic")
-        if not self.interactive or len(cells) > _MOST_DRAWN:
-            self._out.write(format_table(header, cells, right) + "\n")
-            return
-        for line in _drawn(header, cells, set(right), styles or {}, self.screen[0], self._styled):
-            self._out.write(line + "\n")
+        if self.interactive and len(cells) <= _MOST_FITTED:
+            self.lines(_fitted(header, cells, set(right), styles or {}, self.screen[0]))
+        else:
+            self.raw(format_table(header, cells, right) + "\n")
 
     @property
     def screen(self) -> tuple[int, int]:
         """Columns and rows of the terminal."""
         return shutil.get_terminal_size()
 
-    def raw(self, text: str) -> None:
-        """The program's own text for another program, as it is."""
-        self._out.write(text)
-
-    def json(self, value: Any) -> None:
+    def json(self, value: dict[str, Any]) -> None:
         """One JSON document; long lists have a line for each element.
 
         Characters beyond ASCII are escaped, so it can be piped anywhere.
         """
-        if not isinstance(value, dict):
-            self._out.write(json.dumps(value, indent=2) + "\n")
-            return
         members = (f"  {json.dumps(name)}: {_json_member(member)}" for name, member in value.items())
-        self._out.write("{\n" + ",\n".join(members) + "\n}\n")
+        self.raw("{\n" + ",\n".join(members) + "\n}\n")
 
     def error(self, text: str) -> None:
         """A line on standard error, if that takes any."""
         with contextlib.suppress(OSError):
-            begin = "dcpring: "
-            self._err.write(f"{_styled(begin, 'bold red') if self._err_has_colours else begin}{visible(text)}\n")
+            self._err.write(f"{_styled('dcpring: ', 'bold red', self._err_has_colours)}{visible(text)}\n")
 
     def note(self, text: str) -> None:
         """A line on standard error that is no error: progress, where a file went."""
-        self._err.write((_styled(visible(text), "dim") if self._err_has_colours else visible(text)) + "\n")
+        with _naming("standard error"):
+            self._err.write(_styled(visible(text), "dim", self._err_has_colours) + "\n")
 
     def flush(self) -> None:
-        self._out.flush()
-        self._err.flush()
+        with _naming("standard output"):
+            self._out.flush()
+        with _naming("standard error"):
+            self._err.flush()
 
 
-def _styled(text: str, style: str) -> str:
-    codes = ";".join(_STYLES[word] for word in style.split())
-    return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
+@contextlib.contextmanager
+def _naming(stream: str) -> Iterator[None]:
+    """An error of a stream says which one it is."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = stream
+        raise
+
+
+def _styled(text: str, style: str, has_colours: bool) -> str:
+    codes = ";".join(_STYLES[word] for word in style.split()) if has_colours and text else ""
+    return f"\x1b[{codes}m{text}\x1b[0m" if codes else text
+
+
+def _json_member(member: Any) -> str:
+    if isinstance(member, list) and member and isinstance(member[0], dict):
+        return "[\n" + ",\n".join(f"    {json.dumps(element)}" for element in member) + "\n  ]"
+    return json.dumps(member, indent=2).replace("\n", "\n  ")
 
 
 # ---- tables on a terminal ----
 
 
-def _drawn(
-    header: Sequence[str],
-    rows: list[list[str]],
-    right: set[int],
-    styles: dict[int, str],
-    screen: int,
-    styled: Callable[[str, str], str],
-) -> Iterator[str]:
-    """The lines of a table in a box; on a narrow screen the box goes first, then texts are folded. Numbers never are.
+def _fitted(
+    header: Sequence[str], rows: list[list[str]], right: set[int], styles: dict[int, str], screen: int
+) -> Iterator[list[Piece]]:
+    """The lines of a table, in which texts are folded where the screen is too narrow. Numbers never are.
 
     A long name is folded rather than cut: it shall be copied from there.
     """
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(_width, column)) for column in columns]
-    least = [
-        widths[n] if n in right else min(widths[n], max(_NARROWEST, _words(header[n]))) for n in range(len(widths))
-    ]
-    is_boxed = sum(least) + 3 * len(widths) + 1 <= screen
-    room = screen - (3 * len(widths) + 1 if is_boxed else len(widths) - 1)
-    while sum(widths) > room and widths != least:
+    widths = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
+    least = [width if n in right else min(width, max(_NARROWEST, len(header[n]))) for n, width in enumerate(widths)]
+    while (surplus := sum(widths) + 2 * (len(widths) - 1) - screen) > 0 and widths != least:
         widest = max((n for n in range(len(widths)) if widths[n] > least[n]), key=lambda n: widths[n])
-        widths[widest] = max(least[widest], widths[widest] - (sum(widths) - room))
-    left, between, end = ("│ ", " │ ", " │") if is_boxed else ("", " ", "")
-
-    def lines(cells: Sequence[str], styles: dict[int, str]) -> Iterator[str]:
-        folded = [_folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
-        for at in range(max(map(len, folded))):
-            parts = [column[at] if at < len(column) else "" for column in folded]
-            shown = [_padded(part, widths[n], n in right, styles.get(n, ""), styled) for n, part in enumerate(parts)]
-            yield (left + between.join(shown) + end).rstrip()
-
-    def rule(begin: str, middle: str, end: str) -> str:
-        return begin + middle.join("─" * (width + 2) for width in widths) + end
-
-    if is_boxed:
-        yield rule("╭", "┬", "╮")
-    yield from lines(header, dict.fromkeys(range(len(header)), "bold"))
-    if is_boxed:
-        yield rule("├", "┼", "┤")
-    for row in rows:
-        yield from lines(row, styles)
-    if is_boxed:
-        yield rule("╰", "┴", "╯")
-
-
-def _padded(text: str, width: int, is_right: bool, style: str, styled: Callable[[str, str], str]) -> str:
-    padding = " " * (width - _width(text))
-    return padding + styled(text, style) if is_right else styled(text, style) + padding
-
-
-def _words(text: str) -> int:
-    return max(map(_width, text.split()), default=0)
+        widths[widest] = max(least[widest], widths[widest] - surplus)
+    bold = dict.fromkeys(range(len(header)), "bold")
+    for cells, style in [(header, bold), *((row, styles) for row in rows)]:
+        columns = [_folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
+        for at in range(max(map(len, columns))):
+            line: list[Piece] = []
+            for n, column in enumerate(columns):
+                part = column[at] if at < len(column) else ""
+                padding = (" " * (widths[n] - _width(part)), "")
+                pieces = [padding, (part, style.get(n, ""))] if n in right else [(part, style.get(n, "")), padding]
+                line += [*([("  ", "")] if n else []), *pieces]
+            yield line[:-1] if len(columns) - 1 not in right else line
 
 
 def _width(text: str) -> int:
@@ -247,9 +201,3 @@ def _folded(text: str, width: int) -> list[str]:
         lines.append(text[:at].rstrip())
         text = text[at:].lstrip(" ")
     return [*lines, text]
-
-
-def _json_member(member: Any) -> str:
-    if isinstance(member, list) and member and isinstance(member[0], dict):
-        return "[\n" + ",\n".join(f"    {json.dumps(element)}" for element in member) + "\n  ]"
-    return json.dumps(member, indent=2).replace("\n", "\n  ")

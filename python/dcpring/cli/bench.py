@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 _ENGINES = ("uring", "threads")
 
-_MOST_SHOWN = 12
-"""Rows of a table, but for that of the defaults."""
-
 DESCRIPTION = """Saves and loads a file in DIR with each engine, direct and through the page cache, with several sizes
 of blocks and depths of the queue: saves until they are durable, loads after the page cache has let go of the file, both
 with CRC-32, in one process. Rounds go through all of them; medians are shown, and the options of RingWriter and
@@ -42,7 +39,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("directory", metavar="DIR", type=given_path, help="a directory on the storage")
     parser.add_argument(
         "--size",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="bytes of each save and load, at least 1M; default: what the time allows, at most 1G",
     )
@@ -54,13 +51,6 @@ def add(commands: Commands) -> None:
         help="of uring (io_uring) and threads, those to try; default: all that work on this machine",
     )
     add_json(parser)
-
-
-def _size(text: str) -> int:
-    value = size(text)
-    if value < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} is below 1M")
-    return value
 
 
 def _engines(text: str) -> list[Engine]:
@@ -84,20 +74,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _show(report: Report, out: Output) -> None:
     header = ("engine", "I/O", "block", "depth", "workers", "GB/s", "min", "max", "CPU s/GiB")
-    directions: tuple[Direction, ...] = ("save", "load")
-    for direction in directions:
+    titles: dict[Direction, str] = {
+        "save": "save, synced",
+        "load": "load, cold" if report.cold else "load, from the page cache",
+    }
+    for direction, title in titles.items():
         results = sorted(report.results, key=lambda result: -result.rate(direction))
-        what = "save, synced" if direction == "save" else "load, cold" if report.cold else "load, from the page cache"
-        shown = [result for n, result in enumerate(results) if n < _MOST_SHOWN or result.options == report.usual]
-        out.table(header, [_row(result, direction) for result in shown], right=range(2, len(header)), title=what)
-        if len(shown) < len(results):
-            out.text(f"and {len(results) - len(shown)} slower ways; --json has all of them")
+        out.table(header, [_row(result, direction) for result in results], right=range(2, len(header)), title=title)
         out.text()
     rounds = f"{report.rounds} rounds of {format_bytes(report.size_bytes)} in {report.directory}"
     out.text(f"{rounds}; medians")
     if not report.cold:
         out.text("loads are not cold: the page cache does not let go of files here", style="yellow")
-    for direction in directions:
+    for direction in titles:
         _advise(report, direction, out)
 
 

@@ -160,7 +160,7 @@ def _fitting(out: Output, rows: Sequence[Sequence[str]]) -> list[int]:
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     has_nan = any(row[n] != "0" for row in rows for n in _NAN_COLUMNS)
     for group in _FIRST_TO_GO if has_nan else (_NAN_COLUMNS, *_FIRST_TO_GO):
-        if not out.interactive or sum(widths[n] + 3 for n in chosen) < out.screen[0]:
+        if not out.interactive or sum(widths[n] + 2 for n in chosen) <= out.screen[0]:
             break
         chosen = [n for n in chosen if n not in group]
     return chosen

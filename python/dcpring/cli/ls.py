@@ -14,7 +14,7 @@ from dcpring.report import count, format_bytes
 
 if TYPE_CHECKING:
     from dcpring.sources.contents import Entry
-    from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed, Sum
+    from dcpring.tools.inspect.inventory import DataFile, Inventory, Listed
     from dcpring.tools.inspect.outline import Line
 
 _LINES_AROUND = 8
@@ -100,20 +100,33 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 # ---- the summary ----
 
 
-def _print_summary(out: Output, inventory: Inventory, items: Sequence[Listed], files: Sequence[DataFile]) -> None:
+def _totals(items: Sequence[Listed], files: Sequence[DataFile]) -> dict[str, int]:
     from dcpring.tools.inspect.inventory import total
 
-    out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
     used = [file for file in files if file.state != "leftover"]
-    on_disk, shared = sum(file.size or 0 for file in used), sum(file.shared_bytes for file in used)
-    ranks = {file.rank for file in used if file.rank is not None}
-    writers = f" written by {count(len(ranks), 'rank')}" if ranks else ""
-    elsewhere = f", of which other checkpoints share {format_bytes(shared)}" if shared else ""
-    out.text(
-        f"{_sum_text(total(items))}; {count(len(used), 'file')} of {format_bytes(on_disk)}{writers}{elsewhere}"
-        if items
-        else "no keys"
+    return {
+        **vars(total(items)),
+        "files": len(used),
+        "file_bytes": sum(file.size or 0 for file in used),
+        "shared_bytes": sum(file.shared_bytes for file in used),
+        "ranks": len({file.rank for file in used} - {None}),
+    }
+
+
+def _print_summary(out: Output, inventory: Inventory, items: Sequence[Listed], files: Sequence[DataFile]) -> None:
+    out.lines([[(str(inventory.directory), "bold"), (f"  {_origin(inventory)}", "dim")]])
+    totals = _totals(items, files)
+    objects = f", {count(totals['objects'], 'object')}" if totals["objects"] else ""
+    writers = f" written by {count(totals['ranks'], 'rank')}" if totals["ranks"] else ""
+    shared = (
+        f", of which other checkpoints share {format_bytes(totals['shared_bytes'])}" if totals["shared_bytes"] else ""
     )
+    facts = [
+        f"{count(totals['keys'], 'key')}: {count(totals['tensors'], 'tensor')}{objects}",
+        f", {format_bytes(totals['bytes'])} in {count(totals['chunks'], 'chunk')}",
+        f"; {count(totals['files'], 'file')} of {format_bytes(totals['file_bytes'])}{writers}{shared}",
+    ]
+    out.text("".join(facts) if items else "no keys")
 
 
 def _origin(inventory: Inventory) -> str:
@@ -124,17 +137,9 @@ def _origin(inventory: Inventory) -> str:
         facts.append(f"step {inventory.step}")
     if inventory.manifest is not None:
         facts.append(count(inventory.manifest.world_size, "rank") + " saved")
-    elif any(rank is not None for rank in inventory.ranks):
+    elif inventory.is_by_rank:
         facts.append(f"metadata of {count(len(inventory.parts), 'rank')}")
     return ", ".join(facts)
-
-
-def _sum_text(sum: Sum) -> str:
-    objects = f", {count(sum.objects, 'object')}" if sum.objects else ""
-    return (
-        f"{count(sum.keys, 'key')}: {count(sum.tensors, 'tensor')}{objects}, {format_bytes(sum.bytes)} in "
-        f"{count(sum.chunks, 'chunk')}"
-    )
 
 
 def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]) -> None:
@@ -151,26 +156,18 @@ def _print_problems(out: Output, inventory: Inventory, files: Sequence[DataFile]
 
 
 def _print_flat(out: Output, items: Sequence[Listed], refused: Mapping[str, str]) -> None:
-    header = ("key", "shape", "dtype", "size", "chunks", "ranks", "files")
-    parts = any(item.part is not None for item in items)
-    rows: Iterator[tuple[str, ...]] = (_flat_row(item, refused) for item in items)
-    if parts:
-        header = (*header, "saved by rank")  # type: ignore[assignment]
-        rows = ((*row, str(item.part)) for row, item in zip(rows, items, strict=True))
+    header = ["key", "shape", "dtype", "size", "chunks", "ranks", "files"]
+    by_rank = any(item.part is not None for item in items)
+    header += ["saved by rank"] if by_rank else []
+    rows = ((*_flat_row(item, refused), *([str(item.part)] if by_rank else [])) for item in items)
     out.table(header, rows, right=(3, 4), styles={0: "bold", 1: "cyan", 2: "green"})
 
 
 def _flat_row(item: Listed, refused: Mapping[str, str]) -> tuple[str, ...]:
     entry, files = item.entry, item.files
-    ranks = item.ranks
-    return (
-        entry.key,
-        *_kind(entry, refused),
-        format_bytes(entry.nbytes),
-        str(len(entry.records)),
-        str(ranks[0]) if len(ranks) == 1 else _spans(ranks),
-        files[0] if len(files) == 1 else f"{len(files)} files",
-    )
+    where = files[0] if len(files) == 1 else f"{len(files)} files"
+    sizes = format_bytes(entry.nbytes), str(len(entry.records))
+    return (entry.key, *_kind(entry, refused), *sizes, ranges(item.ranks, ",") or "-", where)
 
 
 def _kind(entry: Entry, refused: Mapping[str, str]) -> tuple[str, str]:
@@ -182,10 +179,6 @@ def _kind(entry: Entry, refused: Mapping[str, str]) -> tuple[str, str]:
 
 def _dtype(entry: Entry) -> str:
     return str(entry.dtype).removeprefix("torch.")
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    return ranges(ranks, ",") or "-"
 
 
 # ---- the tree ----
@@ -245,7 +238,7 @@ def _row_cells(row: Line, refused: Mapping[str, str]) -> list[Piece]:
     sum, ranks = total(items), ranks_of(items)
     where: list[Piece] = [
         (count(sum.chunks, "chunk"), "dim"),
-        (f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}" if ranks else "", "dim"),
+        (f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ',')}" if ranks else "", "dim"),
     ]
     if row.item is None:
         return [(count(sum.keys, "key"), ""), ("", ""), (format_bytes(sum.bytes), ""), *where]
@@ -302,11 +295,10 @@ def _document(
     *,
     with_keys: bool,
 ) -> dict[str, Any]:
-    from dcpring.tools.inspect.inventory import total, totals_by_component
+    from dcpring.tools.inspect.inventory import totals_by_component
 
     manifest = inventory.manifest
     notes = {} if manifest is None else manifest.components
-    used = [file for file in files if file.state != "leftover"]
     document: dict[str, Any] = {
         "checkpoint": str(inventory.directory),
         "writer": inventory.writer,
@@ -314,39 +306,21 @@ def _document(
         "step": inventory.step,
         "world_size": None if manifest is None else manifest.world_size,
         "problem": inventory.problem,
-        "totals": {
-            **vars(total(items)),
-            "files": len(used),
-            "file_bytes": sum(file.size or 0 for file in used),
-            "shared_bytes": sum(file.shared_bytes for file in used),
-            "ranks": len({file.rank for file in used} - {None}),
-        },
+        "totals": _totals(items, files),
         "components": {
             name: {**vars(sum), "kind": notes.get(name, {}).get("kind"), "type": notes.get(name, {}).get("type")}
             for name, sum in totals_by_component(items).items()
         },
-        "files": [_file_document(file) for file in files],
+        "files": [{"file": file.name, **{name: getattr(file, name) for name in _FILE_FIELDS}} for file in files],
     }
     if with_keys:
         document["keys"] = [_key_document(item, refused) for item in items]
     return document
 
 
-def _file_document(file: DataFile) -> dict[str, Any]:
-    return {
-        "file": file.name,
-        "rank": file.rank,
-        "state": file.state,
-        "kind": file.kind,
-        "size": file.size,
-        "disk_bytes": file.disk_bytes,
-        "links": file.links,
-        "shared_bytes": file.shared_bytes,
-        "needed": file.needed,
-        "records": file.records,
-        "bytes": file.bytes,
-        "padding": file.padding,
-    }
+_FILE_FIELDS = (
+    *("rank", "state", "kind", "size", "disk_bytes", "links", "shared_bytes", "needed", "records", "bytes", "padding"),
+)
 
 
 def _key_document(item: Listed, refused: Mapping[str, str]) -> dict[str, Any]:

@@ -165,9 +165,9 @@ class Inventory:
         return found
 
     @property
-    def ranks(self) -> list[int | None]:
-        """Whose metadata each part is; None for that of all ranks."""
-        return [number for number, _ in self._numbered()]
+    def is_by_rank(self) -> bool:
+        """Whether each part is the metadata of one rank."""
+        return any(number is not None for number, _ in self._numbered())
 
     @property
     def writer(self) -> str:

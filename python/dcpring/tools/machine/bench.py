@@ -11,7 +11,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,6 +40,7 @@ _NOISE = 0.05
 """A difference that is not worth an option."""
 
 Direction = Literal["save", "load"]
+DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 
 
 class Transfer(NamedTuple):
@@ -125,23 +126,19 @@ class Report:
         return f"{'RingWriter' if direction == 'save' else 'RingReader'}({', '.join(['path', *given])})"
 
     def as_json(self) -> dict[str, Any]:
-        directions: tuple[Direction, ...] = ("save", "load")
+        best = {name: self.best(name) for name in DIRECTIONS}
         return {
             "directory": str(self.directory.resolve()),
             "size_bytes": self.size_bytes,
             "rounds": self.rounds,
             "cold": self.cold,
             "results": [
-                {**asdict(result.options), **{name: result.summary(name) for name in directions}}
+                {**asdict(result.options), **{name: result.summary(name) for name in DIRECTIONS}}
                 for result in self.results
             ],
             "best": {
-                name: {
-                    "changed": self.changed(self.best(name)),
-                    **self.best(name).summary(name),
-                    "use": self.call(name),
-                }
-                for name in directions
+                name: {"changed": self.changed(result), **result.summary(name), "use": self.call(name)}
+                for name, result in best.items()
             },
         }
 
@@ -201,16 +198,13 @@ class _Bench:
         """What it took, where the parts lie, and whether it was direct."""
         parts = [self._source[: min(PART_BYTES, size - done)] for done in range(0, size, PART_BYTES)]
         placed = _C.StorageIndex(len(parts))
-        with _timed() as took:
-            writer = _C.FileWriter(str(self._scratch), "file", size, options.for_core(True))
-            try:
-                writer.write_tensors(_C.Tensors(parts), placed)
-                writer.finish()
-                direct = writer.stats()[2]
-            finally:
-                writer.close()
-            _C.sync_directory(str(self._scratch))
-        return took[0], placed, direct
+        watch = _Stopwatch()
+        with contextlib.closing(_C.FileWriter(str(self._scratch), "file", size, options.for_core(True))) as writer:
+            writer.write_tensors(_C.Tensors(parts), placed)
+            writer.finish()
+            direct = writer.stats()[2]
+        _C.sync_directory(str(self._scratch))
+        return watch.stop(), placed, direct
 
     def load(self, options: IOOptions, placed: _C.StorageIndex) -> Transfer:
         """Loads what was saved, from the storage where the page cache lets go of it."""
@@ -218,9 +212,10 @@ class _Bench:
         places = [place_at(placed, number)[4:] for number in range(len(placed))]
         reads: list[Any] = [(0, offset, size, crcs, None, (size,), (0,), (size,)) for offset, size, crcs in places]
         targets = [self._target[:size] for _, size, _ in places]
-        with _timed() as took, contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
+        watch = _Stopwatch()
+        with contextlib.closing(_C.Input(str(self._scratch), ["file"])) as inputs:
             _C.load(inputs, reads, targets, options.for_core(False))
-        return took[0]
+        return watch.stop()
 
     def _forget(self) -> None:
         """Has the page cache let go of the file, and notes whether it did."""
@@ -234,15 +229,16 @@ class _Bench:
         (self._scratch / "file").unlink()
 
 
-@contextlib.contextmanager
-def _timed() -> Iterator[list[Transfer]]:
-    """A list that has what the body took when it is over."""
-    took: list[Transfer] = []
-    wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-    yield took
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    took.append(Transfer(time.perf_counter() - wall, cpu))
+class _Stopwatch:
+    """Wall time and CPU time since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._used = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+
+    def stop(self) -> Transfer:
+        now = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = now.ru_utime - self._used.ru_utime + now.ru_stime - self._used.ru_stime
+        return Transfer(time.perf_counter() - self._wall, cpu)
 
 
 # ---- all of it ----
@@ -263,6 +259,8 @@ def measure(directory: Path, *, size: int | None, quick: bool, engines: Sequence
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; name one on the storage to be measured")
+    if size is not None and size < MIB:
+        raise CheckpointError(f"a size of {format_bytes(size)} is below 1 MiB")
     here = engines_here()
     if missing := [engine for engine in engines or () if engine not in here]:
         raise CheckpointError(f"{missing[0]} does not work on this machine; dcpring doctor says why")

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import importlib.util
 import mmap
 import os
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -34,7 +33,6 @@ Status = Literal["ok", "slow", "missing", "failed"]
 _SLOW_SYNC_SECONDS = 0.05
 _SLOW_CRC_BYTES_PER_SECOND = 2e9
 _LITTLE_SPACE = 1 << 30
-_FEW_FILES = 1000
 _LITTLE_MEMORY = 256 << 20
 _TRIED_BYTES = (3 << 20) + 77
 """Of the small saves: some blocks, and an end that is not aligned."""
@@ -45,33 +43,26 @@ _CGROUP_MEMORY = (
 )
 """Limit and usage, of cgroups version 2 and 1."""
 
-_EXTRAS = {
-    "shtab": ("dcpring completion", "cli"),
-}
-
 
 @dataclass(frozen=True)
 class Check:
     """One thing that was looked at.
 
     Attributes:
-        group: "machine", "directory" or "software".
         name: of the thing.
         status: "ok"; "slow" or "missing": dcpring works without it, less well; "failed": it does not work.
         found: in words.
         meaning: what that means for dcpring; "" where there is nothing to say.
         cure: what to do about it; "" where there is nothing to do.
+        group: "machine", "directory" or "software".
     """
 
-    group: str
     name: str
     status: Status
     found: str
     meaning: str = ""
     cure: str = ""
-
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,8 +84,8 @@ class Kernel:
         return next((value.strip() for key, _, value in lines if key == name), "")
 
 
-def examine(directory: Path, kernel: Kernel | None = None) -> list[Check]:
-    """All checks; see ``works`` for what they come to.
+def examine(directory: Path, kernel: Kernel | None = None) -> Iterator[Check]:
+    """All checks, as they are made: those that need torch, which takes seconds to import, come last.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -104,12 +95,15 @@ def examine(directory: Path, kernel: Kernel | None = None) -> list[Check]:
         raise CheckpointError(f"{directory} {what}; name a directory that is there: one that checkpoints will go to")
     kernel = kernel or Kernel()
     ring = _ring(kernel)
-    checks = [*ring, _crc(), _processors(kernel), _huge_pages(kernel), _memory(kernel), _shared_memory()]
-    checks += _directory(directory.resolve(), kernel, has_ring=ring[0].status == "ok")
-    return [*checks, *_software()]
+    groups: dict[str, Iterable[Check]] = {
+        "machine": [*ring, _crc(), _memory(kernel), _shared_memory()],
+        "directory": _directory(directory.resolve(), kernel, has_ring=ring[0].status == "ok"),
+        "software": _software(),
+    }
+    return (replace(check, group=group) for group, checks in groups.items() for check in checks)
 
 
-def works(checks: list[Check]) -> bool:
+def works(checks: Iterable[Check]) -> bool:
     """Whether checkpoints can be saved to, and loaded from, the directory."""
     return all(check.status != "failed" for check in checks)
 
@@ -126,8 +120,8 @@ def _ring(kernel: Kernel) -> list[Check]:
         reason, cure = _why_no_ring(error, kernel)
         found = f"{os.strerror(error)}, on {release}: {reason}"
         meaning = "dcpring falls back to threads, which take more CPU"
-        return [Check("machine", "io_uring", "missing", found, meaning, cure)]
-    return [Check("machine", "io_uring", "ok", release), _registered(registered, options)]
+        return [Check("io_uring", "missing", found, meaning, cure)]
+    return [Check("io_uring", "ok", release), _registered(registered, options)]
 
 
 def _why_no_ring(error: int, kernel: Kernel) -> tuple[str, str]:
@@ -159,9 +153,8 @@ def _registered(registered: int, options: IOOptions) -> Check:
     may_lock = "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
     found = f"{registered} of {options.queue_depth} of {format_bytes(options.block_size_bytes)} (ulimit -l: {may_lock})"
     if registered == options.queue_depth:
-        return Check("machine", "registered buffers", "ok", found)
+        return Check("registered buffers", "ok", found)
     return Check(
-        "machine",
         "registered buffers",
         "slow",
         found,
@@ -175,37 +168,10 @@ def _crc() -> Check:
     rate = size / max(1, _C.probe_crc(size)) * 1e9
     found = f"{rate / 1e9:.1f} GB/s on one processor"
     if rate >= _SLOW_CRC_BYTES_PER_SECOND:
-        return Check("machine", "CRC-32", "ok", found)
+        return Check("CRC-32", "ok", found)
     meaning = "checksums may take longer than a fast disk"
     cure = "more workers (workers=4), or checksum=False where another layer checks the bytes"
-    return Check("machine", "CRC-32", "slow", found, meaning, cure)
-
-
-def _processors(kernel: Kernel) -> Check:
-    count = float(len(os.sched_getaffinity(0)))
-    quota, _, period = kernel.text("sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        count = min(count, int(quota) / int(period))
-    found = f"{count:g} for this process"
-    if count >= 2:
-        return Check("machine", "processors", "ok", found)
-    meaning = "copying and checksums share it with everything else"
-    return Check("machine", "processors", "slow", found, meaning, "give the job two or more (docker run --cpus)")
-
-
-def _huge_pages(kernel: Kernel) -> Check:
-    modes = kernel.text("sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = modes.partition("[")[2].partition("]")[0]
-    if chosen in ("always", "madvise"):
-        return Check("machine", "huge pages", "ok", chosen)
-    return Check(
-        "machine",
-        "huge pages",
-        "slow",
-        chosen or "the kernel does not say",
-        "a block lies in many small pages, and reaches the disk in more requests",
-        "as root on the host: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if chosen else "",
-    )
+    return Check("CRC-32", "slow", found, meaning, cure)
 
 
 def _memory(kernel: Kernel) -> Check:
@@ -218,13 +184,13 @@ def _memory(kernel: Kernel) -> Check:
             left = int(most) - int(used)
             free = left if free is None else min(free, left)
     if free is None:
-        return Check("machine", "memory", "ok", "the kernel does not say how much is available")
+        return Check("memory", "ok", "the kernel does not say how much is available")
     found = f"{format_bytes(free)} available"
     if free >= _LITTLE_MEMORY:
-        return Check("machine", "memory", "ok", found)
+        return Check("memory", "ok", found)
     need = format_bytes(IOOptions().queue_depth * IOOptions().block_size_bytes)
     meaning = f"each rank takes {need} for its buffers, and ranks that hand on read bytes 128 MiB more for each host"
-    return Check("machine", "memory", "slow", found, meaning, "a higher limit, or a lower queue_depth")
+    return Check("memory", "slow", found, meaning, "a higher limit, or a lower queue_depth")
 
 
 def _shared_memory() -> Check:
@@ -238,8 +204,8 @@ def _shared_memory() -> Check:
     except (OSError, ValueError) as error:
         meaning = "on shared storage every rank reads for itself what several of them need"
         cure = "let the container use memfd_create, and mount /proc in it"
-        return Check("machine", "shared memory", "missing", str(error), meaning, cure)
-    return Check("machine", "shared memory", "ok", "memfd, reachable through /proc")
+        return Check("shared memory", "missing", str(error), meaning, cure)
+    return Check("shared memory", "ok", "memfd, reachable through /proc")
 
 
 # ---- the directory ----
@@ -257,7 +223,7 @@ def _directory(directory: Path, kernel: Kernel, has_ring: bool) -> Iterator[Chec
                 yield from _round_trips(scratch, has_ring)
     except OSError as error:
         found, _, cure = (error.strerror or str(error)).partition("; ")
-        yield Check("directory", "files", "failed", f"{found}: {error.filename}", "nothing can be saved here", cure)
+        yield Check("files", "failed", f"{found}: {error.filename}", "nothing can be saved here", cure)
 
 
 class Mount(NamedTuple):
@@ -283,61 +249,88 @@ def find_mount(directory: Path, mountinfo: str) -> Mount:
     return found
 
 
-_MEMORY = "it is memory: what is saved here counts against it, and is gone after a restart"
-_NFS = ("every sync waits for the server", "mount with rsize=1048576,wsize=1048576,nconnect=8")
-_REMARKS: dict[str, tuple[str, str]] = {
-    "tmpfs": (_MEMORY, "name a directory on a disk"),
-    "ramfs": (_MEMORY, "name a directory on a disk"),
-    "overlay": (
+class FileSystem(NamedTuple):
+    """What is known of a kind of file system.
+
+    Attributes:
+        meaning: for checkpoints.
+        cure: what may be done.
+        direct: what may be done where it has no direct I/O.
+    """
+
+    meaning: str
+    cure: str
+    direct: str = "a file system with O_DIRECT (ext4, XFS, NFS, Lustre and others have it)"
+
+
+_MEMORY = FileSystem(
+    "it is memory: what is saved here counts against it, and is gone after a restart",
+    "name a directory on a disk",
+    "none is needed: it is memory",
+)
+_NFS = FileSystem("every sync waits for the server", "mount with rsize=1048576,wsize=1048576,nconnect=8")
+_FILE_SYSTEMS: dict[str, FileSystem] = {
+    "tmpfs": _MEMORY,
+    "ramfs": _MEMORY,
+    "overlay": FileSystem(
         "it is the container's own layer, which is gone with the container",
         "mount a volume (docker run -v /disk:/checkpoints) and save there",
+        "save to a volume (docker run -v /disk:/checkpoints)",
     ),
     "nfs": _NFS,
     "nfs4": _NFS,
-    "fuse": (
+    "fuse": FileSystem(
         "every request passes through a program, which sets the limits on speed and direct I/O",
         "where the storage has a client in the kernel, mount it with that",
     ),
-    "lustre": (
+    "lustre": FileSystem(
         "a file lies on as many servers as its striping says",
         "lfs setstripe -c -1 -S 4M DIR, before anything is saved in it",
     ),
-    "btrfs": ("it checksums and copies on write, once more", "chattr +C DIR, before anything is saved in it"),
-    "zfs": ("direct I/O needs OpenZFS 2.3", "zfs set direct=standard recordsize=1M DATASET"),
+    "btrfs": FileSystem("it checksums and copies on write, once more", "chattr +C DIR, before anything is saved in it"),
+    "zfs": FileSystem(
+        "direct I/O needs OpenZFS 2.3",
+        "zfs set direct=standard recordsize=1M DATASET",
+        "OpenZFS 2.3, and zfs set direct=standard",
+    ),
 }
-"""What is known of file systems, and what may be done, by the first part of their type."""
+"""By the first part of their type."""
+
+
+def _known(mount: Mount) -> FileSystem:
+    return _FILE_SYSTEMS.get(mount.kind.partition(".")[0], FileSystem("", ""))
 
 
 def _file_system(directory: Path, mount: Mount) -> Check:
-    meaning, cure = _REMARKS.get(mount.kind.partition(".")[0], ("", ""))
+    meaning, cure, _ = _known(mount)
     try:
         if remote_storage(directory):
             meaning = "; ".join(filter(None, [meaning, 'it is shared: writers="auto" has few ranks write']))
     except OSError as error:
-        return Check("directory", "file system", "missing", str(error))
+        return Check("file system", "missing", str(error))
     found = f"{mount.kind} ({mount.source} on {mount.point})" if mount.kind else "the kernel does not say which"
-    return Check("directory", "file system", "ok", found, meaning, cure.replace("DIR", str(directory)))
+    return Check("file system", "ok", found, meaning, cure.replace("DIR", str(directory)))
 
 
 def _space(directory: Path) -> Iterator[Check]:
-    (error, cure, _), _, size, free, files, free_files = _C.probe_space(str(directory))
+    (error, cure, _), _, size, free, *_ = _C.probe_space(str(directory))
     if error:
-        yield Check("directory", "space", "missing", os.strerror(error), "how much is free cannot be told", cure)
+        yield Check("space", "missing", os.strerror(error), "how much is free cannot be told", cure)
         return
-    status: Status = "ok" if free >= _LITTLE_SPACE or not size else "missing"
-    meaning = "" if status == "ok" else "a new checkpoint must fit in beside the one before it"
-    cure = "" if status == "ok" else "free space, keep fewer checkpoints (keep_last), or save elsewhere"
-    yield Check("directory", "space", status, f"{format_bytes(free)} of {format_bytes(size)} free", meaning, cure)
-    if files and free_files < _FEW_FILES:
-        found = f"{free_files} of {files} inodes free"
-        yield Check("directory", "inodes", "missing", found, "each rank writes a file or more", "remove files")
+    found = f"{format_bytes(free)} of {format_bytes(size)} free"
+    if free >= _LITTLE_SPACE or not size:
+        yield Check("space", "ok", found)
+    else:
+        meaning = "a new checkpoint must fit in beside the one before it"
+        cure = "free space, keep fewer checkpoints (keep_last), or save elsewhere"
+        yield Check("space", "missing", found, meaning, cure)
 
 
 def _answers(answers: _C._DirectoryAnswers, mount: Mount) -> Iterator[Check]:
     """What the core found in a directory of its own."""
     error, cure, _ = answers["create"]
     if error:
-        yield Check("directory", "files", "failed", f"open: {os.strerror(error)}", "nothing can be saved here", cure)
+        yield Check("files", "failed", f"open: {os.strerror(error)}", "nothing can be saved here", cure)
     if (allocate := answers["allocate"]) is not None:
         yield _allocate(*allocate)
     if (direct := answers["direct"]) is not None:
@@ -348,49 +341,38 @@ def _answers(answers: _C._DirectoryAnswers, mount: Mount) -> Iterator[Check]:
         yield _timed("commit", "a rename, made durable", *commit)
     if (remove := answers["remove"]) is not None and remove[0]:
         found = os.strerror(remove[0])
-        yield Check("directory", "removal", "failed", found, "old checkpoints cannot be removed", remove[1])
+        yield Check("removal", "failed", found, "old checkpoints cannot be removed", remove[1])
 
 
 def _allocate(error: int, cure: str, _: int) -> Check:
     if not error:
-        return Check("directory", "preallocation", "ok", "fallocate")
+        return Check("preallocation", "ok", "fallocate")
     if error in (errno.EOPNOTSUPP, errno.ENOSYS):
         meaning = "a full disk is noticed only when it is full, and files may lie in pieces"
         cure = "nothing has to be done; NFS has it from version 4.2 on (mount -o vers=4.2)"
-        return Check("directory", "preallocation", "slow", "no fallocate", meaning, cure)
-    return Check("directory", "preallocation", "failed", os.strerror(error), "nothing can be saved here", cure)
+        return Check("preallocation", "slow", "no fallocate", meaning, cure)
+    return Check("preallocation", "failed", os.strerror(error), "nothing can be saved here", cure)
 
 
 def _direct(error: int, cure: str, _: int, *, alignment: int, mount: Mount) -> Check:
     if not error:
-        return Check("directory", "direct I/O", "ok", f"aligned to {alignment} bytes" if alignment else "O_DIRECT")
+        return Check("direct I/O", "ok", f"aligned to {alignment} bytes" if alignment else "O_DIRECT")
     found = os.strerror(error)
     if alignment > _C.ALIGNMENT_BYTES:
         found = f"it needs an alignment of {alignment} bytes; dcpring's is {_C.ALIGNMENT_BYTES}"
     meaning = "saves and loads go through the page cache: more CPU, and memory that training may need"
-    cures = {
-        "tmpfs": "none is needed: it is memory",
-        "ramfs": "none is needed: it is memory",
-        "overlay": "save to a volume (docker run -v /disk:/checkpoints)",
-        "zfs": "OpenZFS 2.3, and zfs set direct=standard",
-    }
-    cure = cures.get(mount.kind, "a file system with O_DIRECT (ext4, XFS, NFS, Lustre and others have it)")
-    return Check("directory", "direct I/O", "slow", found, meaning, cure)
+    return Check("direct I/O", "slow", found, meaning, _known(mount).direct)
 
 
 def _timed(name: str, what: str, error: int, cure: str, ns: int) -> Check:
     if error:
-        return Check("directory", name, "failed", os.strerror(error), "nothing can be saved here durably", cure)
+        return Check(name, "failed", os.strerror(error), "nothing can be saved here durably", cure)
     found = f"{what}: {ns / 1e6:.2f} ms"
     if ns < _SLOW_SYNC_SECONDS * 1e9:
-        return Check("directory", name, "ok", found)
+        return Check(name, "ok", found)
     meaning = "a save waits for three or more of these, however small it is"
     cure = "save in the background (Checkpointer.save(blocking=False)); disks with power-loss protection are fast here"
-    return Check("directory", name, "slow", found, meaning, cure)
-
-
-def _ways(engine: Engine) -> list[IOOptions]:
-    return [IOOptions(engine=engine), IOOptions(engine=engine, direct=False)]
+    return Check(name, "slow", found, meaning, cure)
 
 
 def _round_trips(scratch: Path, has_ring: bool) -> Iterator[Check]:
@@ -398,16 +380,17 @@ def _round_trips(scratch: Path, has_ring: bool) -> Iterator[Check]:
     engines: tuple[Engine, ...] = ("uring", "threads") if has_ring else ("threads",)
     for engine in engines:
         try:
-            done = [_round_trip(scratch, options) for options in _ways(engine)]
+            ways = IOOptions(engine=engine), IOOptions(engine=engine, direct=False)
+            done = [_round_trip(scratch, options) for options in ways]
         except (OSError, CheckpointError) as error:
             problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             found, _, cure = problem.partition("; ")
             needed = engine == "uring" or not has_ring
             meaning = "checkpoints cannot be saved here" if needed else 'engine="threads" does not work here'
             cure = cure or ('pass engine="threads"' if engine == "uring" else "see the kernel log (dmesg)")
-            yield Check("directory", f"save, {engine}", "failed" if needed else "missing", found, meaning, cure)
+            yield Check(f"save, {engine}", "failed" if needed else "missing", found, meaning, cure)
         else:
-            yield Check("directory", f"save, {engine}", "ok", f"written, synced, read and compared: {', '.join(done)}")
+            yield Check(f"save, {engine}", "ok", f"written, synced, read and compared: {', '.join(done)}")
 
 
 def _round_trip(scratch: Path, options: IOOptions) -> str:
@@ -437,14 +420,9 @@ def _round_trip(scratch: Path, options: IOOptions) -> str:
 
 
 def _software() -> Iterator[Check]:
-    yield Check("software", "Python", "ok", platform.python_version())
+    yield Check("Python", "ok", platform.python_version())
     yield _installed()
     yield _torch()
-    for name, (use, extra) in _EXTRAS.items():
-        if importlib.util.find_spec(name) is not None:
-            yield Check("software", name, "ok", "installed")
-        else:
-            yield Check("software", name, "missing", "not installed", f"for {use}", f"pip install 'dcpring[{extra}]'")
 
 
 def _installed() -> Check:
@@ -457,14 +435,14 @@ def _installed() -> Check:
             names = ", ".join(name for name, is_ours in install.tried_out().items() if is_ours)
     except Exception as error:
         meaning = "dcpring.install() does not work with this torch; RingWriter(...) and its kin do where they are given"
-        return Check("software", "install()", "missing", str(error), meaning)
+        return Check("install()", "missing", str(error), meaning)
     if by and subprocess.run([sys.executable, "-c", "import sys; sys.exit('dcpring' not in sys.modules)"]).returncode:
         meaning = "programs that do not import dcpring by themselves go on with torch's storage"
         cure = "install dcpring with pip (a path in PYTHONPATH is not enough), or start them by: python -m dcpring run"
-        return Check("software", "install()", "missing", f"{by} is not seen when Python starts", meaning, cure)
+        return Check("install()", "missing", f"{by} is not seen when Python starts", meaning, cure)
     if not by and install.current() is None:
-        return Check("software", "install()", "ok", f"not in use; would replace {names}")
-    return Check("software", "install()", "ok", f"in use{f', by {by}' if by else ''}: replaces {names}")
+        return Check("install()", "ok", f"not in use; would replace {names}")
+    return Check("install()", "ok", f"in use{f', by {by}' if by else ''}: replaces {names}")
 
 
 def _torch() -> Check:
@@ -477,8 +455,8 @@ def _torch() -> Check:
 
         importlib.import_module("dcpring.torchside.shim")
     except (ImportError, OSError, ValueError) as error:
-        return Check("software", "torch", "failed", str(error), "dcpring cannot see tensors", cure)
+        return Check("torch", "failed", str(error), "dcpring cannot see tensors", cure)
     if versions.is_tested(torch.__version__):
-        return Check("software", "torch", "ok", f"{torch.__version__}, its C shim is bound")
+        return Check("torch", "ok", f"{torch.__version__}, its C shim is bound")
     effect = "dcpring has not been tested with it, and plans by torch's own functions, which is slower"
-    return Check("software", "torch", "missing", torch.__version__, effect, cure)
+    return Check("torch", "missing", torch.__version__, effect, cure)

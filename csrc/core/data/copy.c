@@ -24,7 +24,6 @@ struct copying {
     size_t count;
     uint64_t *starts; /* of each entry in the stream, and its end */
     bool streams;
-    atomic_uint_fast64_t next;
     struct dr_workers workers;
 };
 
@@ -78,12 +77,8 @@ static void copy_piece(const struct copying *copying, uint64_t lo, uint64_t hi) 
 static int work(void *context, unsigned index, struct dr_error *error) {
     struct copying *copying = context;
     (void)index, (void)error;
-    while (!dr_workers_stopped(&copying->workers)) {
-        uint64_t lo = atomic_fetch_add(&copying->next, DR_COPY_PIECE);
-        if (lo >= copying->starts[copying->count])
-            break;
-        copy_piece(copying, lo, lo + DR_COPY_PIECE);
-    }
+    for (size_t piece; dr_workers_take(&copying->workers, &piece);)
+        copy_piece(copying, piece * DR_COPY_PIECE, (piece + 1) * DR_COPY_PIECE);
     return 0;
 }
 
@@ -99,10 +94,10 @@ int dr_copy_all(const struct dr_copy *copies, size_t count, unsigned workers, co
     }
     copying.starts[count] = total;
     copying.streams = total >= STREAM_BYTES;
-    atomic_init(&copying.next, 0);
     int rc = 0;
     if (total > DR_COPY_PIECE)
-        rc = dr_workers_run(&copying.workers, workers, work, &copying, control, error);
+        rc = dr_workers_share(&copying.workers, (size_t)((total + DR_COPY_PIECE - 1) / DR_COPY_PIECE), workers, work,
+                              &copying, control, error);
     else if (total > 0)
         copy_piece(&copying, 0, total); /* a thread would cost more */
     free(copying.starts);

@@ -14,7 +14,6 @@ struct mapped_run {
     dr_use_block *use;
     void *context;
     struct dr_workers workers;
-    atomic_size_t next; /* block to take */
     atomic_uint_fast64_t bytes;
 };
 
@@ -81,10 +80,7 @@ static int take_blocks(void *context, unsigned worker, struct dr_error *error) {
     struct dr_load_plan *plan = run->plan;
     struct dr_mapped window = {0};
     int rc = 0;
-    while (rc >= 0 && !dr_workers_stopped(&run->workers)) {
-        size_t index = atomic_fetch_add(&run->next, 1);
-        if (index >= plan->block_count)
-            break;
+    for (size_t index; rc >= 0 && dr_workers_take(&run->workers, &index);) {
         struct dr_block *block = &plan->blocks[index];
         DR_NEW_ERROR(ignored);
         int fd;
@@ -116,9 +112,8 @@ int dr_load_mapped(struct dr_load_plan *plan, const struct dr_options *options, 
     if (!is_wanted(plan, options))
         return 0;
     struct mapped_run run = {.plan = plan, .options = options, .use = use, .context = context};
-    unsigned workers = plan->block_count < options->workers ? (unsigned)plan->block_count : options->workers;
     dr_mapped_begin();
-    int rc = dr_workers_run(&run.workers, workers, take_blocks, &run, control, error);
+    int rc = dr_workers_share(&run.workers, plan->block_count, options->workers, take_blocks, &run, control, error);
     dr_mapped_end();
     size_t left = 0;
     for (size_t i = 0; i < plan->block_count; i++)

@@ -33,8 +33,7 @@ struct dr_writer {
 struct writing {
     struct dr_writer *writer;
     struct save_window window;
-    uint8_t *carry_out;        /* the writer's next carry; the same where no block becomes full */
-    atomic_uint_fast64_t next; /* block to take */
+    uint8_t *carry_out; /* the writer's next carry; the same where no block becomes full */
 };
 
 /* ---- writing blocks ---- */
@@ -43,11 +42,10 @@ struct writing {
 static int write_blocks(struct writing *writing, struct dr_engine *engine, struct dr_error *error) {
     struct save_window *window = &writing->window;
     size_t block_size = window->options->block_size;
-    while (!dr_workers_stopped(&window->workers)) {
-        uint64_t start = atomic_fetch_add(&writing->next, 1) * block_size;
+    const uint64_t first = dr_align_down(window->begin, block_size);
+    for (size_t block; dr_workers_take(&window->workers, &block);) {
+        uint64_t start = first + block * block_size;
         uint64_t end = start + block_size;
-        if (start >= window->end)
-            break;
         if (end > window->end) {
             dr_save_window_fill(window, engine->worker, start, window->end, writing->carry_out);
             break;
@@ -119,11 +117,12 @@ static int run(struct writing *writing, const struct dr_control *control, struct
         rc = choose_carry(writing, error);
     if (rc < 0)
         return rc;
-    atomic_init(&writing->next, window->begin / w->output.options.block_size);
+    uint64_t block_size = w->output.options.block_size;
+    size_t blocks = (size_t)(dr_align_up(window->end, block_size) / block_size - window->begin / block_size);
     if (writing->carry_out == window->carry) /* nothing waits for the disk */
-        rc = dr_workers_run_here(&window->workers, work, writing, error);
+        rc = dr_workers_share_here(&window->workers, blocks, work, writing, error);
     else
-        rc = dr_workers_run(&window->workers, workers, work, writing, control, error);
+        rc = dr_workers_share(&window->workers, blocks, workers, work, writing, control, error);
     if (rc < 0)
         return rc;
     assert(window->begin == w->position && window->end >= window->begin);

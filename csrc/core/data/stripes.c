@@ -13,7 +13,6 @@ struct run {
     const struct dr_stripes *stripes;
     struct dr_output *output;
     struct dr_workers workers;
-    atomic_size_t next; /* stripe to take */
 };
 
 /* ---- what lies in a range of the file ---- */
@@ -87,10 +86,7 @@ static void sum(const struct run *run, const struct dr_stripe *stripe, const uin
 static int fill_work(void *context, unsigned index, struct dr_error *error) {
     (void)index, (void)error;
     struct run *run = context;
-    while (!dr_workers_stopped(&run->workers)) {
-        size_t i = atomic_fetch_add(&run->next, 1);
-        if (i >= run->stripes->count)
-            return 0;
+    for (size_t i; dr_workers_take(&run->workers, &i);) {
         const struct dr_stripe *stripe = &run->stripes->stripes[i];
         gather(run->stripes, stripe->lo, stripe->hi, stripe->shared);
     }
@@ -100,8 +96,7 @@ static int fill_work(void *context, unsigned index, struct dr_error *error) {
 int dr_stripes_fill(const struct dr_stripes *stripes, unsigned workers, const struct dr_control *control,
                     struct dr_error *error) {
     struct run run = {.stripes = stripes};
-    unsigned count = stripes->count < workers ? (unsigned)stripes->count : workers;
-    return count ? dr_workers_run(&run.workers, count, fill_work, &run, control, error) : 0;
+    return dr_workers_share(&run.workers, stripes->count, workers, fill_work, &run, control, error);
 }
 
 /* ---- writing ---- */
@@ -124,10 +119,7 @@ static void fill_block(const struct run *run, const struct dr_stripe *stripe, un
 
 static int write_stripes(struct run *run, struct dr_engine *engine, struct dr_error *error) {
     struct dr_output *output = run->output;
-    while (!dr_workers_stopped(&run->workers)) {
-        size_t i = atomic_fetch_add(&run->next, 1);
-        if (i >= run->stripes->count)
-            return 0;
+    for (size_t i; dr_workers_take(&run->workers, &i);) {
         const struct dr_stripe *stripe = &run->stripes->stripes[i];
         assert(stripe->lo % DR_ALIGNMENT == 0 && stripe->lo < stripe->hi);
         assert(stripe->hi - stripe->lo <= output->options.block_size);
@@ -162,5 +154,5 @@ int dr_stripes_write(const struct dr_stripes *stripes, struct dr_output *output,
     unsigned workers = dr_output_workers(output, bytes);
     struct run run = {.stripes = stripes, .output = output};
     int rc = dr_output_engines(output, workers, expected, error);
-    return rc < 0 ? rc : dr_workers_run(&run.workers, workers, write_work, &run, control, error);
+    return rc < 0 ? rc : dr_workers_share(&run.workers, stripes->count, workers, write_work, &run, control, error);
 }

@@ -68,7 +68,6 @@ struct comparing {
     size_t count;
     uint64_t *first; /* by tensor, how many blocks come before its own; one more, of all */
     struct dr_workers workers;
-    atomic_uint_fast64_t next; /* block to take */
 };
 
 static void compare(const struct comparing *comparing, struct dr_known *known, size_t index, uint8_t *room) {
@@ -90,10 +89,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     uint8_t *room = dr_malloc(DR_CRC_BLOCK);
     if (!room)
         return dr_error_memory(error);
-    while (!dr_workers_stopped(&comparing->workers)) {
-        uint64_t block = atomic_fetch_add(&comparing->next, 1);
-        if (block >= comparing->first[comparing->count])
-            break;
+    for (size_t block; dr_workers_take(&comparing->workers, &block);) {
         size_t tensor = dr_stretch_at(comparing->first, comparing->count, block);
         struct dr_known *known = &comparing->known[tensor];
         if (!atomic_load_explicit(&known->differs, memory_order_relaxed))
@@ -113,11 +109,8 @@ int dr_find_changed(const struct dr_digest_key *key, struct dr_known *known, siz
         atomic_init(&known[i].differs, false);
         comparing.first[i + 1] = comparing.first[i] + dr_crc_count(known[i].payload_offset, known[i].source->size);
     }
-    atomic_init(&comparing.next, 0);
-    uint64_t blocks = comparing.first[count];
-    if (workers > blocks)
-        workers = (unsigned)blocks;
-    int rc = workers ? dr_workers_run(&comparing.workers, workers, work, &comparing, control, error) : 0;
+    size_t blocks = (size_t)comparing.first[count];
+    int rc = dr_workers_share(&comparing.workers, blocks, workers, work, &comparing, control, error);
     free(comparing.first);
     return rc;
 }

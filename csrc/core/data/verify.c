@@ -35,7 +35,6 @@ struct verify_run {
     uint64_t small; /* the largest record that is read in a group */
     size_t *large;  /* of order: the others */
     size_t large_count;
-    atomic_size_t next; /* of large, to be taken */
     struct dr_block *blocks;
     size_t block_count, block_room;
     atomic_uint failed_rereads;
@@ -183,10 +182,7 @@ static int turn_to_file(struct verify_run *run, struct reader *reader, size_t fi
 
 static int read_headers(struct verify_run *run, struct reader *reader, struct dr_error *error) {
     struct dr_verify *v = &run->verify;
-    while (!dr_workers_stopped(&run->verify.workers)) {
-        size_t index = atomic_fetch_add(&run->next, 1);
-        if (index >= run->large_count)
-            return 0;
+    for (size_t index; dr_workers_take(&run->verify.workers, &index);) {
         const struct dr_check *c = &v->checks[run->large[index]];
         uint64_t crc_ns = 0;
         DR_NEW_ERROR(why);
@@ -451,9 +447,8 @@ static int check_all(struct verify_run *run, const struct dr_control *control, s
                      struct dr_error *error) {
     struct dr_verify *v = &run->verify;
     int rc = plan_records(run, control, error);
-    unsigned readers = run->large_count < HEADER_READERS ? (unsigned)run->large_count : HEADER_READERS;
-    if (rc == 0 && readers > 0)
-        rc = dr_workers_run(&run->verify.workers, readers, read_some_headers, run, control, error);
+    if (rc == 0)
+        rc = dr_workers_share(&v->workers, run->large_count, HEADER_READERS, read_some_headers, run, control, error);
     if (rc == 0)
         rc = plan_blocks(run, error);
     const struct dr_stream stream = {v->input, run->blocks, run->block_count, v->options, use, use_what_can_be_read,

@@ -401,7 +401,7 @@ static int run_workers(struct stream_run *run, const struct dr_control *control,
         run->most = 1;
     run->depth = share < run->most ? (unsigned)share : run->most;
     run->at_hand = is_at_hand(run);
-    return run->at_hand ? dr_workers_run_here(&run->workers, work, run, error)
+    return run->at_hand ? dr_workers_share_here(&run->workers, blocks, work, run, error)
                         : dr_workers_run(&run->workers, workers, work, run, control, error);
 }
 

@@ -65,6 +65,8 @@ static void init(struct dr_workers *workers) {
     pthread_mutex_init(&workers->lock, NULL);
     atomic_init(&workers->stop, false);
     workers->running = 0;
+    workers->pieces = 0;
+    atomic_init(&workers->next, 0);
     workers->ticker = (struct dr_ticker){0};
     dr_error_clear(&workers->error);
 }
@@ -127,11 +129,11 @@ static void stop_and_wait(void *argument) {
     watch(workers, &never);
 }
 
-int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
-                   void *context, const struct dr_control *control, struct dr_error *error) {
+/* Of workers that have been made ready. */
+static int run(struct dr_workers *workers, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
+               void *context, const struct dr_control *control, struct dr_error *error) {
     assert(count > 0 && count <= DR_MAX_WORKERS);
     struct team team = {.workers = workers};
-    init(workers);
     if (start(&team, count, work, context) == 0)
         work_here(workers, work, context, control);
     pthread_cleanup_push(stop_and_wait, workers);
@@ -143,9 +145,26 @@ int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void 
     return error->kind == DR_ERROR_NONE ? 0 : -error->err;
 }
 
-int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *, unsigned, struct dr_error *), void *context,
-                        struct dr_error *error) {
+int dr_workers_run(struct dr_workers *workers, unsigned count, int (*work)(void *, unsigned, struct dr_error *),
+                   void *context, const struct dr_control *control, struct dr_error *error) {
     init(workers);
+    return run(workers, count, work, context, control, error);
+}
+
+int dr_workers_share(struct dr_workers *workers, size_t pieces, unsigned most,
+                     int (*work)(void *, unsigned, struct dr_error *), void *context, const struct dr_control *control,
+                     struct dr_error *error) {
+    if (pieces == 0)
+        return 0;
+    init(workers);
+    workers->pieces = pieces;
+    return run(workers, pieces < most ? (unsigned)pieces : most, work, context, control, error);
+}
+
+int dr_workers_share_here(struct dr_workers *workers, size_t pieces, int (*work)(void *, unsigned, struct dr_error *),
+                          void *context, struct dr_error *error) {
+    init(workers);
+    workers->pieces = pieces;
     int rc = work(context, 0, error);
     destroy(workers);
     return rc;
@@ -155,40 +174,30 @@ int dr_workers_run_here(struct dr_workers *workers, int (*work)(void *, unsigned
 
 struct each {
     struct dr_workers workers;
-    size_t count;
-    atomic_size_t next;
+    size_t first; /* those before it are done */
     int (*one)(void *context, size_t index, struct dr_error *error);
     void *context;
 };
 
 static int take_each(void *context, unsigned worker, struct dr_error *error) {
     struct each *each = context;
+    size_t piece;
     int rc = 0;
     (void)worker;
-    while (rc == 0 && !dr_workers_stopped(&each->workers)) {
-        size_t index = atomic_fetch_add(&each->next, 1);
-        if (index >= each->count)
-            break;
-        rc = each->one(each->context, index, error);
-    }
+    while (rc == 0 && dr_workers_take(&each->workers, &piece))
+        rc = each->one(each->context, each->first + piece, error);
     return rc;
 }
 
 int dr_workers_each(size_t count, unsigned most, int (*one)(void *, size_t, struct dr_error *), void *context,
                     const struct dr_control *control, struct dr_error *error) {
-    struct each each = {.count = count, .one = one, .context = context};
-    size_t index = 0;
-    for (uint64_t begin = dr_clock_ms(); index < count && dr_clock_ms() - begin < HERE_MS; index++) {
-        int rc = one(context, index, error);
+    struct each each = {.one = one, .context = context};
+    for (uint64_t begin = dr_clock_ms(); each.first < count && dr_clock_ms() - begin < HERE_MS; each.first++) {
+        int rc = one(context, each.first, error);
         if (rc < 0)
             return rc;
     }
-    if (index == count)
-        return 0;
-    atomic_init(&each.next, index);
-    if (count - index < most)
-        most = (unsigned)(count - index);
-    return dr_workers_run(&each.workers, most, take_each, &each, control, error);
+    return dr_workers_share(&each.workers, count - each.first, most, take_each, &each, control, error);
 }
 
 bool dr_workers_wait(struct dr_workers *workers, bool (*ready)(const void *), const void *context) {

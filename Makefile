@@ -103,7 +103,7 @@ test-c: setup
 # A copy of the package in build/$(1), with an extension that has the compiler flags $(2).
 define build_copy
 	mkdir -p build/$(1)/dcpring && find build/$(1)/dcpring -type f ! -name '*.so' -delete && \
-	DCPRING_CFLAGS="$(2)" $(PY) setup.py -q build_ext --build-lib build/$(1) --build-temp build/$(1)/tmp && \
+	DCPRING_TEST=1 DCPRING_CFLAGS="$(2)" $(PY) setup.py -q build_ext --build-lib build/$(1) --build-temp build/$(1)/tmp && \
 	tar -C python --exclude='*.so' -c dcpring | tar -C build/$(1) -x
 endef
 
@@ -112,7 +112,7 @@ test-python: setup build/.test-system
 	@$(call build_copy,asserting,-UNDEBUG)
 	@PYTHONPATH=$(CURDIR)/build/asserting DCPRING_ASSERTING=1 $(PYTEST) -n $(PYTEST_JOBS) --dist loadfile --durations=20 tests
 
-# The wheel is built and installed as a user's would be; nothing in .venv or in the tree is touched. pip keeps no copy of
+# The wheel is built and installed as a user's would be, but for what tests call in the module; nothing in .venv or in the tree is touched. pip keeps no copy of
 # what it fetches, as the newer torch bring several gigabytes of CUDA libraries.
 TESTS ?= tests
 TORCH_PYTHON := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -124,7 +124,7 @@ test-torch: build/.test-system
 	@test -n "$(TORCH)" || { echo "Name a version: make test-torch TORCH=2.15.0 [PYTHON=python3.12]"; exit 1; }
 	@test -x $(TORCH_PY) || { echo "== torch $(TORCH) for Python $(TORCH_PYTHON) in $(TORCH_ENV)"; $(PYTHON) -m venv $(TORCH_ENV); }
 	@$(TORCH_PY) $(PIP_QUIET) torch==$(TORCH) $(TEST_PACKAGES) $(MORE_PACKAGES)
-	@$(TORCH_PY) setup.py -q build --build-base $(TORCH_ENV)/build \
+	@DCPRING_TEST=1 $(TORCH_PY) setup.py -q build --build-base $(TORCH_ENV)/build \
 	  bdist_wheel --bdist-dir $(TORCH_ENV)/bdist --dist-dir $(TORCH_ENV)/dist 2>$(TORCH_ENV)/build.log || \
 	  { tail -20 $(TORCH_ENV)/build.log; exit 1; }
 	@$(TORCH_PY) $(PIP_QUIET) --no-deps --force-reinstall $(TORCH_ENV)/dist/dcpring-*.whl

@@ -4,7 +4,8 @@ liburing and libdeflate are linked statically where their archives are there (an
 else dynamically. None of their symbols are exported. The wheels of a release are built by .ci/wheels.py.
 
 DCPRING_CFLAGS adds compiler and linker flags (sanitizers, -Werror). Assertions are off (NDEBUG), as a wheel has them;
-DCPRING_CFLAGS=-UNDEBUG turns them on, and that is how the tests are run.
+DCPRING_CFLAGS=-UNDEBUG turns them on, and that is how the tests are run. What only tests call (faults in system calls,
+records of them) is in what is built in place, as by `pip install -e`, and else only where DCPRING_TEST=1 asks for it.
 
 DCPRING_HOME, or what GitHub Actions says of itself, is the address of the repository: an index of packages then shows
 it, and the links of README.md lead there.
@@ -33,6 +34,8 @@ LIBRARIES = {
     "deflate": ("#include <libdeflate.h>", 'return (int)libdeflate_crc32(0, "", 0);', "libdeflate-dev"),
 }
 
+
+TEST_SOURCES = {"csrc/py/test_hooks.c", "csrc/core/io/sys_fault.c", "csrc/core/io/sys_record.c"}
 
 STARTUP = Path("python/dcpring_install.pth")
 """A line that Python reads when it starts, from the folder of packages: with DCPRING_INSTALL it imports dcpring."""
@@ -100,7 +103,17 @@ def refuse_free_threading() -> None:
 
 
 class BuildExtension(build_ext):
+    is_for_tests = False
+
+    def run(self) -> None:
+        self.is_for_tests = bool(self.inplace or self.editable_mode) or os.environ.get("DCPRING_TEST") == "1"
+        super().run()  # in which `inplace` is off
+
     def build_extension(self, ext: Extension) -> None:
+        if self.is_for_tests:
+            ext.define_macros = [*ext.define_macros, ("DCPRING_TEST", None)]
+        else:
+            ext.sources = [path for path in ext.sources if path not in TEST_SOURCES]
         ext.extra_link_args = [*ext.extra_link_args, *link_arguments(self.compiler.compiler[:1])]
         super().build_extension(ext)
 

@@ -52,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
     base.mkdir(parents=True, exist_ok=True)
     if file_system(base) in ("tmpfs", "ramfs"):
         raise pytest.UsageError(f"{base} is in memory, where O_DIRECT cannot be tested; choose another --basetemp")
+    _require_test_hooks()
+
+
+def _require_test_hooks() -> None:
+    from dcpring import _C
+
+    if not hasattr(_C, "arm_fault"):
+        raise pytest.UsageError(
+            f"{_C.__file__} is a wheel's: it lacks what tests call (arm_fault, start_recording, watch_gil). Run them "
+            "with what `make setup` builds, or build it with DCPRING_TEST=1"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,18 +19,8 @@ static PyObject *kept(PyObject *module, PyObject *unused) {
     return Py_BuildValue("(IIn)", amount.engines, amount.threads, (Py_ssize_t)amount.bytes);
 }
 
-static PyObject *keep_for(PyObject *module, PyObject *args) {
-    (void)module;
-    unsigned ms;
-    if (!PyArg_ParseTuple(args, "I", &ms))
-        return NULL;
-    dr_kept_set_ms(ms);
-    Py_RETURN_NONE;
-}
-
 PyMethodDef kept_methods[] = {
     {"release_kept", release_kept, METH_NOARGS, "release_kept(): closes engines and ends threads that nobody uses"},
     {"kept", kept, METH_NOARGS, "kept() -> (engines, threads that wait, bytes of the engines' buffers)"},
-    {"keep_for", keep_for, METH_VARARGS, "keep_for(ms): how long they are kept, for tests; release_kept() before it"},
     {NULL, NULL, 0, NULL},
 };

@@ -120,15 +120,18 @@ void syncs_give(PyObject *object);
 #define EXTERN_SPEC(name, part) extern PyType_Spec part##_spec;
 TYPES(EXTERN_SPEC)
 /* PART(name): whose `name_methods` are functions of the module. */
+#ifdef DCPRING_TEST
+#define TEST_PARTS(PART) PART(test_hook)
+#else
+#define TEST_PARTS(PART)
+#endif
 #define PARTS(PART) \
     PART(reader) \
     PART(directory) \
     PART(key) \
     PART(probe) \
     PART(torch) \
-    PART(fault) \
     PART(archive) \
-    PART(record) \
     PART(table) \
     PART(merge) \
     PART(storage_index) \
@@ -141,7 +144,8 @@ TYPES(EXTERN_SPEC)
     PART(elements) \
     PART(unchanged) \
     PART(copy) \
-    PART(kept)
+    PART(kept) \
+    TEST_PARTS(PART)
 #define DECLARE_METHODS(name) extern PyMethodDef name##_methods[];
 PARTS(DECLARE_METHODS)
 

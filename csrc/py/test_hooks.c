@@ -1,10 +1,18 @@
-/* dcpring._C.arm_fault, disarm_fault and watch_gil (core/io/sys_fault.h): for tests. */
+/*
+ * What tests need of the module, and no wheel has: faults in system calls (core/io/sys_fault.h), who has the GIL
+ * meanwhile, a record of what reaches the file system (core/io/sys_record.h), and how long things are kept. setup.py
+ * compiles this, and the two files of the core, with DCPRING_TEST alone.
+ */
 #include "module.h"
 
+#include "io/kept.h"
 #include "io/sys.h"
 #include "io/sys_fault.h"
+#include "io/sys_record.h"
 
 #include <dlfcn.h>
+
+/* ---- faults ---- */
 
 static PyObject *arm_fault(PyObject *module, PyObject *args) {
     (void)module;
@@ -53,14 +61,51 @@ static PyObject *watch_gil(PyObject *module, PyObject *list) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef fault_methods[] = {
+/* ---- what reaches the file system ---- */
+
+static PyObject *start_recording(PyObject *module, PyObject *args) {
+    (void)module;
+    int fd;
+    if (!PyArg_ParseTuple(args, "i", &fd))
+        return NULL;
+    dr_record_start(fd);
+    Py_RETURN_NONE;
+}
+
+static PyObject *stop_recording(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    int rc = dr_record_stop();
+    if (rc < 0) {
+        errno = -rc;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- what is kept ---- */
+
+static PyObject *keep_for(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned ms;
+    if (!PyArg_ParseTuple(args, "I", &ms))
+        return NULL;
+    dr_kept_set_ms(ms);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef test_hook_methods[] = {
     {"arm_fault", arm_fault, METH_VARARGS,
-     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky, delay_ms=0, warm=False): for tests; lets "
-     "go "
-     "of what is kept, unless it is to begin warm"},
+     "arm_fault(call or None, nth, errno or 0 to shorten transfers, sticky, delay_ms=0, warm=False): lets go of "
+     "what is kept, unless it is to begin warm"},
     {"watch_gil", watch_gil, METH_O,
      "watch_gil(list): from now on notes in it each system call of the core that is made with the GIL held, as the one "
-     "that this makes is: close; for tests"},
+     "that this makes is: close"},
     {"disarm_fault", disarm_fault, METH_NOARGS, "disarm_fault() -> calls counted since arm_fault"},
+    {"start_recording", start_recording, METH_VARARGS,
+     "start_recording(fd): notes what the core does to the file system"},
+    {"stop_recording", stop_recording, METH_NOARGS, NULL},
+    {"keep_for", keep_for, METH_VARARGS,
+     "keep_for(ms): how long engines and threads are kept; release_kept() before it"},
     {NULL, NULL, 0, NULL},
 };

@@ -240,6 +240,7 @@ def metadata_reads(folder: Path, hosts: list[str], call: str) -> tuple[int, bool
         mock.patch("dcpring.store.reader.read_regular", noted),
         mock.patch.object(headers, "SHARED_BYTES", 1 << 30 if call == "small" else 1),
         mock.patch("dcpring.store.reader.SHARED_BYTES", 1 << 30 if call == "small" else 1),
+        mock.patch.object(headers, "SENT_BYTES", 1 << 30 if call == "middling" else 1),
         mock.patch.object(headers, "MEET_SECONDS", 60.0),
     ):
         if call == "Checkpointer":
@@ -256,13 +257,15 @@ def metadata_reads(folder: Path, hosts: list[str], call: str) -> tuple[int, bool
         return reads, torch.equal(state["t"], tensor)
 
 
-@pytest.mark.parametrize("call", ("dcp", "Checkpointer", "small"))
+@pytest.mark.parametrize("call", ("dcp", "Checkpointer", "small", "middling"))
 @pytest.mark.parametrize("hosts", (["a"] * 4, ["a", "b", "b", "a"], ["a", "b", "c", "d"]))
 def test_one_rank_reads_large_metadata(tmp_path: Path, hosts: list[str], call: str) -> None:
-    """Every rank did: 200 MiB from one server for each of a thousand."""
+    """Every rank did: 200 MiB from one server for each of a thousand. What is not so large one of each host reads."""
     results = _distributed.run(4, metadata_reads, tmp_path / "c", hosts, call)
     assert all(good for _, good in results)
-    assert [reads for reads, _ in results] == ([1] * 4 if call == "small" else [1, 0, 0, 0])
+    first_of_hosts = [int(host not in hosts[:rank]) for rank, host in enumerate(hosts)]
+    wanted = {"small": [1] * 4, "middling": first_of_hosts}
+    assert [reads for reads, _ in results] == wanted.get(call, [1, 0, 0, 0])
 
 
 def damaged_metadata(folder: Path) -> str:

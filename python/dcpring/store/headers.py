@@ -3,9 +3,9 @@
 Headers of safetensors are read by one rank of each host.
 
 A model of many files costs each rank an open for each, and the time to make tables of what they say. Where all ranks of
-a group load, one of each host does so, and puts the tables into memory that the others map. Large metadata one rank of
-all reads, and sends to one of each host. They are in step there: what is wrong is the same error on all
-(``base.joint``). Where not all come, or memory cannot be shared, all read.
+a group load, one of each host does so, and puts the tables into memory that the others map. So is metadata that is not
+small; what is large one rank of all reads, and sends to one of each host. They are in step there: what is wrong is the
+same error on all (``base.joint``). Where not all come, or memory cannot be shared, all read.
 """
 
 from __future__ import annotations
@@ -132,23 +132,30 @@ def meeting(group: dist.ProcessGroup | None) -> Iterator[Joint | None]:
             yield joint
 
 
-SHARED_BYTES = 1 << 20
-"""Of metadata that is smaller each rank reads its own: from the page cache of its host, mostly."""
+SHARED_BYTES, SENT_BYTES = 64 << 10, 1 << 20
+"""Metadata of at least so many bytes is read by one rank of each host, or by one of all, which sends it to other hosts.
+
+That takes messages of all ranks. What is smaller each rank reads: from the page cache of its host, mostly.
+"""
 
 
 def bytes_once(joint: Joint, path: Path) -> bytes:
-    """A file, which one rank of all reads where it is large."""
+    """A file, which one rank of each host reads, or one of all where it is large."""
     own = groups.host_id(), new_tag(), path.stat().st_size
     told = joint.gather("metadata", own)
-    if len(told) == 1 or min(size for *_, size in told) < SHARED_BYTES:
+    smallest = min(size for *_, size in told)
+    if len(told) == 1 or smallest < SHARED_BYTES:
         return read_regular(path)
     rank, hosts = told.index(own), [host for host, *_ in told]
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    data = read_regular(path) if rank == 0 else b""
-    size = joint.gather("size", len(data))[0]
-    if rank in leaders:
+    leader = hosts.index(own[0])
+    readers = leaders if smallest < SENT_BYTES else [0]
+    data = read_regular(path) if rank in readers else b""
+    sizes = joint.gather("size", len(data))
+    size = sizes[leader] or sizes[0]
+    if rank in leaders and readers != leaders:
         data = _passed_on(joint.group, leaders, rank, data, size)
-    with offered(joint, rank, hosts.index(own[0]), size, data) as (memory, _):
+    with offered(joint, rank, leader, size, data) as (memory, _):
         data = data or bytes(memory)
         joint.settle("taken")
     return data or read_regular(path)

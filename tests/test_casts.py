@@ -6,9 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import _distributed
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _logs import logged
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
@@ -132,6 +135,30 @@ def test_what_rounds_is_said_once_a_load(tmp_path: Path, caplog: pytest.LogCaptu
     assert "from torch.float32 to torch.bfloat16, which rounds: 'a', 'b'" in line
     assert "from torch.int64 to torch.float32, which rounds: 'c'" in line
     assert "cast from torch.float32 to torch.float64: 'd'" in caplog.messages
+
+
+def cast_by_ranks(folder: Path) -> list[list[str]]:
+    """What this rank warns of in two loads; the last of the ranks casts a pair of dtypes that no other does."""
+    saved = {"a": torch.rand(5), "b": torch.arange(5)}
+    dcp.save(saved, storage_writer=FileSystemWriter(folder))
+    told = []
+    for _ in range(2):
+        state: dict[str, Tensor] = {"a": torch.zeros(5, dtype=torch.bfloat16)}
+        if dist.get_rank() == dist.get_world_size() - 1:
+            state["b"] = torch.zeros(5)
+        with logged() as texts:
+            dcp.load(state, storage_reader=RingReader(folder), planner=RingLoadPlanner())
+        told.append([text for text in texts if "which rounds" in text])
+    return told
+
+
+def test_casts_are_told_once_a_job(tmp_path: Path) -> None:
+    """Each rank of a thousand warned of the same."""
+    told = _distributed.run(3, cast_by_ranks, tmp_path / "c")
+    for load in range(2):
+        texts = [text for rank in told for text in rank[load]]
+        assert sum("from torch.float32 to torch.bfloat16, which rounds: 'a'" in text for text in texts) == 1
+        assert sum("from torch.int64 to torch.float32, which rounds: 'b'" in text for text in texts) == 1
 
 
 def test_the_old_name(tmp_path: Path) -> None:

@@ -123,15 +123,19 @@ def _the_store() -> dist.Store:
     return store
 
 
+def times_begun(what: str) -> int:
+    """How often this process has begun something that all ranks do: this is the n-th time."""
+    with _attempts_lock:
+        _attempts[what] += 1
+        return _attempts[what]
+
+
 def agree(what: str, proposal: str) -> str:
     """What the first rank to ask has proposed, for the n-th time that each does this; "" where there is no store."""
     store = _store()
     if store is None:
         return ""
-    with _attempts_lock:
-        _attempts[what] += 1
-        attempt = _attempts[what]
-    return bytes(store.compare_set(f"{what}/{attempt}", "", proposal)).decode()
+    return bytes(store.compare_set(f"{what}/{times_begun(what)}", "", proposal)).decode()
 
 
 def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
@@ -146,6 +150,12 @@ def agree_among(members: Sequence[int], what: str, proposal: str) -> str:
     turn = (int(store.add(f"{key}/came", 1)) - 1) // len(members)
     store.delete_key(f"{key}/{turn - 2}")  # all have left that one
     return bytes(store.compare_set(f"{key}/{turn}", "", proposal)).decode()
+
+
+def is_first(what: str) -> bool:
+    """Whether no other rank of the job has asked this before; True where that cannot be known. Nobody is waited for."""
+    key = hashlib.sha256(what.encode()).hexdigest()[:32]
+    return _answer(lambda store: int(store.add(f"dcpring/first/{key}", 1)) == 1, True)
 
 
 def digest(members: Sequence[int]) -> str:

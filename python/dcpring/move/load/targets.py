@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from dcpring.base import groups
 from dcpring.base.casts import described, loss
 from dcpring.base.memory import FREED, is_freed
 from dcpring.base.text import some_keys
@@ -97,11 +98,17 @@ class Targets:
         self._cast[stored, wanted].append(position)
 
     def tell(self) -> None:
-        """Logs which casts there were: those that may have changed values in one warning."""
+        """Logs which casts there were: those that may have changed values in one warning.
+
+        Of a job only the first rank to come warns of each pair of dtypes; the others log what they cast at DEBUG.
+        """
+        load = f"load {groups.times_begun(self._explain.path)} of {self._explain.path}"
         told: dict[int, list[str]] = defaultdict(list)
         for dtypes, positions in self._cast.items():
             keys = some_keys(dict.fromkeys(self._explain.item(at).dest_index.fqn for at in positions), 5)
             level = logging.WARNING if loss(*dtypes) else logging.INFO
+            if not groups.is_first(f"{load}: {dtypes}"):
+                level = logging.DEBUG
             told[level].append(f"{described(*dtypes)}: {keys}")
         for level, casts in told.items():
             logger.log(level, "%s", "; ".join(casts))

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.move.objects import refused_text
+    from dcpring.move.objects import TO_A_COMMAND, refused_text
     from dcpring.tools.inspect.inventory import take_inventory
     from dcpring.tools.inspect.select import check_patterns, key_filter
 
@@ -93,7 +93,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
         _print_summary(out, inventory, items, files)
     _print_problems(out, inventory, files)
     if refused:
-        out.note(f"it holds {refused_text(refused)}")
+        out.note(f"it holds {refused_text(refused, TO_A_COMMAND)}")
     return 0
 
 

@@ -356,6 +356,10 @@ class Judge:
                 raise CheckpointError(f"cannot save {refused_text(self.refused, save='RingWriter')}")
 
 
+TO_A_COMMAND = "trusted=True, or safe_globals=[{}]; a command, with --trusted"
+"""What takes such objects, for ``refused_text`` where whoever reads it has only looked at a checkpoint."""
+
+
 def refused_text(
     refused: Mapping[str, str],
     load: str = "RingReader(..., safe_globals=[{}]), or with trusted=True",

@@ -34,7 +34,7 @@ from dcpring.format.metadata import (
 from dcpring.format.model_files import Model
 from dcpring.format.zip import wrong_archive
 from dcpring.move.load.inputs import Inputs
-from dcpring.move.objects import refused_text
+from dcpring.move.objects import TO_A_COMMAND, refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
 from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
@@ -145,7 +145,7 @@ class VerifyReport:
 
     def all_notes(self) -> list[str]:
         """``notes``, and what ``refused`` means."""
-        return [*self.notes, *([f"it holds {refused_text(self.refused)}"] if self.refused else [])]
+        return [*self.notes, *([f"it holds {refused_text(self.refused, TO_A_COMMAND)}"] if self.refused else [])]
 
 
 def verify(

@@ -26,6 +26,7 @@ from dcpring import (
     diff_checkpoints,
     install,
 )
+from dcpring.resume.checkpointer import try_options
 
 
 class Mine(RingWriter):
@@ -84,6 +85,7 @@ def test_a_mistyped_option_names_what_was_called(tmp_path: Path, call: Callable[
             "export_options: RingHFWriter() has no argument 'dtpe'; did you mean 'dtype'?",
         ),
         ({"planner_options": {"writer": 1}}, "has no argument 'writer'; did you mean 'writers'?; it takes writers,"),
+        ({"busy": "no"}, "busy='no': must be"),
         ({"keep_last": True}, "keep_last=True: must be an int of at least 1"),
     ),
 )
@@ -91,9 +93,19 @@ def test_options_of_a_checkpointer_are_tried_when_they_are_given(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     """Those of the reader were found at the first load, days later."""
-    with pytest.raises((TypeError, ValueError)) as caught:
-        Checkpointer(tmp_path, {"model": nn.Linear(2, 2)}, **options)
-    assert said in str(caught.value)
+    for call in (
+        lambda: Checkpointer(tmp_path, {"model": nn.Linear(2, 2)}, **options),
+        lambda: try_options(options, "RingCheckpoint()"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert said in str(caught.value)
+
+
+def test_a_plug_names_itself_where_an_option_of_a_checkpointer_is_mistyped() -> None:
+    with pytest.raises(TypeError, match=r"RingCheckpoint\(\) has no argument 'keep_lst'; did you mean 'keep_last'"):
+        try_options({"keep_lst": 1}, "RingCheckpoint()")
+    try_options({"keep_last": 3, "busy": "skip", "writer_options": {"workers": 2}, "timeout": 5}, "RingCheckpoint()")
 
 
 class Plain:

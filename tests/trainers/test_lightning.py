@@ -388,6 +388,23 @@ def test_what_a_load_would_refuse_is_said_in_lightnings_words(tmp_path: Path) ->
         assert trainer.global_step == 2
 
 
+@pytest.mark.parametrize(
+    ("plug", "said"),
+    (
+        (lambda path: RingCheckpointIO(worker=4), "RingWriter() has no argument 'worker'; did you mean 'workers'?"),
+        (lambda path: RingCheckpointIO(objects="all"), "objects='all': must be"),
+        (
+            lambda path: RingCheckpoint(path, every_n_steps=1, keep_lst=1),
+            "RingCheckpoint() has no argument 'keep_lst'; did you mean 'keep_last'?",
+        ),
+    ),
+)
+def test_options_are_tried_when_a_plug_is_made(tmp_path: Path, plug: Callable[[Path], object], said: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        plug(tmp_path)
+    assert said in str(caught.value)
+
+
 def test_remote_folders_are_refused_in_lightnings_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(dcpring.CheckpointError, match=r"s3://bucket/ckpt is remote.*or use ModelCheckpoint, which"):

@@ -20,13 +20,14 @@ from dcpring.base.arguments import strings
 from dcpring.errors import CheckpointError, UntrustedCheckpointError
 from dcpring.move.objects import ObjectPolicy
 from dcpring.resume import trees
-from dcpring.resume.checkpointer import Checkpointer
+from dcpring.resume.checkpointer import Checkpointer, try_options
 from dcpring.resume.components import Component, Member, Remarks, differences
 from dcpring.resume.data import ElasticLoader
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
 from dcpring.resume.whole import Replicated
 from dcpring.store.layout import not_remote
+from dcpring.store.writer import RingWriter
 from dcpring.tree import load, save
 
 try:
@@ -61,7 +62,9 @@ class RingCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, *, objects: ObjectPolicy = "warn", safe_globals: Sequence[Any] = (), **options: Any) -> None:
-        self.objects, self.safe_globals, self.options = objects, tuple(safe_globals), options
+        self.safe_globals = tuple(safe_globals)
+        self.options = {"objects": objects, "safe_globals": self.safe_globals, **options}
+        RingWriter(os.curdir, **self.options)  # refuses what is wrong with them now, and not at the first save
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -73,8 +76,7 @@ class RingCheckpointIO(CheckpointIO):
         # A file is another plugin's, and a link shows another checkpoint: a folder cannot be renamed over either.
         is_in_the_way = os.path.isfile(path) or os.path.islink(path)
         target = f"{os.fspath(path)}.new" if is_in_the_way else path
-        options = {"objects": self.objects, "safe_globals": self.safe_globals, **self.options}
-        save.write(checkpoint, target, options, f"{_UNSAFE}, or with {_SAFE_GLOBALS}", "RingCheckpointIO")
+        save.write(checkpoint, target, self.options, f"{_UNSAFE}, or with {_SAFE_GLOBALS}", "RingCheckpointIO")
         if is_in_the_way:
             os.unlink(path)
             os.rename(target, path)
@@ -151,6 +153,7 @@ class RingCheckpoint(Checkpoint):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
+        try_options(options, "RingCheckpoint()")
         _refuse_remote(folder, "ModelCheckpoint")
         self.folder, self.every_n_steps, self.blocking = Path(folder), every_n_steps, blocking
         self.components, self.exclude, self.options = dict(components or {}), strings(exclude, "exclude"), options

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from dcpring.resume.checkpointer import Checkpointer
+from dcpring.resume.checkpointer import Checkpointer, try_options
 from dcpring.resume.components import Member
 from dcpring.resume.reports import ResumeReport
 from dcpring.resume.rng import RNG
@@ -65,6 +65,7 @@ class RingCheckpoint(TrainerCallback):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: must be at least 1")
+        try_options(options, "RingCheckpoint()")
         self.folder, self.every_n_steps, self.blocking = folder, every_n_steps, blocking
         self.components, self.exclude, self.options = dict(components or {}), tuple(exclude), options
         self.checkpointer: Checkpointer | None = None

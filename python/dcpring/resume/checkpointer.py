@@ -9,6 +9,7 @@ Checkpointer's own: what is raised in it on one rank is raised on all, and nobod
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import os
@@ -121,9 +122,7 @@ class Checkpointer:
             with self._ranks.operation("Checkpointer") as joint:
                 self.keep_last = None if keep_last is None else _number("keep_last", keep_last, 1)
                 self.keep_every = None if keep_every is None else _number("keep_every", keep_every, 1)
-                if busy not in ("wait", "skip"):
-                    raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
-                check_unchanged(unchanged)
+                _check_words(unchanged, busy)
                 if timeout is not None:
                     self._ranks.set_timeout(_checked_timeout(timeout))
                 problem = unusable(folder)
@@ -141,9 +140,9 @@ class Checkpointer:
                 self.unchanged: Unchanged = unchanged
                 self._frozen: set[tuple[str, str]] = set()  # components and keys
                 self._save_options, self._load_options = _for_planners(planner_options or {})
-                self._writer_options = self._tried("writer_options", writer_options, RingWriter)
-                self._reader_options = self._tried("reader_options", reader_options, RingReader)
-                self._export_options = self._tried("export_options", export_options, RingHFWriter)
+                self._writer_options = _tried("writer_options", writer_options)
+                self._reader_options = _tried("reader_options", reader_options)
+                self._export_options = _tried("export_options", export_options)
                 self._background: Background | None = None
                 self._staging = StagingBuffer()
                 self._copied: Future[None] | None = None
@@ -152,14 +151,6 @@ class Checkpointer:
         except BaseException:
             self._ranks.close()
             raise
-
-    def _tried(self, name: str, options: Mapping[str, Any] | None, kind: Callable[..., Any]) -> dict[str, Any]:
-        """Options for a class, which has taken them once: nothing wrong with them is to be found days later."""
-        try:
-            kind(self.path(0), **(options or {}))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
-        return dict(options or {})
 
     def __repr__(self) -> str:
         kept = {"keep_last": self.keep_last, "keep_every": self.keep_every}
@@ -631,6 +622,52 @@ def _number(name: str, value: SupportsIndex, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={value!r}: must be an int of at least {least}")
     return number
+
+
+def _check_words(unchanged: Unchanged, busy: str) -> None:
+    if busy not in ("wait", "skip"):
+        raise ValueError(f'busy={busy!r}: must be "wait" or "skip"')
+    check_unchanged(unchanged)
+
+
+_TAKERS: dict[str, Callable[..., Any]] = {
+    "writer_options": RingWriter,
+    "reader_options": RingReader,
+    "export_options": RingHFWriter,
+}
+
+
+def _tried(name: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options for a class, which takes them once: so a wrong one is found now, and not days later."""
+    try:
+        _TAKERS[name](os.curdir, **(options or {}))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    return dict(options or {})
+
+
+def try_options(options: Mapping[str, Any], called: str) -> None:
+    """Refuses what a ``Checkpointer`` would refuse. Plugs of trainers are made long before they can make one.
+
+    Args:
+        options: arguments of ``Checkpointer``, but for ``folder`` and ``components``.
+        called: what the user has called with them: "RingCheckpoint()".
+
+    Raises:
+        TypeError, ValueError: with the words of ``Checkpointer``.
+    """
+    known = set(inspect.signature(Checkpointer).parameters) - {"folder", "components"}
+    if not options.keys() <= known:
+        raise TypeError(unknown(options, known, called))
+    for name in ("keep_last", "keep_every"):
+        if options.get(name) is not None:
+            _number(name, options[name], 1)
+    _check_words(options.get("unchanged", "write"), options.get("busy", "wait"))
+    if options.get("timeout") is not None:
+        _checked_timeout(options["timeout"])
+    _for_planners(options.get("planner_options") or {})
+    for name in _TAKERS:
+        _tried(name, options.get(name))
 
 
 def _for_planners(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

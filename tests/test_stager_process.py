@@ -6,9 +6,8 @@ import os
 import pickle
 import resource
 import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from dcpring.move.sending import Staged
 from dcpring.move.staging import StagingBuffer
 from dcpring.store import stager as stager_module
 from dcpring.torchside.composed import Composed
-from dcpring.torchside.dcp import ThreadSave
 from dcpring.torchside.groups import default_store
 
 TENSORS = 3000
@@ -322,28 +320,20 @@ def _death_alone(path: str) -> None:
             process().join()
 
 
-def test_who_hears_of_a_failure_finds_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that begins the next save at once would send it to that process."""
-    is_submitted, is_ended = threading.Event(), threading.Event()
-
-    def send() -> None:
-        is_submitted.wait()
-        stager_module.watch_background_process()
-        raise ConnectionResetError
-
-    def end() -> None:
-        time.sleep(0.2)
-        is_ended.set()
-
+def test_who_begins_a_save_finds_the_process_of_a_failed_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He has heard of the failure before torch's thread has come to end that process; and it is ended once."""
+    ended: list[int] = []
     monkeypatch.setattr(stager_module, "background_process_failure", lambda: "")
-    monkeypatch.setattr(stager_module, "end_background_process", end)
-    with ThreadPoolExecutor(1) as threads:
-        sent = threads.submit(send)
-        monkeypatch.setattr(stager_module, "save_of_thread", lambda: ThreadSave(None, sent, True, True))
-        is_submitted.set()
-        error, was_ended = sent.exception(), is_ended.is_set()
-    assert isinstance(error, ConnectionResetError)
-    assert was_ended
+    monkeypatch.setattr(stager_module, "end_background_process", lambda: ended.append(1))
+    future: Future[None] = Future()
+    sent = stager_module._SentSave(future)
+    sent.look()
+    assert not ended
+    future.set_exception(ConnectionResetError())
+    sent.look()  # by the next save
+    assert ended == [1]
+    sent.look(future)  # by the thread
+    assert ended == [1]
 
 
 def _starts_slowly(path: str) -> int:

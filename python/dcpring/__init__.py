@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dcpring.resume.rng import RNG
     from dcpring.resume.sharded import Sharded
     from dcpring.resume.whole import Elastic, PerRank, Replicated
+    from dcpring.store.background import AsyncSaveResponse, async_save
     from dcpring.store.reader import RingReader
     from dcpring.store.stager import RingStager
     from dcpring.store.writer import RingWriter
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RNG",
+    "AsyncSaveResponse",
     "CheckpointDiff",
     "CheckpointError",
     "Checkpointer",
@@ -96,6 +98,7 @@ __all__ = [
     "TensorDiff",
     "UntrustedCheckpointError",
     "VerifyReport",
+    "async_save",
     "convert",
     "diff_checkpoints",
     "diff_keys",
@@ -140,6 +143,7 @@ _MODULES = {
     "plan.save_planner": ("RingSavePlanner",),
     "hf.reader": ("RingHFReader", "RingQuantizedHFReader"),
     "hf.writer": ("RingHFWriter",),
+    "store.background": ("AsyncSaveResponse", "async_save"),
     "store.reader": ("RingReader",),
     "report": ("LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"),
     "hf.pretrained": ("load_pretrained", "save_pretrained_weights"),

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from dcpring.errors import CheckpointError
-from dcpring.torchside.dcp import save_of_thread
 from dcpring.torchside.groups import default_store, device_of, group_of_caller
 
 logger = logging.getLogger("dcpring")
@@ -55,35 +54,6 @@ def rank_in(group: dist.ProcessGroup | None = None) -> int:
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """The ranks of a group, None for all; 1 where there is no group."""
     return dist.get_world_size(group) if has_group() else 1
-
-
-_of_thread = threading.local()
-
-
-class GroupBefore:
-    """The process group that is there when a save begins, for the thread of DCP's that goes on with it.
-
-    Without a group DCP saves as if this process were alone: each rank would, over the others' files.
-    """
-
-    def __init__(self) -> None:
-        self._rank, self._size = rank_in(), world_size()
-
-    def note(self) -> None:
-        """Of all that have noted a group, this one has when the calling thread's save began."""
-        _of_thread.group = self
-
-    def require(self) -> None:
-        """Raises CheckpointError if the group was destroyed before that thread came to save for all ranks."""
-        before = getattr(_of_thread, "group", self)
-        if before._size == 1 or has_group():
-            return
-        here = save_of_thread()
-        if here is not None and not here.is_sent and here.is_of_all:
-            raise CheckpointError(
-                f"rank {before._rank}: the process group of {before._size} ranks was destroyed before this save in the "
-                "background had begun; ask for its result before that (or save with no_dist=True, for a rank alone)"
-            )
 
 
 def rank_here() -> int:

@@ -1,9 +1,9 @@
-"""The saves that DCP makes in threads of its own, and the order of those of one process group.
+"""The order of saves in the background, and of all other saves and loads of one process group.
 
-Two at the same time would mix up the collectives of a group, as ranks come to them at different times. So a save that
-``async_save`` begins joins the line of its group when its state is copied, in the thread that calls, which makes the
-same calls on all ranks. DCP's thread waits for those before it, and so does each other save, and each load, of the
-group.
+Two saves at the same time would mix up the collectives of their group, as ranks come to them at different times. So a
+save in the background takes a turn in the thread that calls ``async_save``, which makes the same calls on all ranks.
+Its own thread begins the turn before the first collective, and waits there for the turns before it. Every other save or
+load of the group waits for the last turn (``wait_for_turn``).
 """
 
 from __future__ import annotations
@@ -11,126 +11,145 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dcpring.base.untold import WatchedFuture
-from dcpring.torchside.dcp import save_of_thread
+from dcpring.base.groups import has_group, rank_in, world_size
+from dcpring.errors import CheckpointError
 from dcpring.torchside.groups import group_inside_dcp
 
+_of_thread = threading.local()
+"""``turn``: the one that the calling thread has begun."""
 
-class BackgroundSave:
-    """What is known of the save that a copy is made for.
+
+class Turn:
+    """The place of one save in the background among the saves of its process group.
+
+    The thread that saves calls ``begin``, and the turn is over when ``end`` is called, or when that thread has ended:
+    DCP's own ``async_save`` makes a thread for each save, and tells nobody when the save is over.
 
     Args:
-        patience: seconds in which somebody is expected to save the copy.
-        before: the save that has to be over before this one begins.
-
-    Attributes:
-        copied: done when the copy is.
+        before: the turn that has to be over before this one begins.
+        ranks: those that save together, and need their process group when this begins; 1: none is needed.
     """
 
-    def __init__(self, patience: float, before: BackgroundSave | None = None) -> None:
-        self.copied: Future[None] = Future()
+    def __init__(self, before: Turn | None, ranks: int) -> None:
         self._before = None if before is None or before.is_over else before
-        self._savers: list[threading.Thread] = []
-        self._has_failed = self._is_given_up = self._is_by_hand = False
-        self._until = time.monotonic() + patience
-
-    def failed(self, error: BaseException | None = None) -> None:
-        """Nobody has got a copy. The error is for whoever waits for it, as DCP's thread does; None: nobody will."""
-        self._has_failed = True
-        if error is None:
-            self._is_given_up = True
-            self.copied.set_result(None)
-        else:
-            self.copied.set_exception(error)
-
-    def saved_by(self, thread: threading.Thread) -> None:
-        """A thread that is saving the copy, and has finished that when it ends."""
-        if thread not in self._savers:
-            self._savers.append(thread)
-
-    def by_hand(self) -> None:
-        """Somebody else has the copy, for as long as he likes."""
-        self._is_by_hand = True
+        self._saver: threading.Thread | None = None
+        self._has_ended = False
+        self._expires: float | None = None
+        self._rank, self._ranks = rank_in(), ranks
 
     def begin(self) -> None:
-        """The calling thread saves the copy, when those before it are over."""
-        self.saved_by(threading.current_thread())
-        if self._before is not None:
-            wait_until(lambda: self._before is None or self._before.is_over)
-            self._before = None
+        """Returns when the turns before this one are over. Called by the thread that saves, as often as it likes.
+
+        Raises:
+            CheckpointError: the process group has been destroyed meanwhile.
+        """
+        if self._saver is threading.current_thread():
+            return
+        self._saver, _of_thread.turn = threading.current_thread(), self
+        before, self._before = self._before, None
+        if before is not None:
+            wait_until(lambda: before.is_over)
+        _require_group(self._rank, self._ranks)
+
+    def end(self) -> None:
+        """The save is over."""
+        self._has_ended = True
+
+    def expect(self, seconds: float) -> None:
+        """The copy is complete: a thread that does not begin the turn within so many seconds will not do so any more.
+
+        ``async_save`` may have failed after it had asked for the copy.
+        """
+        self._expires = time.monotonic() + seconds
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the save was made, or has failed."""
+        saver = self._saver
+        if saver is None:
+            return self._has_ended
+        return self._has_ended or saver is threading.current_thread() or not saver.is_alive()
 
     @property
     def is_over(self) -> bool:
         """Whether nobody saves the copy, now or later."""
-        return self._is_saved if self._savers else self._is_given_up or self.is_nobodys
-
-    @property
-    def needs_no_copy(self) -> bool:
-        """Whether the copy may change, whoever refers to it."""
-        return self._has_failed or (self._is_saved and not self._is_by_hand)
-
-    @property
-    def is_nobodys(self) -> bool:
-        """Whether no thread of DCP's is going to save it, so that nothing tells its end."""
-        return self._is_by_hand or (not self._savers and time.monotonic() > self._until)
-
-    @property
-    def _is_saved(self) -> bool:
-        return bool(self._savers) and not any(map(_is_at_work, list(self._savers)))
+        has_expired = self._saver is None and self._expires is not None and time.monotonic() > self._expires
+        return has_expired or self.is_saved
 
 
-def _is_at_work(thread: threading.Thread) -> bool:
-    """A thread that asks this itself has come back from what it did before."""
-    return thread.is_alive() and thread is not threading.current_thread()
+class Queue:
+    """Turns that no process group has: of saves without other ranks, and of those that another process makes."""
 
 
-class Line:
-    """Saves that begin one after the other, in the order of their copies, which is the same on all ranks."""
+_last: WeakKeyDictionary[dist.ProcessGroup | Queue, Turn] = WeakKeyDictionary()
+_lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self._last = BackgroundSave(0)
-
-    def join(self, patience: float) -> BackgroundSave:
-        """The next one."""
-        self._last = BackgroundSave(patience, self._last)
-        return self._last
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last one is."""
-        return self._last.is_over
+ALONE = Queue()
+"""Saves of this process alone."""
 
 
-_lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
+def take_turn(queue: dist.ProcessGroup | Queue, ranks: int = 1) -> Turn:
+    """The next turn of a process group, or of a queue. All ranks of a group call this in the same order."""
+    with _lock:
+        turn = _last[queue] = Turn(_last.get(queue), ranks)
+    return turn
 
 
-def line_of(group: dist.ProcessGroup) -> Line:
-    """That of all saves in this process that have collectives in the group."""
-    return _lines.setdefault(group, Line())
+def is_over(queue: dist.ProcessGroup | Queue) -> bool:
+    """Whether all turns that were taken are over."""
+    last = _last.get(queue)
+    return last is None or last.is_over
 
 
 def wait_for_turn() -> None:
-    """Called where DCP begins a save or a load, before its collectives: returns when those before it are over.
+    """Called where a save or a load begins, before its collectives: returns when the turns of its group are over.
 
-    In a thread that DCP has made for a save, what becomes of that save is watched from now on.
+    In a thread that has begun a turn this has been waited for.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    here = None if is_main else save_of_thread()
-    if here is None:
-        group = group_inside_dcp() if _lines else None
-        if group is not None and (line := _lines.get(group)) is not None:
-            wait_until(lambda: line.is_over)
-        return
-    if here.future is not None:
-        WatchedFuture.watch(here.future)
-    save = getattr(here.staged, "save", None)
-    if isinstance(save, BackgroundSave):
-        save.begin()
+    if _turn_here() is None:
+        group = group_inside_dcp() if _last else None
+        if group is not None:
+            wait_until(lambda: is_over(group))
+
+
+def require_group(rank: int, ranks: int) -> None:
+    """Refuses to save alone, in a thread beside the main one, what was made to be saved together with other ranks.
+
+    Without a process group DCP saves as if this process were alone: each rank would, over the others' files. A turn
+    that the thread has begun was taken by the save itself, and knows better.
+
+    Args:
+        rank: of this process, when the writer or planner was made.
+        ranks: there were then.
+
+    Raises:
+        CheckpointError: the process group has been destroyed since.
+    """
+    if _turn_here() is None and threading.current_thread() is not threading.main_thread():
+        _require_group(rank, ranks)
+
+
+def _require_group(rank: int, ranks: int) -> None:
+    if ranks > 1 and not has_group():
+        raise CheckpointError(
+            f"rank {rank}: the process group of {ranks} ranks was destroyed before this save in the background had "
+            "begun; ask for its result before that (or, for a rank that saves alone, make the writer and the planner "
+            "without a process group)"
+        )
+
+
+def ranks_now() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return rank_in(), world_size()
+
+
+def _turn_here() -> Turn | None:
+    turn: Turn | None = getattr(_of_thread, "turn", None)
+    return None if turn is None or turn._has_ended else turn
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

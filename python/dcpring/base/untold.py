@@ -11,14 +11,15 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TextIO, cast
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring.base.joint import described, failure_of
-from dcpring.torchside.dcp import is_waited_for
 
 logger = logging.getLogger("dcpring")
 
@@ -74,39 +75,63 @@ def without_frames(error: BaseException) -> BaseException:
     return error
 
 
-class WatchedFuture(Future[Any]):
-    """What DCP's thread says of a save: whoever asks for it hears of a failure."""
+class BackgroundTask(Future[Any]):
+    """What becomes of work that a thread of its own does, such as a save in the background.
 
-    _number = -1
+    A failure is logged at once. Whoever asks for the result, or for the exception, hears of it.
 
-    @classmethod
-    def watch(cls, future: Future[Any]) -> None:
-        """Has a future that somebody may be waiting for already become one of these."""
-        if type(future) in (Future, WatchedFuture):
-            future.__class__ = cls
+    Args:
+        cure: which call raises the error.
+
+    Attributes:
+        is_quiet: nobody needs to hear of a failure, as its cause is being raised elsewhere.
+    """
+
+    def __init__(self, cure: str = "asking for its result raises this") -> None:
+        super().__init__()
+        self.is_quiet = False
+        self._cure = cure
+        self._number = -1
+
+    def start(self, name: str, work: Callable[[], Any]) -> None:
+        """Has the work done by a thread of that name. The program ends when the thread has ended.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        threading.Thread(target=self.run, args=(work,), name=name).start()
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Does the work in the calling thread."""
+        try:
+            result = work()
+        except BaseException as error:
+            del work
+            self.set_exception(error)
+        else:
+            del work
+            self.set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
         if exception is not None:
-            number = note_failure(exception, "asking for its result raises this")
-            exception = without_frames(exception)
-            if is_waited_for(self):  # by whoever has begun to before it was watched
-                has_heard(number)
-            self._number = number
+            if not self.is_quiet:
+                self._number = note_failure(exception, self._cure)
+            without_frames(exception)
         super().set_exception(exception)
 
     def result(self, timeout: float | None = None) -> Any:
         try:
             return super().result(timeout)
         finally:
-            self._tell()
+            self._has_told()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         try:
             return super().exception(timeout)
         finally:
-            self._tell()
+            self._has_told()
 
-    def _tell(self) -> None:
+    def _has_told(self) -> None:
         if self.done():
             has_heard(self._number)
 

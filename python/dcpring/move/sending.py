@@ -7,7 +7,7 @@ memory, is copied to one that they can. torch would move it there, and it would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -19,19 +19,29 @@ from dcpring.torchside.tensors import PLAIN_TYPES, frozen_parameter, is_frozen
 
 
 class Staged(dict[Any, Any]):
-    """A state dict that lies in an arena: to everything but a pipe between processes a dict like any other.
+    """A copy of a state dict: to everything but DCP's ``async_save`` and a pipe between processes a dict like others.
+
+    The first thing that DCP does when it saves a state is to ask for its items, in the thread that saves; or it sends
+    it to the process that saves.
 
     Attributes:
-        save: that it was copied for, where there is one.
+        begin: is called then, in that thread.
     """
 
-    save: Any = None
+    begin: Callable[[], None] | None = None
+
+    def items(self) -> Any:
+        if self.begin is not None:
+            self.begin()
+        return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
 def _send(staged: Staged) -> tuple[Any, ...]:
+    if staged.begin is not None:
+        staged.begin()
     sent = _Sent()
     rest = sent.without(dict(staged))
     return _received, (rest, sent.parents, sent.keys, sent.storages, sent.columns)

@@ -12,6 +12,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from itertools import chain, compress
 from operator import attrgetter, setitem
@@ -24,10 +25,13 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from dcpring import _C
+from dcpring.base.joint import failure_of
 from dcpring.base.masks import zeros
 from dcpring.base.memory import FREED, is_dense, is_freed, is_lazy_view, lazy_views, same_memory
+from dcpring.base.order import Turn
 from dcpring.base.samples import sample_view
 from dcpring.base.text import some_keys
+from dcpring.base.untold import without_frames
 from dcpring.errors import CheckpointError, naming
 from dcpring.move.arena import Arena
 from dcpring.move.device import (
@@ -242,6 +246,68 @@ class StagingBuffer:
             if room is not None:
                 self._rooms[device] = room
         return self._rooms.get(device)
+
+
+class Copying:
+    """The copy of one state in a buffer, from when the state is opened until the copy is complete.
+
+    Attributes:
+        copied: done when nobody reads the state any more; it has the error if there is no copy.
+        turn: of the save that the copy is for, where there is one.
+    """
+
+    def __init__(self, buffer: StagingBuffer, opened: Opened | None) -> None:
+        self._buffer, self._opened = buffer, opened
+        self.copied: Future[None] = Future()
+        self.turn: Turn | None = None
+
+    @classmethod
+    def of(cls, buffer: StagingBuffer, state: Any, devices: Devices, frozen: Collection[Tensor] | None) -> Copying:
+        """One whose error, if the state cannot be opened, is told by ``fill``."""
+        try:
+            return cls(buffer, buffer.open(state, devices, frozen))
+        except Exception as error:
+            failed = cls(buffer, None)
+            failed.copied.set_exception(without_frames(error))
+            return failed
+
+    def fill(self) -> Any:
+        """The copy, made in the calling thread, once. Where it fails, what says so on all ranks when it is planned."""
+        opened, self._opened = self._opened, None
+        try:
+            tree = None if opened is None else self._buffer.fill(opened)
+        except Exception as error:
+            self.copied.set_exception(without_frames(error))
+        finally:  # Ctrl-C ends a copy that the calling thread makes
+            del opened
+            self.give_up()
+        failure = self.copied.exception()
+        return tree if failure is None else uncopied(failure)
+
+    def give_up(self) -> None:
+        """Nobody will make the copy."""
+        self._opened = None
+        if not self.copied.done():
+            self.copied.set_result(None)
+
+
+def uncopied(error: BaseException) -> dict[str, Any]:
+    """What is saved in the place of a state that could not be copied on this rank: all ranks get its error.
+
+    An error before DCP's collectives would leave the others in them, waiting for this rank.
+    """
+    text = str(error) if isinstance(error, CheckpointError) else f"cannot copy the state: {failure_of(error).text}"
+    return {"state": _Uncopied(text)}
+
+
+class _Uncopied:
+    """Raises when it is planned, which DCP does in a collective."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __create_write_items__(self, *_: object) -> None:
+        raise CheckpointError(self._text)
 
 
 class Devices:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
 from dcpring.base.arguments import checks_names, shown
-from dcpring.base.groups import GroupBefore, host_id, rank_here, world_size
-from dcpring.base.order import wait_for_turn
+from dcpring.base.groups import host_id, rank_here, world_size
+from dcpring.base.order import ranks_now, require_group, wait_for_turn
 from dcpring.base.text import some_keys
 from dcpring.base.whose import about_ranks
 from dcpring.errors import CheckpointError, PlanError
@@ -127,7 +127,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._cache_key = f"dcpring-{uuid.uuid4()}"
         keep_plans_apart(self, self._cache_key)
         self._save, self._state = Save(), Flat()
-        self._group = GroupBefore()
+        self._ranks = ranks_now()
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class RingSavePlanner(DefaultSavePlanner):
         self._save = save = run_of(storage_meta, Save)
         if save is not getattr(storage_meta, "run", None):  # and a writer of ours does not look
             wait_for_turn()
-            self._group.require()
+            require_group(*self._ranks)
             save.path = None if storage_meta is None else storage_meta.checkpoint_id
         save.events.begin(_trace.LOCAL_PLAN)
         flat = self._flat(state_dict)

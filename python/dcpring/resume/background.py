@@ -1,7 +1,7 @@
-"""A save in the background: one thread that writes a copy of the state over a process group of its own.
+"""Saves of a Checkpointer in the background: a thread each, which writes a copy over a process group of its own.
 
-The calling thread starts it, and hears how it went with its next call. What goes wrong before that is logged at once,
-and said when the program ends if there is no next call (``base.untold``).
+The calling thread starts it, and hears how the save went with its next call. A failure is logged at once, and printed
+at the end of the program if there is no next call (``base.untold.BackgroundTask``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from dcpring.base.joint import failure_of
 from dcpring.base.ranks import Operation, Ranks
-from dcpring.base.untold import has_heard, note_failure, without_frames
+from dcpring.base.untold import BackgroundTask
 
 
 class SaveHandle:
@@ -62,8 +62,8 @@ def wait_for_copy(copied: Future[None]) -> None:
     futures.wait([copied])
 
 
-class Background:
-    """Saves of one Checkpointer, one at a time.
+class BackgroundSaves:
+    """Saves of one Checkpointer, one at a time, each in a thread of its own.
 
     Args:
         ranks: that save; all of them make this, at the same time.
@@ -71,10 +71,7 @@ class Background:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks.twin()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcpring-save")
-        self._pending: Future[None] | None = None
-        self._failed = -1
-        self._is_abandoned = False
+        self._pending: BackgroundTask | None = None
 
     @property
     def is_pending(self) -> bool:
@@ -88,24 +85,20 @@ class Background:
 
     def start(self, work: Callable[[Operation], None], after: Callable[[], None]) -> Future[None]:
         """Has ``work`` done as an operation of all ranks, and then ``after``."""
-        self._pending = self._executor.submit(self._run, work, after)
-        return self._pending
+
+        def run() -> None:
+            with self._ranks.operation("save in the background") as joint:
+                work(joint)
+            after()
+
+        task = BackgroundTask("the next call will raise this")
+        task.start("dcpring-save", run)
+        self._pending = task
+        return task
 
     def awaits(self, written: Future[None]) -> bool:
         """Nobody has asked yet how this save went."""
         return self._pending is written
-
-    def _run(self, work: Callable[[Operation], None], after: Callable[[], None]) -> None:
-        try:
-            with self._ranks.operation("save in the background") as joint:
-                work(joint)
-        except BaseException as error:
-            if not self._is_abandoned:
-                self._failed = note_failure(error, "the next call will raise this")
-            without_frames(error)
-            del self, work, after  # the frame of this function is added again
-            raise
-        after()
 
     def settle(self) -> None:
         """Returns when no save is being written. Raises what went wrong with the last one, once."""
@@ -118,19 +111,15 @@ class Background:
             if not pending.done():  # Ctrl-C has ended the wait, not the save
                 self._pending = pending
             raise
-        finally:
-            if self._pending is None:
-                has_heard(self._failed)
 
     def abandon(self, error: BaseException) -> None:
         """Ends a save that was started, if it was, as not all ranks have started it; returns once it has ended."""
         text = f"rank {self._ranks.rank}: {failure_of(error).text}"
-        self._is_abandoned = True
+        if self._pending is not None:
+            self._pending.is_quiet = True
         with self._ranks.ended(text), contextlib.suppress(Exception):
             self.settle()
-        self._is_abandoned = False
 
     def close(self) -> None:
-        """Gives back the thread and the group; nothing may be pending."""
-        self._executor.shutdown()
+        """Gives back the group; nothing may be pending."""
         self._ranks.close()

@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,11 +33,11 @@ from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.metadata import METADATA_NAME
 from dcpring.hf import exports
 from dcpring.hf.writer import RingHFWriter
-from dcpring.move.staging import Opened, SideStreams, StagingBuffer
+from dcpring.move.staging import Copying, Devices, SideStreams, StagingBuffer
 from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import trees
-from dcpring.resume.background import Background, SaveHandle, wait_for_copy
+from dcpring.resume.background import BackgroundSaves, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, Member, SaveCheck, some_are
 from dcpring.resume.disks import CURE, Disks
 from dcpring.resume.manifest import MANIFEST_KEY, Manifest, Stored
@@ -143,7 +143,7 @@ class Checkpointer:
                 self._writer_options = _tried("writer_options", writer_options)
                 self._reader_options = _tried("reader_options", reader_options)
                 self._export_options = _tried("export_options", export_options)
-                self._background: Background | None = None
+                self._background: BackgroundSaves | None = None
                 self._staging = StagingBuffer()
                 self._copied: Future[None] | None = None
                 self._pid = os.getpid()
@@ -408,26 +408,24 @@ class Checkpointer:
                 self._background.abandon(error)
 
         after.push(leave)
-        copying = f"cannot save step {step}: copying the state"
-        with joint.doing(copying), Staging.timed() as staging:
-            frozen = self._frozen_in(state)
-            if async_staging:
-                copy = _Copy(self._staging, self._staging.open(state, SideStreams(), frozen))
-            else:
-                copy = _Copy.made(self._staging, self._staging.stage(state, frozen), staging)
+        what = f"cannot save step {step}: copying the state"
+        with joint.doing(what):
+            devices = SideStreams() if async_staging else Devices()
+            copying = Copying(self._staging, self._staging.open(state, devices, self._frozen_in(state)))
+            copies = [] if async_staging else [_filled(copying)]
         joint.settle("copied")
         if self._background is None:
-            self._background = Background(self._ranks)
+            self._background = BackgroundSaves(self._ranks)
 
         def work(own: Operation) -> None:
-            with own.doing(copying):
-                staged, timed = copy.take()
+            with own.doing(what):
+                staged, timed = copies.pop() if copies else _filled(copying)
             self._write(own, staged, step, export, timed)
 
         written = self._background.start(work, after=lambda: self._remove_old(step))
-        written.add_done_callback(lambda _: copy.leave())
-        self._copied = copy.copied
-        return written, copy.copied
+        written.add_done_callback(lambda _: copying.give_up())
+        self._copied = copying.copied
+        return written, copying.copied
 
     def _frozen_in(self, state: dict[str, Any]) -> list[Tensor] | None:
         """What need not be copied again; None: all is to be copied."""
@@ -706,40 +704,9 @@ def _refuse_other_calls(calls: Sequence[tuple[int, bool, exports.Format | None, 
         raise CheckpointError(f"rank 0 saves {first}, but {spans(others)}: {other}; call save() alike on all ranks")
 
 
-class _Copy:
-    """The copy of a state for a save in the background, made by the thread that writes it, if not before.
-
-    Attributes:
-        copied: done when nobody reads the state any more.
-    """
-
-    def __init__(self, buffer: StagingBuffer, opened: Opened | None) -> None:
-        self._buffer, self._opened = buffer, opened
-        self._made: tuple[Any, Staging] | None = None
-        self.copied: Future[None] = Future()
-
-    @classmethod
-    def made(cls, buffer: StagingBuffer, staged: Any, staging: Staging) -> _Copy:
-        """One that is complete."""
-        copy = cls(buffer, None)
-        copy._made = (staged, staging)
-        copy.leave()
-        return copy
-
-    def take(self) -> tuple[Any, Staging]:
-        """The copy, and when it was made. Called once."""
-        made, self._made = self._made, None
-        if made is None:
-            opened, self._opened = self._opened, None
-            assert opened is not None
-            try:
-                with Staging.timed() as staging:
-                    made = self._buffer.fill(opened), staging
-            finally:
-                self.leave()
-        return made
-
-    def leave(self) -> None:
-        """Nobody will read the state, if that was not so before."""
-        with contextlib.suppress(InvalidStateError):
-            self.copied.set_result(None)
+def _filled(copying: Copying) -> tuple[Any, Staging]:
+    """The copy, and when it was made."""
+    with Staging.timed() as staging:
+        tree = copying.fill()
+    copying.copied.result()  # raises what went wrong
+    return tree, staging

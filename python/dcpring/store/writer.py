@@ -24,8 +24,8 @@ from torch.futures import Future
 from dcpring import _C
 from dcpring.base.arguments import checks_names, shown
 from dcpring.base.files import names_in, new_tag
-from dcpring.base.groups import GroupBefore, agree_among, world_size
-from dcpring.base.order import BackgroundSave, Line, wait_for_turn
+from dcpring.base.groups import agree_among, world_size
+from dcpring.base.order import ranks_now, require_group, wait_for_turn
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata
@@ -43,8 +43,7 @@ from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import Results, note_places, results_by_rank
 from dcpring.move.save.saving import Saving
-from dcpring.move.sending import Staged
-from dcpring.move.staging import StagingBuffer
+from dcpring.move.staging import Copying, Devices, StagingBuffer
 from dcpring.move.unchanged import LEAST_KEPT_BYTES, Keeping
 from dcpring.names.key_map import (
     KeyMap,
@@ -59,13 +58,7 @@ from dcpring.plan.run import Save, with_run
 from dcpring.plan.table import check_sizes, describes_itself
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
-from dcpring.store.stager import (
-    RingStager,
-    place_in_line,
-    renew_background_process,
-    uncopied,
-    watch_background_process,
-)
+from dcpring.store.stager import RingStager, TorchSave, renew_background_process
 from dcpring.torchside.dcp import calling_async_save
 from dcpring.torchside.groups import members_of_caller
 from dcpring.torchside.versions import say_once
@@ -228,8 +221,7 @@ class RingWriter(FileSystemWriter):
         self._frozen: Set[str] = frozenset()
         self.metrics = checked_metrics(metrics)
         self._tracer = _trace.Tracer(trace)
-        self._group = GroupBefore()
-        self._is_sent = False  # what this writer has staged is saved by DCP's process
+        self._ranks = ranks_now()
         self._stager = None
         if cache_staged_state_dict:
             self._stager = RingStager(unchanged="trust" if unchanged == "trust" else "copy")
@@ -248,10 +240,7 @@ class RingWriter(FileSystemWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
-        if self._is_sent:
-            wait_for_turn()
-            watch_background_process()
-        state = {**self.__dict__, "_stager": None, "_is_sent": False}
+        state = {**self.__dict__, "_stager": None}
         del state["_saves"]
         state["_last"] = self._save.next(Events(), None)
         for name, nothing in (("progress", False), ("metrics", None)):
@@ -288,25 +277,21 @@ class RingWriter(FileSystemWriter):
         ``cache_staged_state_dict`` the writer keeps it for its next save.
         """
         call = calling_async_save()
-        self._group, self._is_sent = GroupBefore(), renew_background_process(call)
-        save = BackgroundSave(0) if call is None else place_in_line(call, Line())
+        renew_background_process(call)
         self.per_thread_copy_ahead = 0  # the copy lies in host memory
         with _trace.Staging.timed() as staging:
-            try:
-                if self._stager is None:
-                    copied = StagingBuffer(is_shared=self._is_sent).stage(state_dict)
-                else:
-                    copied = self._stager.stage_now(state_dict, save)
-            except Exception as error:
-                copied = uncopied(error)
-            except BaseException:
-                save.failed()
-                raise
-        save.copied.set_result(None)
+            if self._stager is None:
+                is_sent = call is not None and call.is_sent
+                copying = Copying.of(StagingBuffer(is_shared=is_sent), state_dict, Devices(), None)
+            else:
+                copying = self._stager.begin_copy(state_dict, Devices())
+            copied = copying.fill()
         self._tracer.note_staged(staging)
-        staged = Staged(copied)
-        staged.save = save
-        return staged
+        if call is None:
+            return copied
+        save = TorchSave(call)
+        copying.turn = save.turn
+        return save.staged(copied)
 
     def note_staged(self, staging: _trace.Staging) -> None:
         """Called by Checkpointer, which copies the state itself: when it did that for the next save."""
@@ -359,7 +344,7 @@ class RingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Says which part this rank has in the save."""
-        self._group.require()
+        require_group(*self._ranks)
         if self._save.events.is_sure or not self._save.events.started:  # nobody has asked for storage_meta()
             self._begin_save()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

@@ -230,69 +230,41 @@ def end_background_process() -> None:
 
 
 class AsyncSave(NamedTuple):
-    """A call of ``async_save``: what DCP does not tell the stager that it asks for a copy.
+    """A call of torch's ``async_save``: what DCP does not tell the stager that it asks for a copy.
 
     Attributes:
-        is_sent: to the process that saves in the background; else a thread saves.
-        group: None where there is none.
-        is_alone: no other rank takes part.
+        is_sent: the process in the background saves; else a thread does.
+        group: whose ranks save together; None where this process saves alone.
     """
 
     is_sent: bool
     group: dist.ProcessGroup | None
-    is_alone: bool
 
     @property
     def members(self) -> list[int]:
-        """The global ranks of the group."""
+        """The global ranks that save."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
 
 def calling_async_save() -> AsyncSave | None:
-    """The ``async_save`` that is calling; None if none is."""
+    """The ``async_save`` of torch's that is calling; None if none is."""
     for module, name, frame in callers():
         if (module, name) == (f"{_DCP}.state_dict_saver", "async_save"):
             is_sent = getattr(local(frame, "async_checkpointer_type"), "name", "") == "PROCESS"
-            has_group = dist.is_available() and dist.is_initialized()
-            group = (local(frame, "process_group") or dist.group.WORLD) if has_group else None
-            return AsyncSave(is_sent, group, bool(local(frame, "no_dist")))
+            is_of_all = dist.is_available() and dist.is_initialized() and not local(frame, "no_dist")
+            group = (local(frame, "process_group") or dist.group.WORLD) if is_of_all else None
+            return AsyncSave(is_sent, group)
     return None
 
 
-class ThreadSave(NamedTuple):
-    """A save by ``async_save``, in the thread of DCP's that makes it.
-
-    Attributes:
-        staged: what the stager has given.
-        future: what the thread will say of the save.
-        is_sent: to the process that saves in the background.
-        is_of_all: other ranks take part, as far as ``async_save`` was told.
-    """
-
-    staged: Any
-    future: Future[Any] | None
-    is_sent: bool
-    is_of_all: bool
-
-
-def save_of_thread() -> ThreadSave | None:
-    """The save that the calling thread was made for; None elsewhere."""
-    found = None
+def future_of_thread() -> Future[Any] | None:
+    """What DCP's thread, which is calling, will say of the save that it sends to the process in the background."""
     for module, name, frame in callers():
-        is_sent = (module, name) == (f"{_DCP}._async_process_executor", "_execute_save_impl")
-        if is_sent or (module, name) == (f"{_DCP}._async_thread_executor", "save_wrapper"):
-            is_of_all = not local(frame, "no_dist") and (not is_sent or local(frame, "use_collectives") is not False)
-            found = ThreadSave(local(frame, "staging_future_or_state_dict"), None, is_sent, is_of_all)
-        elif found is not None and (module, name) == ("concurrent.futures.thread", "run"):
+        if (module, name) == ("concurrent.futures.thread", "run"):
             future = getattr(local(frame, "self"), "future", None)
             if isinstance(future, Future):  # since Python 3.14 it is the second "run"
-                return found._replace(future=future)
-    return found
-
-
-def is_waited_for(future: Future[Any]) -> bool:
-    """Whether a thread waits for the result, or the exception. Python's name for that is private, too."""
-    return bool(getattr(future._condition, "_waiters", ()))
+                return future
+    return None
 
 
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")
@@ -301,15 +273,14 @@ _load = optional(f"{_DCP}.state_dict_loader", "_load_state_dict")
 
 def save(
     state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None
-) -> None:
-    """What ``dcp.save`` does with a state dict of plain values; without a group, this process's alone.
+) -> Any:
+    """What ``dcp.save`` does with a state dict of plain values, and returns; without a group, this process's alone.
 
     ``dcp.save`` itself warns of each save without a process group, as if that were not intended.
     """
     if _save is None:
-        dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    else:
-        _save(state_dict, writer, process_group=group, no_dist=group is None, planner=planner)
+        return dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return _save(state_dict, writer, process_group=group, no_dist=group is None, planner=planner)
 
 
 def load(

@@ -8,15 +8,12 @@ from torch import Tensor
 _STRETCHES, _STRETCH_BYTES = 4, 64
 """The first bytes, the last ones, and some between, as in core/data/unchanged.c."""
 
-SAMPLE_SHAPE = (_STRETCHES, _STRETCH_BYTES)
-SAMPLE_BYTES = _STRETCHES * _STRETCH_BYTES
-
 
 def sample_view(tensor: Tensor) -> Tensor:
-    """The sampled bytes of a tensor without gaps in memory, of SAMPLE_BYTES at least, as a view of SAMPLE_SHAPE.
+    """The sampled bytes of a tensor without gaps in memory, as a view that has a row for each stretch.
 
     The core's sample of a copy of this is its sample of the tensor, if that is contiguous.
     """
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
     apart = (flat.numel() - _STRETCH_BYTES) // (_STRETCHES - 1)
-    return flat.as_strided(SAMPLE_SHAPE, (apart, 1), flat.storage_offset())
+    return flat.as_strided((_STRETCHES, _STRETCH_BYTES), (apart, 1), flat.storage_offset())

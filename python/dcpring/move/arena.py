@@ -24,7 +24,6 @@ from dcpring import _C
 from dcpring.base import shared_memory
 from dcpring.base.memory import is_dense
 from dcpring.move.device import Elements, on_accelerator, ordinary_memory, padded, pinned_memory, say_cannot_pin
-from dcpring.move.frozen import Held
 from dcpring.torchside import accelerators
 from dcpring.torchside.storage import map_shared, uses
 from dcpring.torchside.versions import say_once
@@ -86,11 +85,6 @@ class Arena:
             kept = self._kept = self._made_for(sources, handles.kinds())
         return kept.tensors, kept.handles
 
-    @property
-    def held(self) -> dict[int, Held]:
-        """For the arena's user, who notes there what is in the tensors: it is empty when they are others."""
-        return {} if self._kept is None else self._kept.held
-
     def release(self) -> None:
         """Gives the memory back to the system, the pinned memory that torch would keep included."""
         if self._process == os.getpid() and not self.is_used:
@@ -136,7 +130,6 @@ class _Kept:
 
     def __init__(self, tensors: list[Tensor], kinds: bytes, storages: Sequence[torch.UntypedStorage]) -> None:
         self.tensors, self.kinds = tensors, kinds
-        self.held: dict[int, Held] = {}
         self.handles = _C.Tensors(tensors)
         self.addresses = _addresses(storages)
         self._references, self._uses = self._count(storages)

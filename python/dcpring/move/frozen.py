@@ -4,12 +4,14 @@ What is not trained is taken for unchanged where its memory is the same, autogra
 hundred of its bytes are those of the copy. The count alone would not do: writes through ``.data`` and by NumPy, by
 collectives, and by the ``_foreach`` functions to DTensors, are not in it. Whoever writes a copy to a file asks by
 ``sign_of_content`` what it is a copy of, so that a change is one for the writer, too, that only the buffer has seen.
+
+What is known of copies belongs to their memory: it is noted when a buffer has copied a state, and forgotten before the
+buffer is written to again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import compress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,9 +19,7 @@ from torch import Tensor
 
 from dcpring import _C
 from dcpring.base.memory import is_dense, is_lazy_view
-from dcpring.base.samples import SAMPLE_BYTES, SAMPLE_SHAPE
 from dcpring.format.ledger import key_of, new_seed
-from dcpring.move.device import on_accelerator, pinned_memory
 from dcpring.torchside.storage import WeakReference, weak_reference
 from dcpring.torchside.tensors import is_frozen, version
 
@@ -33,24 +33,25 @@ class Sign(NamedTuple):
     Attributes:
         storage: which cannot be taken for another one, but is not kept alive.
         address: of the tensor in it.
+        layout: dtype, shape and strides.
         versions: of the tensor, and of the DTensor that it is the local part of.
     """
 
     storage: WeakReference
     address: int
+    layout: tuple[Any, ...]
     versions: tuple[int, ...]
 
 
-class Held(NamedTuple):
-    """What is known of a tensor that was copied.
-
-    Attributes:
-        sign: its, when it was copied.
-        version: of the copy, which somebody may have written to.
-    """
+class Copied(NamedTuple):
+    """What is known of a copy: the sign of the tensor when it was copied, and the version of the copy since."""
 
     sign: Sign
     version: int
+
+
+_copies: dict[WeakReference, dict[int, Copied]] = {}
+"""Copies of tensors with signs, by the memory of a buffer, and by address."""
 
 
 def signs_of(sources: Iterable[tuple[Tensor, Tensor]], known: Collection[Tensor]) -> dict[int, Sign]:
@@ -71,21 +72,39 @@ def signs_of(sources: Iterable[tuple[Tensor, Tensor]], known: Collection[Tensor]
 
 def _sign_of(tensor: Tensor, whole: Tensor) -> Sign:
     versions = tuple(version(one) for one in ((tensor,) if whole is tensor else (tensor, whole)))
-    return Sign(weak_reference(tensor.untyped_storage()), tensor.data_ptr(), versions)
+    layout = tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return Sign(weak_reference(tensor.untyped_storage()), tensor.data_ptr(), layout, versions)
 
 
-_copied: dict[WeakReference, dict[int, Held]] = {}
-"""What the memory of buffers has of tensors with signs, by address."""
+def note_copies(signs: Mapping[int, Sign], copies: Sequence[Tensor]) -> None:
+    """A buffer has copied tensors with these signs; each copy has the number of its sign."""
+    for number, sign in signs.items():
+        copy = copies[number]
+        of_storage = _copies.setdefault(weak_reference(copy.untyped_storage()), {})
+        of_storage[copy.data_ptr()] = Copied(sign, version(copy))
 
 
-def note_copies(held: Mapping[int, Held], copies: list[Tensor]) -> None:
-    """A buffer has copied a state: all that its memory holds of tensors with signs, by number."""
-    forget_expired(_copied, lambda storage: storage)
-    for storage in {weak_reference(copy.untyped_storage()) for copy in copies}:
-        _copied.pop(storage, None)
-    for number, one in held.items():
-        of_storage = _copied.setdefault(weak_reference(copies[number].untyped_storage()), {})
-        of_storage[copies[number].data_ptr()] = one
+def take_copied(signs: Mapping[int, Sign], copies: Sequence[Tensor]) -> list[int]:
+    """Which of the tensors with signs have been copied as they are, by number. Of all copies nothing is known then."""
+    forget_expired(_copies, lambda storage: storage)
+    if not _copies:
+        return []
+    by_storage = {storage: _copies.pop(storage, {}) for storage in {_storage_of(copy) for copy in copies}}
+    return [
+        number
+        for number, sign in signs.items()
+        if _known_of(by_storage[_storage_of(copies[number])], copies[number]) == sign
+    ]
+
+
+def _storage_of(copy: Tensor) -> WeakReference:
+    return weak_reference(copy.untyped_storage())
+
+
+def _known_of(copied: Mapping[int, Copied], copy: Tensor) -> Sign | None:
+    """The sign of what a tensor is a copy of, if nobody has written to the copy."""
+    known = copied.get(copy.data_ptr())
+    return known.sign if known is not None and known.version == version(copy) else None
 
 
 def sign_of_content(tensor: Tensor, whole: Tensor) -> Sign | None:
@@ -94,10 +113,9 @@ def sign_of_content(tensor: Tensor, whole: Tensor) -> Sign | None:
     Args:
         whole: the DTensor that it is a part of, or the tensor.
     """
-    copied = _copied.get(weak_reference(tensor.untyped_storage()))
+    copied = _copies.get(_storage_of(tensor))
     if copied is not None:
-        held = copied.get(tensor.data_ptr())
-        return held.sign if held is not None and held.version == version(tensor) else None
+        return _known_of(copied, tensor)
     return None if tensor.is_inference() else _sign_of(tensor, whole)
 
 
@@ -126,23 +144,8 @@ def _can_be_told(tensor: Tensor) -> bool:
     )
 
 
-def same_signs(signs: Mapping[int, Sign], held: Mapping[int, Held], copies: list[Tensor]) -> list[int]:
-    """Of the tensors with signs those that seem to be as they were copied."""
-    return [number for number, sign in signs.items() if held.get(number) == (sign, version(copies[number]))]
-
-
-def samples_of_devices(tensors: list[Tensor]) -> list[Tensor]:
-    """A tensor for each: itself if it lies in host memory, else room for ``sample_view`` of it."""
-    elsewhere = [on_accelerator(tensor) for tensor in tensors]
-    rows = iter(pinned_memory(SAMPLE_BYTES * sum(elsewhere)).split(SAMPLE_BYTES) if any(elsewhere) else ())
-    return [
-        next(rows).view(SAMPLE_SHAPE) if is_elsewhere else tensor
-        for tensor, is_elsewhere in zip(tensors, elsewhere, strict=True)
-    ]
-
-
-def with_equal_samples(numbers: list[int], tensors: list[Tensor], copies: list[Tensor]) -> set[int]:
-    """Those of the numbers whose tensors and copies look alike."""
+def equal_samples(tensors: list[Tensor], copies: list[Tensor]) -> Iterator[bool]:
+    """Whether each tensor in host memory, and its copy, look alike."""
     key = key_of(new_seed())
     one, other = (memoryview(_C.samples(_C.Tensors(some), key)).cast("Q") for some in (tensors, copies))
-    return set(compress(numbers, (a == b for a, b in zip(one, other, strict=True))))
+    return (a == b for a, b in zip(one, other, strict=True))

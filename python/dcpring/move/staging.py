@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -43,7 +43,7 @@ from dcpring.move.device import (
     parts_of,
     side_by_side,
 )
-from dcpring.move.frozen import Held, Sign, note_copies, same_signs, samples_of_devices, signs_of, with_equal_samples
+from dcpring.move.frozen import Sign, equal_samples, note_copies, signs_of, take_copied
 from dcpring.move.sending import Staged
 from dcpring.names.diff import check_state_dict
 from dcpring.plan.flatten import is_terminal
@@ -56,7 +56,6 @@ from dcpring.torchside.tensors import (
     frozen_parameter,
     is_frozen,
     local_tensor,
-    version,
     versions_of,
     with_local,
     with_shards,
@@ -139,11 +138,11 @@ class StagingBuffer:
         with opened.devices.entered():
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    held = self._fill(opened)
+                    signs, hosts = self._fill(opened)
             finally:
                 opened.devices.wait()  # after an error too: the memory will be used again
         opened.check_unchanged()
-        self._arena.held.update(held)
+        note_copies(signs, hosts)
         return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
 
     def release(self) -> None:
@@ -151,8 +150,8 @@ class StagingBuffer:
         self._rooms.clear()
         self._arena.release()
 
-    def _fill(self, opened: Opened) -> dict[int, Held]:
-        """Copies, and says what the buffer has then of what may stay as it is."""
+    def _fill(self, opened: Opened) -> tuple[dict[int, Sign], list[Tensor]]:
+        """Copies. Gives the signs of what may stay as it is, and the copies, by number."""
         sources, signs = opened.sources(), opened.signs
         handles = _C.Tensors(sources)
         chosen, same = _in_memory(sources, handles)
@@ -171,9 +170,7 @@ class StagingBuffer:
             mask = bytes(is_plain and n not in unchanged for n, is_plain in enumerate(mask))
         _C.copy_tensors(handles, places, mask, self._workers)
         self._put(opened, sources, distinct, same, hosts)
-        held = {n: Held(sign, version(hosts[n])) for n, sign in signs.items()}
-        note_copies(held, hosts)
-        return held
+        return signs, hosts
 
     @staticmethod
     def _put(
@@ -194,23 +191,20 @@ class StagingBuffer:
     def _unchanged(
         self, signs: dict[int, Sign], tensors: list[Tensor], hosts: list[Tensor], devices: Devices
     ) -> set[int]:
-        """Which tensors need not be copied. Until all others are, the buffer has none."""
-        held = dict(self._arena.held)
-        self._arena.held.clear()
-        numbers = same_signs(signs, held, hosts)
-        if not numbers:
-            return set()
-        chosen, copies = [tensors[n] for n in numbers], [hosts[n] for n in numbers]
-        looked = samples_of_devices(chosen)
-        for at, (tensor, sample) in enumerate(zip(chosen, looked, strict=True)):
-            if sample is not tensor:
-                devices.meet(tensor.device)
-                with devices.on(tensor.device):
-                    copy_to_host([sample_view(tensor)], [sample])
-                copies[at] = sample_view(copies[at])
-        if any(map(on_accelerator, chosen)):
-            devices.wait()
-        return with_equal_samples(numbers, looked, copies)
+        """Which tensors need not be copied. Until all others are, nothing is known of what the buffer has."""
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for n in take_copied(signs, hosts):
+            by_device[tensors[n].device].append(n)
+        unchanged: set[int] = set()
+        for device, numbers in by_device.items():
+            chosen, copies = [tensors[n] for n in numbers], [hosts[n] for n in numbers]
+            if is_accelerator(device):
+                devices.meet(device)
+                with devices.on(device):
+                    chosen = list(torch.stack(list(map(sample_view, chosen))).cpu())
+                copies = list(map(sample_view, copies))
+            unchanged.update(compress(numbers, equal_samples(chosen, copies)))
+        return unchanged
 
     def _copy_others(self, tensors: list[Tensor], hosts: list[Tensor], others: list[int], opened: Opened) -> None:
         """What the core cannot copy: tensors of accelerators, and such whose bytes are not their values."""

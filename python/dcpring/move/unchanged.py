@@ -52,19 +52,7 @@ class Linkable(NamedTuple):
     digests: dict[int, bytes]
 
 
-class _Content(NamedTuple):
-    """What differs between two moments if a tensor's bytes are others, as far as that can be told without them.
-
-    Attributes:
-        sign: of the tensor, or of that which it is a copy of.
-        layout: dtype, shape and strides.
-    """
-
-    sign: Sign
-    layout: tuple[Any, ...]
-
-
-_known: dict[_Content, tuple[bytes, bytes]] = {}
+_known: dict[Sign, tuple[bytes, bytes]] = {}
 """Digests of what this process has read, each with the seed of its key."""
 
 
@@ -104,7 +92,7 @@ class Keeping:
         self._earlier = earlier
         self._is_frozen = is_frozen
         self._wholes = wholes
-        self._contents: dict[int, _Content] = {}
+        self._contents: dict[int, Sign] = {}
         self._workers = workers
         self._is_durable = is_durable
         self._plan = items.plan()
@@ -142,7 +130,7 @@ class Keeping:
             name = self._items.name(position)
             sign = sign_of_content(tensor, self._wholes.get(name, tensor)) if self._is_frozen(name) else None
             if sign is not None:
-                self._contents[position] = _Content(sign, (tensor.dtype, tuple(tensor.shape), tensor.stride()))
+                self._contents[position] = sign
 
     def _plain(self) -> tuple[list[int], _C.Tensors]:
         """The tensors that lie as they are in CPU memory."""
@@ -274,7 +262,7 @@ class Keeping:
     def ledger(self) -> bytes:
         """Encoded, once everything is written."""
         saving = self._saving
-        forget_expired(_known, lambda content: content.sign.storage)
+        forget_expired(_known, lambda sign: sign.storage)
         for position, digest in saving.digests.items():
             self._states[position] = KEPT
             if position in self._contents:

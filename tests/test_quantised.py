@@ -39,7 +39,7 @@ from dcpring import (
     RingReader,
 )
 from dcpring.format.safetensors import CRCS, SHARDING, make_header
-from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.task import Inputs
 from dcpring.options import IOOptions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

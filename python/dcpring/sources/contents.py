@@ -1,7 +1,7 @@
 """A checkpoint looked at from outside, without a state dict: what is in it, where it lies, and any part of it.
 
 It is one of DCP's, or safetensors. Whoever wrote it, its entries look the same here. Nothing in it is believed:
-metadata goes through the restricted unpickler, and parts are read by the Loader, with all its checks.
+metadata goes through the restricted unpickler, and parts are read as a load reads, with all its checks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from dcpring.format.model_files import Model, is_model, rank_of_shard, read_mode
 from dcpring.format.properties import decode_properties
 from dcpring.format.unpickler import Safe
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load.inputs import Inputs
-from dcpring.move.load.loader import Loader
-from dcpring.move.load.task import Origin, Rules, Task
-from dcpring.move.load.wanted import Wanted
+from dcpring.move.load import loader
+from dcpring.move.load.task import Inputs, Origin, Rules, Task
+from dcpring.move.load.wanted import Stored, Wanted, wanted_by_item
 from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.pieces import overlap_of
@@ -210,6 +209,7 @@ class Contents(Mapping[str, Entry]):
 
         Raises: as ``read``.
         """
+        items: list[ReadItem] = []
         wanted: list[Wanted] = []
         for number, (key, start, part) in enumerate(parts):
             entry, size = self.entries[key], tuple(part.shape)
@@ -220,11 +220,10 @@ class Contents(Mapping[str, Entry]):
                 where = f"of shape {list(entry.shape or ())} at {list(start)}"
                 raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
             for record, overlap in found.values():
-                item = _read_item(key, number, *overlap)
-                wanted.append(
-                    Wanted(item, record.place, None if entry.dtype is None else (record.lengths, entry.dtype))
-                )
-        self._loader(_Into([part for _, _, part in parts])).load(dict(enumerate(wanted)))
+                stored: Stored = None if entry.dtype is None else (record.lengths, entry.dtype)
+                items.append(_read_item(key, number, *overlap))
+                wanted.append(wanted_by_item(items[-1], record.place, stored))
+        self._load(_Into([part for _, _, part in parts]), items, wanted)
 
     def read_object(self, key: str) -> io.BytesIO:
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
@@ -237,8 +236,7 @@ class Contents(Mapping[str, Entry]):
         indices = [MetadataIndex(key, index=number) for number, key in enumerate(keys)]
         items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
         places = [self.entries[key].records[0].place for key in keys]
-        wanted = [Wanted(item, place, None) for item, place in zip(items, places, strict=True)]
-        self._loader(into).load(dict(enumerate(wanted)))
+        self._load(into, items, [wanted_by_item(item, place, None) for item, place in zip(items, places, strict=True)])
         return [into.objects[number] for number in range(len(keys))]
 
     def refused(self, keys: Iterable[str] | None = None) -> dict[str, str]:
@@ -275,10 +273,11 @@ class Contents(Mapping[str, Entry]):
                 for key in keys:
                     yield from self._readable([key])
 
-    def _loader(self, into: _Into) -> Loader:
+    def _load(self, into: _Into, items: list[ReadItem], wanted: list[Wanted]) -> None:
         origin = Origin(str(self.directory), inputs=self.inputs, sums=self.sums)
         rules = Rules(self.options, self.trusted, transforms=FileSystemReader(self.directory).transforms)
-        return Loader(Task(into, origin, rules, self.stats, LoadRun()))
+        task = Task(into, items.__getitem__, origin, rules, self.stats, LoadRun())
+        loader.load(task, dict(enumerate(wanted)))
 
 
 class _Into(LoadPlanner):

@@ -39,14 +39,14 @@ from dcpring.format.metadata import (
 from dcpring.format.model_files import Files, is_model, may_be_several
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
 from dcpring.format.unpickler import Trust, checked_globals
+from dcpring.move.load import loader
 from dcpring.move.load.handon import exchange_of
-from dcpring.move.load.loader import Loader
-from dcpring.move.load.matched import Matched
 from dcpring.move.load.task import Origin, Rules, Task
-from dcpring.move.load.wanted import wanted_by_items
+from dcpring.move.load.wanted import CompactPlan, wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import Casts, LoadPolicy, Unexpected, checked_casts
 from dcpring.options import IO_NAMES, IOArguments, IOOptions, IOStats
+from dcpring.plan.items import ReadItems
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
 from dcpring.plan.run import LoadRun, with_run
 from dcpring.report import Metrics
@@ -379,7 +379,8 @@ class RingReader(FileSystemReader):
             quantised={each.place: each for each in load.quantised},
         )
         rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
-        task = Task(planner, origin, rules, stats, load.run, self._rank())
+        item = plan.items.make if isinstance(plan.items, ReadItems) else plan.items.__getitem__
+        task = Task(planner, item, origin, rules, stats, load.run, self._rank())
         if not isinstance(planner, RingLoadPlanner):
             self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
         with load.run.meter, contextlib.nullcontext() if files is None else files.unchanged():
@@ -396,8 +397,8 @@ class RingReader(FileSystemReader):
             assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
             exchange = exchange_of(plan, planner.process_group)
             try:
-                matched = Matched(plan.items, chunks, planner, exchange)  # type: ignore[arg-type]
-                Loader(task, matched).load(matched.rest(task.origin.path))
+                compact = CompactPlan(plan.items, chunks, planner)  # type: ignore[arg-type]
+                loader.load(task, compact.rest(task.origin.path), compact, exchange)
             except BaseException as error:
                 if exchange is not None:
                     exchange.fail(error)
@@ -407,7 +408,7 @@ class RingReader(FileSystemReader):
         metadata = run.stored if run.goes_by_stored else self._load.metadata
         assert metadata is not None
         storage_data = metadata.storage_data if run.goes_by_stored else self.storage_data
-        Loader(task).load(wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
+        loader.load(task, wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
 
     def _rank(self) -> int:
         if self.rank is not None:

@@ -1,4 +1,4 @@
-"""What an error of a load says: the key, the rank, and which tensors have been overwritten already."""
+"""The errors of a load: each names the key, the rank, and the tensors that have been overwritten already."""
 
 from __future__ import annotations
 
@@ -6,47 +6,36 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 
-from torch.distributed.checkpoint.planner import ReadItem
-
 from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.move.load.task import Task
-from dcpring.plan.items import ReadItems
 
 _CORE_ERRORS = (OSError, ValueError, TypeError, OverflowError, MemoryError, CorruptCheckpointError)
 
 
 class Explainer:
-    """Finds the words for what goes wrong with items, which go by their positions.
-
-    Args:
-        matched: the items of a compact plan, but for those that are wanted one by one; None without one.
+    """Explains what fails, by positions in the plan.
 
     Attributes:
         path: of the checkpoint.
-        filled: what has been overwritten, in order.
+        filled: the positions that have been overwritten, in order.
     """
 
-    def __init__(self, task: Task, matched: ReadItems | None) -> None:
-        self.path = task.origin.path
+    def __init__(self, task: Task) -> None:
+        self.path, self.item = task.origin.path, task.item
         self.filled: list[Iterable[int]] = []
-        self._wanted, self._rank, self._matched = task.wanted, task.rank, matched
-
-    def item(self, position: int) -> ReadItem:
-        if position in self._wanted or self._matched is None:
-            return self._wanted[position].item
-        return self._matched.make(position)
+        self._rank = task.rank
 
     def name(self, position: int) -> str:
         return repr(self.item(position).storage_index.fqn) + ("" if self._rank is None else f" (rank {self._rank})")
 
     @contextlib.contextmanager
     def core(self, positions: Iterable[int], fills: bool = False) -> Iterator[None]:
-        """Around a call of the core: its errors get the key and the rank.
+        """Adds the key and the rank to what a call of the core raises.
 
         Args:
-            positions: of what it is given, by whose order it says what has failed.
-            fills: the call overwrites the items, and has done so when it succeeds.
+            positions: what the call is about, in the order in which the core has it.
+            fills: whether the call overwrites tensors; it has overwritten all of them when it succeeds.
         """
         try:
             yield
@@ -73,7 +62,7 @@ class Explainer:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[None]:
-        """Around all that overwrites items: its errors say which had been by then."""
+        """Encloses all that overwrites tensors: its errors say which ones had been overwritten by then."""
         try:
             yield
         except Exception as error:

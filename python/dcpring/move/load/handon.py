@@ -27,12 +27,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlanner
 
+from dcpring import _C
 from dcpring.base import groups
 from dcpring.base.joint import GroupChannel, Joint
+from dcpring.errors import CorruptCheckpointError
+from dcpring.format.metadata import Placed
 from dcpring.move import host_memory
 from dcpring.move.host_memory import Rounds
+from dcpring.move.load.executor import Executor, ReadStats
+from dcpring.move.load.targets import bump_versions
 from dcpring.move.load.task import Task
+from dcpring.move.load.wanted import BoxRead, CompactPlan, Payload
+from dcpring.plan import pieces as cutting
 from dcpring.plan.load_planner import RingLoadPlan
 from dcpring.plan.pieces import Piece, common_bytes
 from dcpring.plan.sharing import ROUNDS_IN_MEMORY, Sharing, Unit, hops
@@ -237,3 +245,46 @@ def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange
     if plan.sharing is None or not plan.sharing.rounds or group is None:
         return None
     return Exchange(plan.sharing, plan.pieces, group)
+
+
+# ---- pieces ----
+
+
+def read_pieces(plan: CompactPlan, executor: Executor, pieces: list[tuple[Piece, Tensor]]) -> list[ReadStats]:
+    """Reads pieces of records into memory, in whatever thread."""
+    boxes: list[BoxRead] = []
+    for piece, memory in pieces:
+        stored = plan.storage.get(piece.row)
+        assert stored is not None
+        place = Placed(*stored)
+        if place.payload_bytes != piece.record_bytes:
+            raise CorruptCheckpointError(
+                f"{executor.explain.name(piece.overlaps[0])}: the record has {place.payload_bytes} bytes, its shape "
+                f"and dtype need {piece.record_bytes}",
+                f"{executor.explain.path}/{place.file}",
+                place.payload_offset,
+            )
+        sizes, offsets, lengths = piece.as_bytes()
+        where = executor.inputs.numbers[place.file], place.payload_offset, place.payload_bytes
+        source = Payload(*where, place.crcs, None, sizes, torch.uint8)
+        boxes.append(BoxRead(piece.overlaps[0], source, offsets, lengths, memory.view(lengths)))
+    return [executor.read_once(boxes, executor.options)]
+
+
+def take_pieces(plan: CompactPlan, taken: list[tuple[int, Piece, Tensor]], planner: LoadPlanner) -> list[int]:
+    """Fills positions with what they have of pieces that are in memory. Returns the bytes of each."""
+    boxes = [plan.match.get(position)[3:] for position, _, _ in taken]
+    in_core = [
+        at
+        for at, (position, piece, data) in enumerate(taken)
+        if plan.mask[position] and piece.box is None and data.is_cpu
+    ]
+    ranges = [(taken[at][0], *taken[at][1].byte_range) for at in in_core]
+    memory = _C.Tensors([taken[at][2] for at in in_core])
+    _C.take_matched(plan.match, plan.storage, plan.tensors, ranges, memory)
+    bump_versions(plan.filled(position for position, _, _ in ranges))
+    for at in set(range(len(taken))).difference(in_core):
+        position, piece, data = taken[at]
+        with torch.no_grad():
+            cutting.take(piece, data, *boxes[at], planner.resolve_tensor(plan.items.make(position)))
+    return [common_bytes(piece, *box) for (_, piece, _), box in zip(taken, boxes, strict=True)]

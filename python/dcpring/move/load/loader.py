@@ -1,202 +1,260 @@
-"""One rank's read_data: what each item needs, in which order it is read, and what goes where.
+"""One rank's ``read_data``, from what the plan wants to what the tensors hold.
 
-1. Every item is looked up, and checked against its destination, before anything is read.
-2. Objects, and records that only ``torch.load`` understands, are read whole; objects are checked to be plain data.
-3. Plain tensors are read in parts, straight into the planner's tensors; through a host copy where the destination is
-   on another device, has another dtype, or is no plain memory.
+1. Everything is looked up, and checked against the tensor that it fills, before anything is read.
+2. Objects are read whole and unpickled; so are tensors that only ``torch.load`` understands (``records``).
+3. Plain tensors are read in parts (``executor``): those of a compact plan without an object of Python for each, or
+   with peer sharing (``handon``).
+4. Objects go to the planner last, once nothing can fail any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
 from dcpring.base.masks import both, mask_of
+from dcpring.base.windows import windows
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
 from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import StoredPart
-from dcpring.move.load.boxes import Coded, Payload, read_bytes
+from dcpring.move import device
+from dcpring.move.load.executor import Executor
 from dcpring.move.load.explain import Explainer
-from dcpring.move.load.handon import Exchange
-from dcpring.move.load.inputs import Inputs
-from dcpring.move.load.matched import Matched
-from dcpring.move.load.reads import Range, Reads
+from dcpring.move.load.handon import Exchange, read_pieces, take_pieces
 from dcpring.move.load.records import Records
 from dcpring.move.load.targets import Targets, check_chunks
-from dcpring.move.load.task import Task
-from dcpring.move.load.tensors import PlainTensors
-from dcpring.move.load.wanted import Wanted
+from dcpring.move.load.task import Inputs, Task
+from dcpring.move.load.wanted import BoxRead, CompactPlan, Payload, QuantisedPayload, Wanted, read_bytes
 from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece
 from dcpring.plan.placements import is_replicated
 
 
-class Loader:
-    """See the module's docstring. One is made for every read_data.
+def load(
+    task: Task, wanted: Mapping[int, Wanted], compact: CompactPlan | None = None, exchange: Exchange | None = None
+) -> None:
+    """Loads all that is wanted, once everything that can be checked before has been.
 
     Args:
-        matched: a compact plan; what of it takes another way is wanted besides.
+        wanted: by position; of a compact plan, what the core cannot read straight into tensors.
+        exchange: reads what several ranks need once; None: this rank reads all for itself.
     """
+    if compact is None and not makes_tensors(task.planner):
+        check_chunks(map(task.item, wanted), task.planner)
+    origin, explain = task.origin, Explainer(task)
+    used = {file for each in wanted.values() for file in _files_of(task, each.place)}
+    files = sorted(used) if compact is None else list(compact.storage.file_sizes())
+    with contextlib.ExitStack() as stack:
+        if origin.inputs is None:
+            with explain.core(()):
+                inputs = stack.enter_context(contextlib.closing(Inputs(origin.path, files, origin.links)))
+        else:
+            inputs = origin.inputs
+        _Loader(task, wanted, compact, Executor(task, inputs, explain)).load(exchange)
+    with_tensors = 0 if compact is None else len(compact.match.file_bytes(compact.storage))
+    task.stats.files = max(task.stats.files, with_tensors, len(used))
 
-    def __init__(self, task: Task, matched: Matched | None = None) -> None:
-        self._task, self._matched = task, matched
-        self._planner, self._origin, self._stats = task.planner, task.origin, task.stats
-        self._wanted, self._payloads = task.wanted, task.payloads
-        self._shares = isinstance(task.planner, RingLoadPlanner) and task.planner.shares
-        self._explain = Explainer(task, None if matched is None else matched.items)
-        self._reads = Reads(task, self._explain)
+
+def _files_of(task: Task, place: Placed) -> list[str]:
+    made = _quantised(task, place)
+    return [place.file] if made is None else [place.file, *(shard.file for _, shard in made.scales)]
+
+
+def _quantised(task: Task, place: Placed) -> Quantised | None:
+    if place.kind != OPAQUE:  # the bytes are those of the elements
+        return None
+    return task.origin.quantised.get((place.file, place.offset, place.length))
+
+
+class _Loader:
+    """What ``load`` knows while files are open."""
+
+    def __init__(
+        self, task: Task, wanted: Mapping[int, Wanted], compact: CompactPlan | None, executor: Executor
+    ) -> None:
+        self._task, self._wanted, self._compact, self._executor = task, wanted, compact, executor
+        self._explain, self._inputs = executor.explain, executor.inputs
         self._targets = Targets(task.rules.casts, self._explain)
-        self._tensors = PlainTensors(task, self._reads, self._targets)
-        self._records = Records(task, self._reads, self._targets)
+        self._records = Records(task, wanted, executor, self._targets)
+        self._makes_tensors = makes_tensors(task.planner)
+        self._sources: dict[int, Payload | QuantisedPayload] = {}
+        self._boxes: dict[int, BoxRead] = {}
 
-    def load(self, wanted: Mapping[int, Wanted]) -> None:
-        """Loads all that is wanted, once all that can be checked before has been."""
-        matched = self._matched
-        if matched is None and not makes_tensors(self._planner):
-            check_chunks((each.item for each in wanted.values()), self._planner)
-        self._wanted.update(wanted)
-        files = {file for each in wanted.values() for file in self._files_of(each.place)}
-        with self._opened(sorted(files) if matched is None else list(matched.storage.file_sizes())):
-            objects, wholes = self._classify()
-            self._records.check(wholes)
-            self._tensors.check(others_first=matched is not None)
-            self._task.run.meter.begin(lambda: self._wanted_bytes([*objects, *wholes]))
-            hand_over = self._records.read_objects(objects)
-            with self._explain.changes():
-                self._records.load_tensors(wholes)
-                self._load_plain()
-            for each in hand_over:
-                each()
-        self._targets.tell()
-        with_tensors = 0 if matched is None else len(matched.items.match.file_bytes(matched.storage))
-        self._stats.files = max(self._stats.files, with_tensors, len(files))
+    def load(self, exchange: Exchange | None) -> None:
+        objects, wholes = self._classify()
+        self._check_ends([*objects, *wholes])
+        self._records.check(wholes)
+        if not self._makes_tensors:  # else its tensors are made for some at a time
+            self._boxes = {position: self._box(position) for position in self._sources}
+        self._task.run.meter.begin(lambda: self._wanted_bytes([*objects, *wholes], exchange))
+        give = self._records.read_objects(objects)
+        with self._explain.changes():
+            self._records.load_tensors(wholes)
+            if exchange is None:
+                self._read(None)
+            else:
+                self._share(exchange)
+        for each in give:
+            each()
+        self._targets.log_casts()
 
-    def _wanted_bytes(self, wholes: list[int]) -> int:
-        rest = sum(self._wanted[position].place.length for position in wholes)
-        for position, payload in self._payloads.items():
-            item = self._wanted[position].item
-            rest += read_bytes(payload, item.storage_offsets, item.lengths)
-        return rest if self._matched is None else rest + self._matched.wanted_bytes()
+    def _wanted_bytes(self, wholes: list[int], exchange: Exchange | None) -> int:
+        """What this rank reads, some of it for others alone."""
+        total = sum(self._wanted[position].place.length for position in wholes)
+        for position, source in self._sources.items():
+            total += read_bytes(source, *self._wanted[position][3:])
+        if self._compact is not None:
+            total += self._compact.size_bytes(self._compact.mask)
+            match = self._compact.match
+            total += 0 if exchange is None else exchange.surplus_bytes(lambda at: match.get(at)[3:])
+        return total
 
-    def _files_of(self, place: Placed) -> list[str]:
-        made = self._quantised(place)
-        return [place.file] if made is None else [place.file, *(shard.file for _, shard in made.scales)]
-
-    def _quantised(self, place: Placed) -> Quantised | None:
-        is_made = place.kind == OPAQUE  # whose bytes are not those of its elements
-        return self._origin.quantised.get((place.file, place.offset, place.length)) if is_made else None
-
-    # ---- what each item is ----
-
-    @contextlib.contextmanager
-    def _opened(self, files: list[str]) -> Iterator[None]:
-        """All files that are read. Each is looked at once, when something of it is wanted, and stays open."""
-        shared = self._origin.inputs
-        with self._explain.core(()):
-            self._reads.inputs = shared or Inputs(self._origin.path, files, self._origin.links)
-        with contextlib.nullcontext() if shared else contextlib.closing(self._reads.inputs):
-            yield
+    # ---- what each position is ----
 
     def _classify(self) -> tuple[list[int], list[int]]:
-        """Finds the payloads of plain tensors; gives the positions of objects, and of records that are read whole."""
+        """Finds the payloads of plain tensors. Returns the positions of objects, and of tensors that are unpickled."""
         objects: list[int] = []
         wholes: list[int] = []
         unknown: list[int] = []
-        numbers = self._reads.inputs.numbers
-        for position, (item, place, stored) in self._wanted.items():
+        numbers = self._inputs.numbers
+        for position, (place, stored, is_object, _, lengths) in self._wanted.items():
             if place.offset + place.length >= 1 << 63:
                 raise CorruptCheckpointError(
                     f"{self._explain.name(position)} ends where no file can", self._explain.path
                 )
-            made = self._quantised(place)
-            if item.type == LoadItemType.BYTE_IO:
+            made = _quantised(self._task, place)
+            if is_object:
                 objects.append(position)
             elif made is not None:
-                self._payloads[position] = self._coded(made, self._is_shared(item, made))
+                self._sources[position] = self._quantised_payload(made, self._is_shared(position, made, lengths))
             elif place.descriptors or place.kind == BYTES:
                 wholes.append(position)
             elif place.kind == TENSOR and stored is not None:
                 where = numbers[place.file], place.payload_offset, place.payload_bytes
-                self._payloads[position] = Payload(*where, place.crcs, None, *stored)
+                self._sources[position] = Payload(*where, place.crcs, None, *stored)
             else:
                 unknown.append(position)
         return objects, wholes + self._locate(unknown)
 
-    def _is_shared(self, item: ReadItem, made: Quantised) -> bool:
-        """Whether ranks of this host may want the same of it, and are to read that once."""
-        if not self._shares:
+    def _is_shared(self, position: int, made: Quantised, lengths: tuple[int, ...]) -> bool:
+        """Whether ranks of this host may want the same of a quantised tensor, and are to read that once."""
+        planner = self._task.planner
+        if not isinstance(planner, RingLoadPlanner) or not planner.shares:
             return False
-        value = self._planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
-        return item.lengths == made.whole or (isinstance(value, DTensor) and is_replicated(value))
+        value = planner.state_dict.get(self._task.item(position).dest_index.fqn)
+        return lengths == made.whole or (isinstance(value, DTensor) and is_replicated(value))
 
-    def _coded(self, made: Quantised, is_shared: bool) -> Coded:
+    def _quantised_payload(self, made: Quantised, is_shared: bool) -> QuantisedPayload:
+        codes = self._payload(made.codes, made.stored_sizes, is_shared)
         scales = tuple((box, self._payload(shard, box[1])) for box, shard in made.scales)
-        return Coded(made, self._payload(made.codes, made.stored_sizes), scales, made.shape, made.dtype, is_shared)
+        return QuantisedPayload(made, codes, scales, made.shape, made.dtype)
 
-    def _payload(self, part: StoredPart, sizes: tuple[int, ...]) -> Payload:
-        where = self._reads.inputs.numbers[part.file], part.begin, part.end - part.begin
-        return Payload(*where, part.crcs, None, sizes, part.dtype)
+    def _payload(self, part: StoredPart, sizes: tuple[int, ...], is_shared: bool = False) -> Payload:
+        where = self._inputs.numbers[part.file], part.begin, part.end - part.begin
+        return Payload(*where, part.crcs, None, sizes, part.dtype, is_shared)
 
     def _locate(self, unknown: list[int]) -> list[int]:
-        """Looks into records that the metadata says nothing more about, those that stock wrote; what is no tensor."""
+        """Looks into records that stock wrote, of which the metadata says no more. Returns those of no plain tensor."""
         if not unknown:
             return []
-        unknown = sorted(unknown, key=lambda position: self._range_of(position)[:2])
-        with self._explain.core(unknown):
-            found = _C.locate(self._reads.inputs.core, [self._range_of(position) for position in unknown])
-        for position, located in zip(unknown, found, strict=True):
-            if located is None:
+        places = [self._wanted[position].place for position in unknown]
+        ranges = [(self._inputs.numbers[place.file], place.offset, place.length) for place in places]
+        found = sorted(zip(ranges, unknown, strict=True))
+        with self._explain.core(position for _, position in found):
+            located = _C.locate(self._inputs.core, [where for where, _ in found])
+        left: list[int] = []
+        for ((file, record, _), position), about in zip(found, located, strict=True):
+            if about is None:
+                left.append(position)
                 continue
-            offset, size, crc, dtype_name, sizes = located
-            file, record, _ = self._range_of(position)
+            offset, size, crc, dtype_name, sizes = about
             stored = self._wanted[position].stored
             if stored is not None and tuple(stored[0]) != sizes:
                 shapes = f"the record has shape {list(sizes)}, the metadata says {list(stored[0])}"
-                path = self._reads.inputs.names[file]
+                path = self._inputs.names[file]
                 raise CorruptCheckpointError(f"{self._explain.name(position)}: {shapes}", path, record)
             # 0: written without a CRC (checksum=False, torch.serialization.set_crc32_options(False))
-            self._payloads[position] = Payload(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
-        return [position for position, located in zip(unknown, found, strict=True) if located is None]
+            self._sources[position] = Payload(file, offset, size, None, crc or None, sizes, getattr(torch, dtype_name))
+        return left
 
-    def _range_of(self, position: int) -> Range:
-        return self._reads.range_of(self._wanted[position].place)
+    # ---- whether it fits ----
+
+    def _check_ends(self, records: list[int]) -> None:
+        """Whether files have what is wanted of them, and tensors the sizes that the metadata says."""
+        ends: list[tuple[int, int, int]] = []
+        for position in records:
+            place = self._wanted[position].place
+            ends.append((position, self._inputs.numbers[place.file], place.offset + place.length))
+        for position, source in self._sources.items():
+            for one in source.stored:
+                ends.append((position, one.file, one.payload_offset + one.payload_bytes))
+                needed = math.prod(one.sizes) * one.dtype.itemsize
+                if one.payload_bytes != needed:
+                    path = f"{self._explain.path}/{self._inputs.names[one.file]}"
+                    what = f"the record has {one.payload_bytes} bytes, its shape and dtype need {needed}"
+                    raise CorruptCheckpointError(f"{self._explain.name(position)}: {what}", path, one.payload_offset)
+        self._executor.check_ends(ends)
+
+    def _box(self, position: int) -> BoxRead:
+        """What is read for a position, and the tensor that it fills; asks the planner for that."""
+        source, (*_, offsets, lengths) = self._sources[position], self._wanted[position]
+        target = None if self._compact is None else self._compact.target(position)
+        if target is None:
+            target = self._task.planner.resolve_tensor(self._task.item(position)).detach()
+        self._targets.check(position, target, source.dtype, lengths)
+        self._targets.check_plain(position, target)
+        return BoxRead(
+            position,
+            source if isinstance(source, Payload) else source.made_for(target),
+            offsets,
+            lengths,
+            target,
+        )
 
     # ---- plain tensors ----
 
-    def _load_plain(self) -> None:
-        matched = self._matched
-        if matched is None:
-            self._tensors.load(self._payloads)
-        elif matched.exchange is None:
-            matched.read(self._reads, matched.mask)
-            if matched.landing is not None:
-                matched.read_windows(self._reads, matched.landing)
-            self._tensors.load(self._payloads)
-        else:
-            self._load_handed_on(matched, matched.exchange)
+    def _read(self, chosen: set[int] | None) -> None:
+        """Fills the plain tensors at these positions, or all; those that a planner makes, 32 MiB at a time."""
+        if self._compact is not None:
+            mask = self._compact.mask
+            self._executor.fill_all(self._compact, mask if chosen is None else both(mask, mask_of(len(mask), chosen)))
+        positions = [position for position in self._sources if chosen is None or position in chosen]
+        for window in windows(positions, self._target_bytes, device.HOST_BYTES if self._makes_tensors else None):
+            boxes = [self._boxes.pop(at) if at in self._boxes else self._box(at) for at in window]
+            self._executor.fill(boxes)
+            if self._compact is None:
+                for box in boxes:
+                    self._task.planner.commit_tensor(self._task.item(box.position), box.memory)
 
-    def _load_handed_on(self, matched: Matched, exchange: Exchange) -> None:
-        def read(positions: set[int]) -> None:
-            matched.read(self._reads, both(matched.mask, mask_of(len(matched.mask), positions)))
-            self._tensors.load([position for position in self._payloads if position in positions])
+    def _target_bytes(self, position: int) -> int:
+        return math.prod(self._wanted[position].lengths) * self._sources[position].dtype.itemsize
+
+    def _share(self, exchange: Exchange) -> None:
+        compact, executor = self._compact, self._executor
+        assert compact is not None
 
         def begin(pieces: list[tuple[Piece, Tensor]]) -> Callable[[], None]:
-            call = matched.call_for_pieces(self._reads, pieces)
-            return functools.partial(self._reads.end, call, pool.submit(call.read).result)
+            result = pool.submit(functools.partial(read_pieces, compact, executor, pieces)).result
+
+            def wait() -> None:
+                with executor.watched():
+                    executor.count(*result())
+
+            return wait
 
         def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
             self._explain.filled.append([position for position, _, _ in taken])
-            return matched.take(taken)
+            return take_pieces(compact, taken, self._task.planner)
 
-        everything = {position for position, good in enumerate(matched.mask) if good} | self._payloads.keys()
+        everything = {position for position, good in enumerate(compact.mask) if good} | self._sources.keys()
         with ThreadPoolExecutor(1, "dcpring-round") as pool:
-            exchange.run(self._task, everything, read, begin, take)
+            exchange.run(self._task, everything, self._read, begin, take)

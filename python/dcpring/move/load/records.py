@@ -1,25 +1,28 @@
-"""Objects, and records that only ``torch.load`` understands: read whole; objects are checked to be plain data."""
+"""Objects, and tensors that only ``torch.load`` understands: their records are read whole and unpickled.
+
+Objects are checked to be plain data before the planner gets any of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from dcpring.format.unpickler import RefusedError, Safe, warn_of
 from dcpring.format.zip import wrong_archive
 from dcpring.move import device
-from dcpring.move.load.reads import Reads
+from dcpring.move.load.executor import Executor
 from dcpring.move.load.targets import Targets
 from dcpring.move.load.task import Task
+from dcpring.move.load.wanted import Wanted
 from dcpring.move.objects import NOT_SAVED, Loaded, is_saved
 from dcpring.move.objects import load as load_object
 from dcpring.options import overrides
@@ -30,23 +33,23 @@ from dcpring.torchside.tensors import narrowed
 class Records:
     """Reads records, and gives the planner what they hold."""
 
-    def __init__(self, task: Task, reads: Reads, targets: Targets) -> None:
-        self._planner, self._reads, self._explain, self._wanted = task.planner, reads, reads.explain, task.wanted
-        self._rules, self._safe = task.rules, Safe(task.rules.safe_globals)
-        self._targets = targets
+    def __init__(self, task: Task, wanted: Mapping[int, Wanted], executor: Executor, targets: Targets) -> None:
+        self._planner, self._item, self._rules = task.planner, task.item, task.rules
+        self._wanted, self._executor, self._explain, self._targets = wanted, executor, executor.explain, targets
+        self._safe = Safe(task.rules.safe_globals)
 
     # ---- objects ----
 
     def read_objects(self, positions: list[int]) -> list[Callable[[], None]]:
-        """Reads and checks objects; what is given hands them to the planner, once all of them have been checked."""
+        """Reads and checks objects. Returns calls that give them to the planner, once all have been checked."""
         return [
-            self._handing_over(position, stream)
+            self._giving(position, stream)
             for batch in self._batches(positions)
             for position, stream in zip(batch, self._read(batch), strict=True)
         ]
 
-    def _handing_over(self, position: int, stream: io.BytesIO) -> Callable[[], None]:
-        planner, item = self._planner, self._wanted[position].item
+    def _giving(self, position: int, stream: io.BytesIO) -> Callable[[], None]:
+        planner, item = self._planner, self._item(position)
         value = stream if self._rules.trusted is True else self._unpickle(position, stream)
         if isinstance(value, io.BytesIO):
             return functools.partial(planner.load_bytes, item, value)
@@ -55,7 +58,7 @@ class Records:
         return functools.partial(planner.load_object, item, value.value)
 
     def _unpickle(self, position: int, stream: io.BytesIO) -> Loaded | io.BytesIO:
-        """Loads without running code; the stream itself where it is to be loaded whatever it holds."""
+        """Unpickles without running code. Returns the stream itself if whatever it holds is to be unpickled."""
         try:
             if not is_saved(stream) and self._may_be_any(position):
                 raise RefusedError(f"{NOT_SAVED} (damaged, or for a planner that reads it in its own way)", "")
@@ -80,13 +83,13 @@ class Records:
 
     # ---- tensors ----
 
-    def check(self, positions: list[int]) -> None:
-        """Whether they fit what they are filled into, before anything is read; a planner may make that only then."""
-        self._check_ends(positions)
+    def check(self, positions: Iterable[int]) -> None:
+        """Whether tensors fit what they are filled into. A planner that makes tensors is asked later."""
         for position in () if makes_tensors(self._planner) else positions:
-            item, _, stored = self._wanted[position]
-            if stored is not None:
-                self._targets.check(position, self._planner.resolve_tensor(item), stored[1])
+            wanted = self._wanted[position]
+            if wanted.stored is not None:
+                target = self._planner.resolve_tensor(self._item(position))
+                self._targets.check(position, target, wanted.stored[1], wanted.lengths)
 
     def load_tensors(self, positions: Iterable[int]) -> None:
         for batch in self._batches(positions):
@@ -95,18 +98,18 @@ class Records:
                 self._load_tensor(position, value)
 
     def _load_tensor(self, position: int, tensor: Any) -> None:
-        item, _, stored = self._wanted[position]
-        name, path = self._explain.name, self._explain.path
+        _, stored, _, offsets, lengths = self._wanted[position]
+        item, name, path = self._item(position), self._explain.name, self._explain.path
         if not isinstance(tensor, Tensor):
             raise CorruptCheckpointError(f"{name(position)} is stored as {type(tensor).__name__}", path)
         if stored is not None and tensor.size() != stored[0]:
             shapes = f"the record's shape is {list(tensor.size())}, the metadata says {list(stored[0])}"
             raise CorruptCheckpointError(f"{name(position)}: {shapes}", path)
-        part = narrowed(tensor, item.storage_offsets, item.lengths)
+        part = narrowed(tensor, offsets, lengths)
         target = self._planner.resolve_tensor(item)
         if target.layout == torch.strided:  # copy_ into a detached sparse tensor does not reach the original
             target = target.detach()
-        self._targets.check(position, target, tensor.dtype)
+        self._targets.check(position, target, tensor.dtype, lengths)
         try:
             target.copy_(part)
         except RuntimeError as error:
@@ -114,7 +117,7 @@ class Records:
             raise CheckpointError(f"{name(position)} cannot be copied ({layouts}): {_first_line(error)}") from error
         self._explain.filled.append([position])
         self._planner.commit_tensor(item, target)
-        self._reads.stats.tensor_bytes += part.numel() * part.dtype.itemsize
+        self._executor.stats.tensor_bytes += part.numel() * part.dtype.itemsize
 
     def _tensor_of(self, position: int, stream: io.BytesIO) -> Any:
         loaded = stream if self._rules.trusted is True else self._unpickle(position, stream)
@@ -127,15 +130,11 @@ class Records:
     def _batches(self, positions: Iterable[int]) -> Iterator[list[int]]:
         return windows(positions, lambda at: self._wanted[at].place.length, device.HOST_BYTES)
 
-    def _check_ends(self, positions: Iterable[int]) -> None:
-        places = ((position, self._wanted[position].place) for position in positions)
-        numbers = self._reads.inputs.numbers
-        self._reads.check_ends([(at, numbers[place.file], place.offset + place.length) for at, place in places])
-
     def _read(self, positions: list[int]) -> list[io.BytesIO]:
-        self._check_ends(positions)
         places = [self._wanted[position].place for position in positions]
-        data = self._reads.records(positions, [(*self._reads.range_of(place), place.crcs) for place in places])
+        numbers = self._executor.inputs.numbers
+        ranges = [(numbers[place.file], place.offset, place.length, place.crcs) for place in places]
+        data = self._executor.records(positions, ranges)
         values = [self._untransformed(at, raw) for at, raw in zip(positions, data, strict=True)]
         for position, place, value in zip(positions, places, values, strict=True):
             if self._rules.options.checksum and not place.crcs:
@@ -143,10 +142,10 @@ class Records:
         return values
 
     def _untransformed(self, position: int, data: bytes) -> io.BytesIO:
-        item, place, _ = self._wanted[position]
-        if not place.descriptors:
+        descriptors = self._wanted[position].place.descriptors
+        if not descriptors:
             return io.BytesIO(data)
-        stream = self._rules.transforms.transform_load_stream(item, place.descriptors, io.BytesIO(data))
+        stream = self._rules.transforms.transform_load_stream(self._item(position), descriptors, io.BytesIO(data))
         return io.BytesIO(stream.read(-1))
 
     def _check_archive(self, position: int, data: io.BytesIO) -> None:
@@ -163,7 +162,7 @@ class Records:
 
     def _may_be_any(self, position: int) -> bool:
         """Whether it is an object for a planner that has its own way to make and to read them."""
-        is_object = self._wanted[position].item.type == LoadItemType.BYTE_IO
+        is_object = self._wanted[position].is_object
         return is_object and overrides(self._planner, (DefaultLoadPlanner, RingLoadPlanner), ("load_bytes",))
 
 

@@ -1,4 +1,4 @@
-"""The tensors that are filled: whether the core may write to their memory, and whether what is stored may go there."""
+"""The tensors that a load fills: whether what is stored may be filled into them, and whether the core may do it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
     return True
 
 
-def bump_versions(tensors: list[Tensor]) -> None:
+def bump_versions(tensors: Iterable[Tensor]) -> None:
     """Tells autograd that the tensors were changed, as copy_ would have."""
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     if counted:
@@ -53,43 +53,48 @@ def check_chunks(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
 
 
 class Targets:
-    """Checks the planner's tensors before something is filled into them, and tells of the casts.
+    """Checks tensors before something is filled into them, and logs the casts.
 
     Args:
-        casts: which are allowed.
-        explain: has the words.
+        casts: which casts are allowed.
+        explain: names positions in errors.
     """
 
     def __init__(self, casts: Casts, explain: Explainer) -> None:
         self._casts, self._explain = casts, explain
         self._cast: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
 
-    def check(self, position: int, target: Tensor, stored: torch.dtype) -> None:
-        """Whether what is stored with this dtype may be filled into the tensor."""
-        item, name = self._explain.item(position), self._explain.name
-        if target.size() != item.lengths:
+    def check(self, position: int, target: Tensor, stored: torch.dtype, lengths: tuple[int, ...]) -> None:
+        """Whether a box of these lengths, stored with this dtype, may be filled into the tensor."""
+        if target.size() != lengths:
             raise PlanError(
-                f"{name(position)}: the checkpoint has shape {list(item.lengths)} here, the state dict "
-                f"{list(target.size())}; load into tensors of the shape that was saved (req {item.storage_index} "
-                f"mismatch sizes {target.size()} vs {item.lengths})"
+                f"{self._explain.name(position)}: the checkpoint has shape {list(lengths)} here, the state dict "
+                f"{list(target.size())}; load into tensors of the shape that was saved (req "
+                f"{self._explain.item(position).storage_index} mismatch sizes {target.size()} vs {torch.Size(lengths)})"
             )
         if target.dtype != stored:
             self._check_cast(position, target.dtype, stored)
         if is_freed(target):
-            raise KeyMismatchError(f"{name(position)} cannot be loaded into its tensor in the state dict: {FREED}")
+            raise self._mismatch(position, f" cannot be loaded into its tensor in the state dict: {FREED}")
         if target.layout == torch.strided and _is_expanded(target):
-            raise KeyMismatchError(
-                f"{name(position)}: more than one element of the written-to tensor refers to a single memory location "
-                f"(strides {list(target.stride())}, as expand() makes them); load into its clone()"
+            strides = f"strides {list(target.stride())}, as expand() makes them"
+            raise self._mismatch(
+                position,
+                f": more than one element of the written-to tensor refers to a single memory location ({strides}); "
+                "load into its clone()",
             )
 
     def check_plain(self, position: int, target: Tensor) -> None:
         """Whether a plain tensor can be copied into it."""
         if target.layout != torch.strided:
-            raise KeyMismatchError(
-                f"{self._explain.name(position)}: the checkpoint has {torch.strided}, the state dict {target.layout}, "
-                f"into which it cannot be copied; load into a {torch.strided} tensor and convert it"
+            raise self._mismatch(
+                position,
+                f": the checkpoint has {torch.strided}, the state dict {target.layout}, into which it cannot be "
+                f"copied; load into a {torch.strided} tensor and convert it",
             )
+
+    def _mismatch(self, position: int, problem: str) -> KeyMismatchError:
+        return KeyMismatchError(self._explain.name(position) + problem)
 
     def _check_cast(self, position: int, wanted: torch.dtype, stored: torch.dtype) -> None:
         refused = refused_cast(self._casts, stored, wanted)
@@ -97,7 +102,7 @@ class Targets:
             raise CheckpointError(f"{self._explain.name(position)}: {refused}")
         self._cast[stored, wanted].append(position)
 
-    def tell(self) -> None:
+    def log_casts(self) -> None:
         """Logs which casts there were: those that may have changed values in one warning.
 
         Of a job only the first rank to come warns of each pair of dtypes; the others log what they cast at DEBUG.

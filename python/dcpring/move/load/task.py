@@ -1,23 +1,54 @@
-"""What one read_data has to do: of which checkpoint, by which rules, and what is known of it by now."""
+"""One call of ``read_data``: which checkpoint it reads, by which rules, and the files that it opens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from dcpring import _C
+from dcpring.errors import CorruptCheckpointError
 from dcpring.format.quantised import Quantised
 from dcpring.format.safetensors import Place
 from dcpring.format.unpickler import Trust
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load.boxes import Coded, Payload
-from dcpring.move.load.inputs import Inputs
-from dcpring.move.load.wanted import Wanted
 from dcpring.names.policy import Casts
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import LoadRun
+
+
+class Inputs:
+    """The data files of a directory. The core opens each when something of it is read first, and keeps it open.
+
+    Args:
+        directory: no name leads out of it.
+        names: of the files.
+        links: where each file really lies, if the user has named files that may be anywhere; else empty.
+
+    Attributes:
+        names: of the files.
+        numbers: the place of each name among the names, by which the core knows the file.
+        core: the files, as the core has them.
+    """
+
+    def __init__(self, directory: str, names: Sequence[str], links: Mapping[str, str] | None = None) -> None:
+        self.names = list(names)
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        files = self.names
+        if links and names:
+            paths = [links[name] for name in names]
+            directory = os.path.commonpath([os.path.dirname(path) for path in paths])
+            files = [os.path.relpath(path, directory) for path in paths]
+        try:
+            self.core = _C.Input(directory, files)
+        except ValueError as error:  # a null character, or a name that no file system has
+            raise CorruptCheckpointError(f"the metadata names files that cannot be ({error})", directory) from error
+
+    def close(self) -> None:
+        self.core.close()
 
 
 @dataclass(frozen=True)
@@ -25,11 +56,11 @@ class Origin:
     """A checkpoint's data, and what several loads of it share.
 
     Attributes:
-        path: its directory, as errors name it too.
+        path: its directory, which errors name too.
         links: see ``Inputs``.
-        quantised: tensors that are made of others, by their place.
-        inputs: open files, which stay open after a load; None: each load opens its own, and closes them.
-        sums: of records of which each load reads a part; None: each load reads whole records, or checks none.
+        quantised: the tensors that are computed from others, by their place.
+        inputs: open files, which stay open after a load; None: each load opens its own and closes them.
+        sums: the CRCs of records of which each load reads a part; None: each load reads whole records, or checks none.
     """
 
     path: str
@@ -41,14 +72,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a load reads, what it believes, and what it changes.
+    """How a load reads, which objects it believes, and which casts it makes.
 
     Attributes:
         options: of the core.
-        trusted: what is done with objects that are more than plain data.
+        trusted: whether objects that are more than plain data are unpickled.
         safe_globals: what objects may refer to besides.
-        casts: which are allowed.
-        transforms: DCP's, by which a record's descriptors are undone.
+        casts: which casts are allowed.
+        transforms: DCP's, which undo what a record's descriptors name.
     """
 
     options: IOOptions
@@ -60,20 +91,18 @@ class Rules:
 
 @dataclass(frozen=True)
 class Task:
-    """One read_data. Everything that is loaded goes by its position among the items, in errors too.
+    """One call of ``read_data``. Everything that is loaded is known by its position in the plan.
 
     Attributes:
-        stats: where it is counted.
+        item: makes DCP's item of a position.
+        stats: where the load is counted.
         rank: of this process, for errors; None where no state dict is loaded, and so none is changed.
-        wanted: what is loaded, but for what a compact plan has without an object of Python for each.
-        payloads: of those of it that are plain tensors.
     """
 
     planner: LoadPlanner
+    item: Callable[[int], ReadItem]
     origin: Origin
     rules: Rules
     stats: IOStats
     run: LoadRun
     rank: int | None = None
-    wanted: dict[int, Wanted] = field(default_factory=dict)
-    payloads: dict[int, Payload | Coded] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from dcpring.format.metadata import (
 )
 from dcpring.format.model_files import Model
 from dcpring.format.zip import wrong_archive
-from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.task import Inputs
 from dcpring.move.objects import TO_A_COMMAND, refused_text
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table

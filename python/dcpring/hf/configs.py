@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dcpring.names.wrapping import wrapper_of
+from dcpring.torchside.modules import class_before_fsdp
 
 
 def write_configs(model: nn.Module, path: Path, dtype: torch.dtype | None) -> None:
@@ -30,7 +30,7 @@ def write_configs(model: nn.Module, path: Path, dtype: torch.dtype | None) -> No
     if not hasattr(getattr(own, "config", None), "save_pretrained"):
         return
     config = copy.deepcopy(own.config)
-    kind = _class_of(own)
+    kind = class_before_fsdp(own)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [kind.__name__]
@@ -41,9 +41,3 @@ def write_configs(model: nn.Module, path: Path, dtype: torch.dtype | None) -> No
     generation: Any = getattr(own, "generation_config", None)
     if hasattr(generation, "save_pretrained") and (not hasattr(own, "can_generate") or own.can_generate()):
         generation.save_pretrained(path)
-
-
-def _class_of(model: nn.Module) -> type[nn.Module]:
-    """Of a model that ``fully_shard`` has given another class the one that it had."""
-    modules = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
-    return next(kind for kind in modules if not issubclass(kind, FSDPModule))

@@ -7,20 +7,19 @@ left out: then names do not match, and the error says which.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from dcpring.format.quantised import MXFP4_CODES
 from dcpring.hf.rearrange import Rearrange
+from dcpring.torchside.modules import shown_before_fsdp
 
 Rename = Callable[[str], str]
 
@@ -75,8 +74,7 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mappi
     own, table = _known(model)
     if own is None:
         return LoadConversion()
-    with _classes_before_fsdp(own):
-        known = table(own)
+    known = table(shown_before_fsdp(own))
     renamed = _renamed_by([each for each in known if not hasattr(each, "operations")])
     converters = [each for each in known if hasattr(each, "operations")]
     prefix = own.base_model_prefix and f"{own.base_model_prefix}."
@@ -123,8 +121,8 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
         return SaveConversion()
     known = getattr(own, "_weight_conversions", None)
     if known is None:  # without what hubs' files may have before all names, or not
-        with _classes_before_fsdp(own):
-            known = [each for each in table(own, add_legacy=False) if type(each).__name__ != "PrefixChange"]
+        all_known = table(shown_before_fsdp(own), add_legacy=False)
+        known = [each for each in all_known if type(each).__name__ != "PrefixChange"]
     reverse = [(each, each.reverse_transform()) for each in reversed(known)]
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     renaming = [back for each, back in reverse if not hasattr(each, "operations")]
@@ -170,20 +168,6 @@ def _known(model: nn.Module) -> tuple[Any, Any]:
     if library is None or table is None:
         return None, None
     return next((module for module in model.modules() if isinstance(module, library.PreTrainedModel)), None), table
-
-
-@contextlib.contextmanager
-def _classes_before_fsdp(model: nn.Module) -> Iterator[None]:
-    """Within, modules have the classes that ``fully_shard`` has replaced: transformers goes by their names."""
-    sharded: list[tuple[Any, type]] = [(one, type(one)) for one in model.modules() if isinstance(one, FSDPModule)]
-    try:
-        for module, made in sharded:
-            plain = (each for each in made.__mro__ if issubclass(each, nn.Module) and not issubclass(each, FSDPModule))
-            module.__class__ = next(plain)
-        yield
-    finally:
-        for module, made in sharded:
-            module.__class__ = made
 
 
 def _renamed_by(transforms: Sequence[Any]) -> Rename:

@@ -70,6 +70,26 @@ def reshard(model: nn.Module) -> None:
                 _to_sharded(group)
 
 
+def class_before_fsdp(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before ``fully_shard`` gave it another one."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+
+def shown_before_fsdp(model: nn.Module) -> nn.Module:
+    """A model whose modules have the classes that they had before ``fully_shard``, for what goes by classes' names.
+
+    It has the attributes and the tensors of the model, which stays as it is, as other threads may use it.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
+    shown: dict[nn.Module, nn.Module] = {each: object.__new__(class_before_fsdp(each)) for each in model.modules()}
+    for module, made in shown.items():
+        below = {name: child and shown[child] for name, child in module._modules.items()}
+        vars(made).update(vars(module), _modules=below)
+    return shown[model]
+
+
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Gives memory, without values, to what of a model is on meta; what was one tensor in several places stays one.
 

@@ -596,7 +596,7 @@ def test_a_rank_that_is_late(tmp_path: Path) -> None:
 
 def fail_before_it_comes(path: str) -> tuple[str, float]:
     begun = time.monotonic()
-    on_one = mock.patch("dcpring.hf.writer.items_of", side_effect=OSError(5, "nothing to be had"))
+    on_one = mock.patch("dcpring.hf.stripes.items_of", side_effect=OSError(5, "nothing to be had"))
     with on_one if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             dcp.save(state((2,), "1"), storage_writer=RingHFWriter(path), planner=RingSavePlanner())

@@ -1,13 +1,14 @@
-"""A model's weights beside a checkpoint of a Checkpointer: the directory of safetensors that ``from_pretrained`` loads.
+"""A model's weights as the directory of safetensors that ``from_pretrained`` loads: by itself, or beside a checkpoint.
 
-It lies in the checkpoint's folder, and goes with it. It is written once the checkpoint is committed, by a commit of its
-own: a crash before that leaves the checkpoint without it.
+The export of a Checkpointer lies in the checkpoint's folder, and goes with it. It is written once the checkpoint is
+committed, by a commit of its own: a crash before that leaves the checkpoint without it.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from dcpring.errors import CheckpointError
 from dcpring.hf.configs import write_configs
 from dcpring.hf.conversions import conversion_of_save
-from dcpring.hf.rearrange import rearranged_by
+from dcpring.hf.rearrange import Rearrange, rearranged_by
 from dcpring.hf.writer import RingHFWriter
+from dcpring.names.key_map import KeyMapLike
 
 Format = Literal["hf"]
 """What a checkpoint can be exported to, and the name of the folder."""
@@ -29,20 +31,40 @@ class Export(NamedTuple):
     Attributes:
         model: the module.
         tensors: its weights, as they are stored.
-        writer: that writes them.
+        writer: writes them.
+        unused: the rules that have matched none of them.
     """
 
     model: nn.Module
     tensors: dict[str, Any]
     writer: RingHFWriter
+    unused: list[str]
 
-    @property
-    def path(self) -> Path:
-        return Path(self.writer.path)
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        state: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        key_map: KeyMapLike = None,
+        rearrange: Sequence[Rearrange] | None = None,
+        **options: Any,
+    ) -> Export:
+        """The export of a model's state: as transformers stores it, but for names and rules that are given.
+
+        Args:
+            options: of ``RingHFWriter``.
+        """
+        known = conversion_of_save(model, state)
+        writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
+        rules = known.rules if rearrange is None else rearrange
+        tensors, unused = rearranged_by(known.in_order(state), rules)
+        return cls(model, tensors, writer, unused)
 
     def finish(self) -> None:
         """Puts what else ``save_pretrained`` writes of a model of transformers beside its weights. On one rank."""
-        write_configs(self.model, self.path, self.writer.dtype_in_files(self.tensors))
+        write_configs(self.model, Path(self.writer.path), self.writer.dtype_in_files(self.tensors))
 
 
 def checked(export: Any, models: Mapping[str, nn.Module], components: Iterable[str]) -> None:
@@ -60,10 +82,8 @@ def exports_of(
     found = []
     for name, model in models.items():
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}
-        known = conversion_of_save(model, tensors)
         path = folder / "hf" if len(models) == 1 else folder / "hf" / name
-        writer = RingHFWriter(path, **{"key_map": known.key_map, **options})
-        found.append(Export(model, rearranged_by(known.in_order(tensors), known.rules)[0], writer))
+        found.append(Export.of(model, tensors, path, **options))
     return found
 
 

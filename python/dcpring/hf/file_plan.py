@@ -14,18 +14,17 @@ import functools
 import itertools
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcpring import _C
-from dcpring.format.properties import decode_properties, dtypes_of
+from dcpring.format.properties import decode_properties
 from dcpring.plan.items import Items
-from dcpring.plan.rows import row_of
-from dcpring.plan.table import BYTES_ROW, table_of_items
+from dcpring.plan.table import table_of_items
 
 STRIPE_BYTES = _C.CRC_BLOCK_BYTES
 
@@ -36,44 +35,6 @@ ROUNDS_IN_MEMORY = 2
 """A host's ranks share the memory of so many: one is filled while some still take what is theirs of the last."""
 
 Ints = tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """What a rank is to write of a tensor.
-
-    Attributes:
-        name: of the tensor, in the state dict.
-        dtype, shape: of the whole tensor.
-        offsets, lengths: of the box in it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: Ints
-    offsets: Ints
-    lengths: Ints
-
-
-def boxes_of(items: Sequence[WriteItem]) -> Iterator[Box | str]:
-    """What the items of a plan write, in their order; of an object its name."""
-    if isinstance(items, Items):
-        yield from _boxes_of_rows(items)
-        return
-    for item in items:
-        data = item.tensor_data
-        if item.type == WriteItemType.BYTE_IO or data is None:
-            yield item.index.fqn
-        else:
-            chunk, dtype = data.chunk, data.properties.dtype
-            yield Box(item.index.fqn, dtype, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _boxes_of_rows(items: Items) -> Iterator[Box | str]:
-    dtypes = dtypes_of(items.table)
-    for kept in items.kept:
-        row = row_of(items.table, kept)
-        is_object = row.kind == BYTES_ROW
-        yield row.key if is_object else Box(row.key, dtypes[row.properties], row.size, row.offsets, row.lengths)
 
 
 # ---- where tensors lie ----
@@ -147,8 +108,7 @@ class Shared(NamedTuple):
     holders: Ints
 
 
-@dataclass
-class FileStripes:
+class FileStripes(NamedTuple):
     """One rank's part of a file, but for what is put together in rounds.
 
     Attributes:
@@ -156,8 +116,8 @@ class FileStripes:
         writes_bytes: of the file, in all.
     """
 
-    own: list[tuple[int, int]] = field(default_factory=list)
-    writes_bytes: int = 0
+    own: list[tuple[int, int]]
+    writes_bytes: int
 
 
 SharedRounds = list[list[Shared]]

@@ -32,11 +32,10 @@ from dcpring.base.text import some_keys
 from dcpring.errors import CheckpointError, KeyMismatchError, naming
 from dcpring.format.model_files import find_named
 from dcpring.format.quantised import FLOAT8, FLOAT8_SCALE
-from dcpring.hf.configs import write_configs
-from dcpring.hf.conversions import conversion_of_load, conversion_of_save, tied_names
+from dcpring.hf.conversions import conversion_of_load, tied_names
+from dcpring.hf.exports import Export
 from dcpring.hf.reader import check_exists
 from dcpring.hf.rearrange import Rearrange, rearranged_by, unused_text
-from dcpring.hf.writer import RingHFWriter
 from dcpring.names.diff import KeyDescription, KeyDiff, diff_described
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
 from dcpring.names.policy import LoadPolicy, Missing, Unexpected, describe_metadata, describe_state_dict, match_names
@@ -130,7 +129,9 @@ def load_pretrained(
             known = conversion_of_load(model, state, reader.read_metadata().state_dict_metadata)
             policy = replace(policy, allow_missing=[*policy.allow_missing, *map(glob.escape, known.may_miss)])
             rules = known.rules if rearrange is None else rearrange
-            target = _Target(model, rules, _rearranged(joint, state, rules))
+            stored_as, unused = rearranged_by(state, rules)
+            _refuse_unused(joint, unused, state)
+            target = _Target(model, rules, stored_as)
             names = known.key_map(target.state) if key_map is None else key_map
             diff = _load(joint, target, reader, policy, names, device, initialize, share)
             if key_map is None and rearrange is None:
@@ -175,15 +176,14 @@ def save_pretrained_weights(
     try:
         with ranks.operation("save_pretrained_weights") as joint:
             state = get_model_state_dict(model)
-            known = conversion_of_save(model, state)
-            writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
-            stored = _rearranged(joint, known.in_order(state), known.rules if rearrange is None else rearrange)
-        dcp.save(stored, writer, RingSavePlanner(), group)
+            export = Export.of(model, state, path, key_map=key_map, rearrange=rearrange, **options)
+            _refuse_unused(joint, export.unused, state)
+        dcp.save(export.tensors, export.writer, RingSavePlanner(), group)
         if config:
             what = f"the weights are in {path}, but the configuration cannot be written"
             with ranks.operation("save_pretrained_weights, config") as joint, joint.doing(what):
                 if joint.rank == 0:
-                    write_configs(model, Path(writer.path), writer.dtype_in_files(stored))
+                    export.finish()
     finally:
         ranks.close()
 
@@ -193,17 +193,11 @@ def _check_module(model: Any, call: str, others: str) -> None:
         raise TypeError(f"{call} takes a module, and this is a {type(model).__name__}; {others}")
 
 
-def _rearranged(joint: Operation, state: Mapping[str, Any], rules: Sequence[Rearrange]) -> dict[str, Any]:
-    """The state dict as it is stored. Each rule has to match something on some rank: a model may be in stages.
-
-    Raises:
-        CheckpointError: on all ranks, where that is not so.
-    """
-    made, unused = rearranged_by(state, rules)
+def _refuse_unused(joint: Operation, unused: Sequence[str], names: Iterable[str]) -> None:
+    """Raises CheckpointError on all ranks where a rule matches nothing on any of them: a model may be in stages."""
     nowhere = set.intersection(*map(set, joint.gather("rules that match nothing", unused)))
     if nowhere:
-        raise CheckpointError(unused_text([rule for rule in unused if rule in nowhere], state))
-    return made
+        raise CheckpointError(unused_text([rule for rule in unused if rule in nowhere], names))
 
 
 class _Target(NamedTuple):

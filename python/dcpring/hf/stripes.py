@@ -17,11 +17,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcpring import _C
 from dcpring.base import groups
@@ -29,13 +31,14 @@ from dcpring.base.casts import check_values
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
-from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, Box, FileStripes, Laid, Layout, Shared
+from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, FileStripes, Laid, Layout, Shared
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
-from dcpring.move.save.items import PlanItems
+from dcpring.move.save.items import items_of
 from dcpring.move.save.kinds import handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import Save
+from dcpring.plan.save_planner import makes_tensors
 from dcpring.torchside.groups import device_of
 
 MEET_SECONDS = 60.0
@@ -52,24 +55,22 @@ Sums = list[tuple[int, int, bytes]]
 
 
 class _Held(NamedTuple):
-    """A box that this rank holds.
+    """A box of a tensor that this rank holds.
 
     Attributes:
-        position: among the items.
-        box: of the tensor.
+        position: among the items of the plan.
+        offsets, lengths: of the box in the tensor.
         laid: where the tensor lies.
     """
 
     position: int
-    box: Box
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
     laid: Laid
 
 
-class _Patches(NamedTuple):
-    """What the core is given of a window: boxes in the order of the file, and the memory they are in."""
-
-    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
-    tensors: _C.Tensors
+Patches = tuple[list[tuple[int, tuple[int, ...], tuple[int, ...]]], _C.Tensors]
+"""What the core is given of a window: boxes in the order of the file, and the memory they are in."""
 
 
 def _meeting(part: Assignment, group: dist.ProcessGroup) -> groups.Meeting:
@@ -88,54 +89,46 @@ class StripeSaving:
     """See the module's docstring. One is made for every write_data.
 
     Args:
-        items: of the plan.
-        boxes: what each of them is of its tensor.
+        plan, planner: of this rank.
         part: what the coordinator has given this rank.
         path: directory of the files.
-        is_windowed: the planner makes tensors when it is asked for them: never for many at a time.
-        pending: where the syncs of the files go; they are the caller's to wait for.
+        save: which this belongs to.
+        options: of the writer; blocks are of the coordinator's size.
+        pending: the files whose syncs have begun; they are the caller's to wait for.
+        stats: counts what is written.
         group: of all ranks of the save; None where there is one alone.
     """
 
     def __init__(
         self,
-        items: PlanItems,
-        boxes: Sequence[Box | str],
+        plan: SavePlan,
+        planner: SavePlanner,
         part: Assignment,
-        *,
         path: str,
+        save: Save,
         options: IOOptions,
-        is_windowed: bool,
         pending: Pending,
-        run: Save,
         stats: IOStats,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._items = items
+        self._items = items = items_of(plan.items, planner)
         self._part, self._common = part, part.common
-        self._path = path
-        self._run = run
-        self._watch = pending.watch
-        self._options = options
-        self._is_windowed = is_windowed
-        self._pending = pending
-        self._stats = stats
+        self._path, self._save, self._stats = path, save, stats
+        self._pending, self._watch = pending, pending.watch
+        self._options = replace(options, block_size_bytes=part.common.block_bytes)
+        self._makes_tensors = makes_tensors(planner)  # when it is asked for them: never for many at a time
         self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
         self._sums: Sums = []
         places = {laid.name: (number, laid) for number, file in enumerate(self._common.files) for laid in file.tensors}
         self._held: list[list[_Held]] = [[] for _ in self._common.files]
         for position in items.tensors:
-            box = boxes[position]
-            assert isinstance(box, Box)
-            if math.prod(box.lengths) and box.name not in self._common.omitted:
-                number, laid = places[box.name]
-                self._held[number].append(_Held(position, box, laid))
+            name, (offsets, lengths) = items.name(position), items.box(position)
+            if math.prod(lengths) and name not in self._common.omitted:
+                number, laid = places[name]
+                self._held[number].append(_Held(position, offsets, lengths, laid))
         for held in self._held:
             held.sort(key=lambda one: one.laid.begin)
-
-    def planned_bytes(self) -> int:
-        return sum(part.writes_bytes for part in self._part.parts)
+        save.meter.begin(lambda: sum(each.writes_bytes for each in part.parts))
 
     def write(self) -> Sums:
         """Writes this rank's stripes of all files, and gives their CRCs."""
@@ -147,7 +140,7 @@ class StripeSaving:
             return self._sums
         assert self._group is not None
         meeting = _meeting(self._part, self._group)
-        with self._run.events.span("wait for all", "wait"):
+        with self._save.events.span("wait for all", "wait"):
             all_came = meeting.wait(MEET_SECONDS)
         meeting.leave()
         if not all_came:
@@ -173,7 +166,7 @@ class StripeSaving:
         file = _C.StripeFile(self._path, layout.name, 0, part.writes_bytes, options)
         try:
             yield file
-            with self._run.events.core(self._watch, f"end of {layout.name}", [layout.name]):
+            with self._save.events.core(self._watch, f"end of {layout.name}", [layout.name]):
                 file.finish(None, self._pending.syncs)
             self._pending.synced.append(layout.name)
             engine, direct = file.stats()
@@ -195,11 +188,11 @@ class StripeSaving:
             for batch, (patches,) in ready:
                 self.write_blocks(turn, batch, patches, None)
 
-    def write_blocks(self, turn: _Turn, blocks: list[Stripe], patches: _Patches, memory: memoryview | None) -> None:
+    def write_blocks(self, turn: _Turn, blocks: list[Stripe], patches: Patches, memory: memoryview | None) -> None:
         if not blocks:
             return
         assert turn.file is not None
-        with self._run.events.core(self._watch, f"file {turn.layout.name}", [turn.layout.name]):
+        with self._save.events.core(self._watch, f"file {turn.layout.name}", [turn.layout.name]):
             crcs = turn.file.write(blocks, *patches, memory, turn.payloads)
         self._sums += [(turn.number, lo, each) for (lo, _, _), each in zip(blocks, crcs, strict=True)]
         self._stats.tensor_bytes += sum(hi - lo for lo, hi, _ in blocks)
@@ -208,10 +201,11 @@ class StripeSaving:
 
     def _turn(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> _Turn:
         """Whatever can be taken from where it lies needs no windows."""
-        return _Turn(number, layout, file, held, None if self._is_plain(held) else _WINDOW_BYTES)
+        payloads = [(laid.begin, laid.size_bytes) for laid in layout.tensors]
+        return _Turn(number, layout, file, held, None if self._is_plain(held) else _WINDOW_BYTES, payloads)
 
     def _is_plain(self, held: list[_Held]) -> bool:
-        if self._is_windowed:
+        if self._makes_tensors:
             return False
         tensors = self._resolve(held)
         dtypes = [tensor.dtype for tensor in tensors]
@@ -220,52 +214,59 @@ class StripeSaving:
     def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
         tensors = self._items.resolve([one.position for one in held])
         for one, tensor in zip(held, tensors, strict=True):
-            wrong = _wrong(one.box, tensor)
+            wrong = _wrong(one.lengths, tensor)
             if wrong:
-                raise CheckpointError(f"cannot save {one.box.name!r} in safetensors: it is {wrong}")
+                raise CheckpointError(f"cannot save {one.laid.name!r} in safetensors: it is {wrong}")
         return tensors
 
-    def patches(self, turn: _Turn, stripes: Sequence[tuple[int, int, Any]]) -> _Patches:
+    def patches(self, turn: _Turn, stripes: Sequence[tuple[int, int, Any]]) -> Patches:
         """What this rank holds of some stripes of a file, in memory as the core takes it."""
         if not stripes or not turn.held:
-            return _Patches([], _C.Tensors([]))
+            return ([], _C.Tensors([]))
         lo, hi = stripes[0][0], stripes[-1][1]
-        held = turn.held[bisect.bisect_right(turn.ends, lo) : bisect.bisect_left(turn.begins, hi)]
+        first = bisect.bisect_right(turn.held, lo, key=lambda one: one.laid.end)
+        held = turn.held[first : bisect.bisect_left(turn.held, hi, key=lambda one: one.laid.begin)]
         tensors = self._resolve(held)
         handles, kinds = handles_and_kinds(tensors)
         resolved = list(tensors)
         boxes, copied = [], False
         for index, (one, kind) in enumerate(zip(held, kinds, strict=True)):
-            offsets = one.box.offsets
+            offsets = one.offsets
             if kind or resolved[index].dtype != one.laid.dtype:
                 offsets, resolved[index] = _copied(one, tensors[index], lo, hi)
                 copied = True
-            boxes.append((one.laid.begin, one.box.shape, offsets))
-        return _Patches(boxes, _C.Tensors(resolved) if copied else handles)
+            boxes.append((one.laid.begin, one.laid.shape, offsets))
+        return boxes, _C.Tensors(resolved) if copied else handles
 
 
-def _wrong(box: Box, tensor: Any) -> str:
-    """Why a tensor cannot be saved as this box; "" if it can."""
+def _wrong(lengths: Sequence[int], tensor: Any) -> str:
+    """Why a tensor cannot be saved as a box of this shape; "" if it can."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     if tensor.is_meta:
         return "on the meta device and has no data"
     if tensor.layout != torch.strided:
         return f"of layout {tensor.layout}"
-    return "" if tuple(tensor.shape) == box.lengths else f"of shape {list(tensor.shape)}, not {list(box.lengths)}"
+    return "" if tuple(tensor.shape) == lengths else f"of shape {list(tensor.shape)}, not {list(lengths)}"
 
 
-class _Turn:
-    """A file being written: its number, layout, the open file, what this rank holds of it, and in which windows that is
-    taken."""
+class _Turn(NamedTuple):
+    """A file being written.
 
-    def __init__(
-        self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held], window_bytes: int | None
-    ) -> None:
-        self.number, self.layout, self.file, self.held, self.window_bytes = number, layout, file, held, window_bytes
-        self.begins = [one.laid.begin for one in held]
-        self.ends = [one.laid.end for one in held]
-        self.payloads = [(laid.begin, laid.size_bytes) for laid in layout.tensors]
+    Attributes:
+        number: of the file.
+        file: None where this rank writes none of it.
+        held: what this rank holds of it, in its order.
+        window_bytes: so much is taken at a time; None: all.
+        payloads: the begin and the size of each of its tensors.
+    """
+
+    number: int
+    layout: Layout
+    file: _C.StripeFile | None
+    held: list[_Held]
+    window_bytes: int | None
+    payloads: list[tuple[int, int]]
 
 
 def _copied(one: _Held, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ...], Tensor]:
@@ -273,18 +274,18 @@ def _copied(one: _Held, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ..
 
     It is cut along the first dimension that has more than one element.
     """
-    offsets = list(one.box.offsets)
-    axis = next((axis for axis, length in enumerate(one.box.lengths) if length > 1), None)
+    offsets = list(one.offsets)
+    axis = next((axis for axis, length in enumerate(one.lengths) if length > 1), None)
     part = tensor.detach()
     if axis is not None:
         size = one.laid.dtype.itemsize
-        row = math.prod(one.box.shape[axis + 1 :]) * size
+        row = math.prod(one.laid.shape[axis + 1 :]) * size
         outer = sum(
-            offset * math.prod(one.box.shape[place + 1 :]) * size for place, offset in enumerate(offsets[:axis])
+            offset * math.prod(one.laid.shape[place + 1 :]) * size for place, offset in enumerate(offsets[:axis])
         )
         first = max((lo - one.laid.begin - outer) // row - offsets[axis], 0)
-        end = min(-(-(hi - one.laid.begin - outer) // row) - offsets[axis], one.box.lengths[axis])
-        first = min(first, one.box.lengths[axis] - 1)
+        end = min(-(-(hi - one.laid.begin - outer) // row) - offsets[axis], one.lengths[axis])
+        first = min(first, one.lengths[axis] - 1)
         part = part.narrow(axis, first, max(end - first, 1))
         offsets[axis] += first
     part = part.resolve_conj().resolve_neg()
@@ -352,7 +353,7 @@ class _Rounds:
         if self._far:
             self._bring(stripes, memory)
         own = [stripe for stripe in stripes if stripe.writer == self._rank]
-        nothing = _Patches([], _C.Tensors([]))
+        nothing: Patches = [], _C.Tensors([])
         self._saving.write_blocks(turn, _joined(own, self._common.block_bytes), nothing, memory)
         if self._far:  # as what other hosts send is added to it
             for stripe in own:

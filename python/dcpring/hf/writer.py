@@ -14,11 +14,10 @@ import fnmatch
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,15 +35,13 @@ from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
 from dcpring.format.model_files import DEFAULT_SHARD_BYTES, Names
 from dcpring.hf.commit import Unfinished, check_others, commit_model, discard, remove_unfinished
-from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Saved, boxes_of
+from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Saved
 from dcpring.hf.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.move.pending import Pending
-from dcpring.move.save.items import items_of
 from dcpring.move.save.results import Results
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IO_NAMES, IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
-from dcpring.plan.save_planner import makes_tensors
 from dcpring.plan.table import check_sizes
 from dcpring.store.one_saver import OneSaver
 from dcpring.store.writer import RingWriter, of_save
@@ -196,7 +193,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         if not isinstance(plan, RingPlan):
             check_sizes(plan.items)
         elif plan.values is not None:
-            _refuse_objects([name for name, value in plan.values.items() if not isinstance(value, Tensor)])
+            _refuse_objects(name for name, value in plan.values.items() if not isinstance(value, Tensor))
             ties = _ties(plan.values)
         return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))
 
@@ -219,7 +216,9 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         told = [_local_of(plan) for plan in plans]
         held = Holdings([plan.items for plan in plans])
         ties = _agreed_ties(told, held)
-        self._model = model = self._lay_out(_only_tensors(held.tensors()), ties)
+        found = held.tensors()
+        _refuse_objects(name for name, tensor in found.items() if tensor is None)
+        self._model = model = self._lay_out({name: tensor for name, tensor in found.items() if tensor}, ties)
         block_bytes = self.options.block_size_bytes
         by_file, rounds = zip(*(held.share(layout, block_bytes) for layout in model.layouts), strict=True)
         self._create(model)
@@ -344,7 +343,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         is_synced = self.sync_files and world_size() > 1  # else the syncs of the headers are those of the data, too
         pending = Pending(str(self.path), self._save.watch(), is_synced)
         try:
-            saving = self._saving(plan, planner, part, stats, group, pending)
+            saving = StripeSaving(plan, planner, part, str(self.path), self._save, self.options, pending, stats, group)
         except BaseException:
             stay_away(part, group)
             raise
@@ -356,30 +355,6 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             discard(self._directory, [layout.name for layout in part.common.files])
             raise
         return StripeResults(sums, stats)
-
-    def _saving(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        part: Assignment,
-        stats: IOStats,
-        group: dist.ProcessGroup | None,
-        pending: Pending,
-    ) -> StripeSaving:
-        saving = StripeSaving(
-            items_of(plan.items, planner),
-            list(boxes_of(plan.items)),
-            part,
-            path=str(self.path),
-            options=dataclasses.replace(self.options, block_size_bytes=part.common.block_bytes),
-            is_windowed=makes_tensors(planner),
-            pending=pending,
-            run=self._save,
-            stats=stats,
-            group=group,
-        )
-        self._save.meter.begin(saving.planned_bytes)
-        return saving
 
     # ---- the commit ----
 
@@ -464,14 +439,8 @@ def _checked_dtype(dtype: Any) -> torch.dtype | dict[str, torch.dtype] | None:
     return dtype if dtype is None or isinstance(dtype, torch.dtype) else dict(dtype)
 
 
-def _refuse_objects(names: Sequence[str]) -> None:
-    if names:
-        safetensors.check_entries(dict.fromkeys(names), _CURES)
-
-
-def _only_tensors(found: Mapping[str, Saved | None]) -> dict[str, Saved]:
-    _refuse_objects([name for name, tensor in found.items() if tensor is None])
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+def _refuse_objects(names: Iterable[str]) -> None:
+    safetensors.check_entries(dict.fromkeys(names), _CURES)
 
 
 def _local_of(plan: SavePlan) -> _Local:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from dcpring.base import strict_json
@@ -31,7 +30,7 @@ from dcpring.resume import trees
 from dcpring.store import layout
 from dcpring.store.once_reader import OnceReader
 from dcpring.store.reader import RingReader
-from dcpring.torchside.dcp import load, set_element
+from dcpring.torchside.dcp import load, own_errors, set_element
 
 MANIFEST_KEY = "dcpring"
 MANIFEST_VERSION = 1
@@ -112,9 +111,8 @@ class Stored:
         state: dict[str, Any] = {key: None}
         progress, self.reader.progress = self.reader.progress, False
         try:
-            load(state, self.reader, DefaultLoadPlanner(), None)
-        except CheckpointException as error:
-            raise error.failures[0][0] from None
+            with own_errors():
+                load(state, self.reader, DefaultLoadPlanner(), None)
         finally:
             self.reader.progress = progress
         return state[key]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -265,6 +267,15 @@ def future_of_thread() -> Future[Any] | None:
             if isinstance(future, Future):  # since Python 3.14 it is the second "run"
                 return future
     return None
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """What a save or load of this process alone fails with is raised as it is, not within DCP's CheckpointException."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 _save = optional(f"{_DCP}.state_dict_saver", "_save_state_dict")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcpring.errors import CheckpointError, CorruptCheckpointError
 from dcpring.format.unpickler import Trust
@@ -18,6 +17,7 @@ from dcpring.plan.load_planner import RingLoadPlanner
 from dcpring.resume.manifest import Stored
 from dcpring.store.once_reader import OnceReader
 from dcpring.torchside import dcp
+from dcpring.torchside.dcp import own_errors
 from dcpring.tree.layouts import Layout, view_of, with_strides
 from dcpring.tree.nodes import (
     HIDDEN,
@@ -27,7 +27,6 @@ from dcpring.tree.nodes import (
     TREE_KEY,
     WITH_ATTRIBUTES,
     WITH_NODES,
-    first_of,
 )
 
 __all__ = ["load"]
@@ -88,10 +87,8 @@ def load(
 
 def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[str, Any]:
     state = stored.blank(keys, device)
-    try:
+    with own_errors():
         dcp.load(state, stored.reader, RingLoadPlanner(), None)
-    except CheckpointException as error:
-        raise first_of(error) from None
     return state
 
 

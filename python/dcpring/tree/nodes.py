@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 TREE_KEY = "dcpring.tree"
 """The entry that holds the tree of names."""
 
@@ -20,8 +18,3 @@ requires_grad; a tensor that requires a gradient, and an object that DCP would t
 names; an OrderedDict that has attributes, as torch's state dicts have their versions, its node and these; a tensor that
 has some, as ``nn.Buffer`` does, its node and their nodes. At the root of all may be the layouts of tensors (see
 ``layouts``), behind the tree."""
-
-
-def first_of(error: CheckpointException) -> BaseException:
-    first: BaseException = next(iter(error.failures.values()))[0]
-    return first

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from dcpring.errors import CheckpointError
@@ -29,7 +28,7 @@ from dcpring.resume import trees
 from dcpring.resume.manifest import MANIFEST_KEY
 from dcpring.store.writer import RingWriter
 from dcpring.torchside import dcp
-from dcpring.torchside.dcp import plans_for_itself
+from dcpring.torchside.dcp import own_errors, plans_for_itself
 from dcpring.torchside.tensors import PLAIN_TYPES, ShardedTensor
 from dcpring.tree.layouts import layouts_of
 from dcpring.tree.nodes import (
@@ -43,7 +42,6 @@ from dcpring.tree.nodes import (
     WITH_ATTRIBUTES,
     WITH_GRADIENT,
     WITH_NODES,
-    first_of,
 )
 
 __all__ = ["save"]
@@ -106,10 +104,8 @@ def write(tree: Any, path: str | os.PathLike[str], options: dict[str, Any], load
     if writer.objects != "allow":
         _judge(values, writer, load, save)
         writer.objects = "allow"
-    try:
+    with own_errors():
         dcp.save(values, writer, _NamedPlanner(encoder.paths), None)
-    except CheckpointException as error:
-        raise first_of(error) from None
 
 
 def _judge(values: Mapping[str, Any], writer: RingWriter, load: str, save: str) -> None:

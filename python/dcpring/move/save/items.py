@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from dcpring.base.windows import Box
 from dcpring.errors import PlanError
 from dcpring.format.ledger import NO_PLAN, identity_of, plan_of
 from dcpring.format.metadata import OPAQUE, TENSOR
@@ -65,8 +66,13 @@ class GivenItems:
         """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
         data = self._items[position].tensor_data
         assert data is not None
-        chunk = data.chunk
-        return identity_of(self.name(position), chunk.offsets, chunk.sizes, str(data.properties.dtype))
+        return identity_of(self.name(position), *self.box(position), str(data.properties.dtype))
+
+    def box(self, position: int) -> Box:
+        """What a tensor's item is of its tensor."""
+        data = self._items[position].tensor_data
+        assert data is not None
+        return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
     def planned_bytes(self, position: int) -> int:
         """Of the tensor as it was planned; 0 for objects."""
@@ -130,6 +136,10 @@ class TableItems:
     def identity(self, position: int) -> bytes:
         row = row_of(self._items.table, self._items.kept[position])
         return identity_of(row.key, row.offsets, row.lengths, self._dtypes[row.properties])
+
+    def box(self, position: int) -> Box:
+        row = row_of(self._items.table, self._items.kept[position])
+        return row.offsets, row.lengths
 
     @functools.cached_property
     def _dtypes(self) -> list[str]:

@@ -47,20 +47,15 @@ class SaveConversion(NamedTuple):
     """How a model is stored.
 
     Attributes:
-        rules: from the model's tensors to stored ones.
-        key_map: from the names that these make to stored ones; None where they are the same.
-        is_copy: whether a name of the model's is that of a tensor which is stored under another of its names.
-        is_left_out: whether it is that of one which is not stored.
+        state: its tensors that are stored, by name. Those that are stored under another of their names come last, as
+            the first of tied tensors is stored.
+        rules: from these to stored ones.
+        key_map: from the names that the rules make to stored ones; None where they are the same.
     """
 
+    state: dict[str, Any]
     rules: Sequence[Rearrange] = ()
     key_map: Rename | None = None
-    is_copy: Callable[[str], bool] = lambda name: False
-    is_left_out: Callable[[str], bool] = lambda name: False
-
-    def in_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's tensors that are stored, copies last: the first of tied ones is stored."""
-        return {name: state[name] for name in sorted(state, key=self.is_copy) if not self.is_left_out(name)}
 
 
 def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mapping[str, Any]) -> LoadConversion:
@@ -105,7 +100,7 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mappi
         del fused[name]
     rules += _rules(own.config, ((each, each.reverse_transform()) for each in converters), fused, there)
     patterns = getattr(own, "_keys_to_ignore_on_load_missing", None) or ()
-    is_left_out = _is_left_out(own)
+    is_left_out = _ends_in(own, _LEFT_OUT)
     may_miss = [name for name in state if is_left_out(name) or any(re.search(each, name) for each in patterns)]
     return LoadConversion(rules, key_map, may_miss, note)
 
@@ -118,7 +113,7 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     """
     own, table = _known(model)
     if own is None:
-        return SaveConversion()
+        return SaveConversion(dict(state))
     known = getattr(own, "_weight_conversions", None)
     if known is None:  # without what hubs' files may have before all names, or not
         all_known = table(shown_before_fsdp(own), add_legacy=False)
@@ -126,18 +121,19 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     reverse = [(each, each.reverse_transform()) for each in reversed(known)]
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
     renaming = [back for each, back in reverse if not hasattr(each, "operations")]
-    copies = tuple(f".{name}" for name in getattr(own, "all_tied_weights_keys", None) or ())
-    return SaveConversion(
-        [*_rules(own.config, ((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})],
-        _renamed_by(renaming) if renaming else None,
-        lambda name: f".{name}".endswith(copies),
-        _is_left_out(own),
-    )
+    rules = _rules(own.config, ((each, back) for each, back in reverse if hasattr(each, "operations")), tensors, {})
+    is_copy, is_left_out = _ends_in(own, "all_tied_weights_keys"), _ends_in(own, _LEFT_OUT)
+    kept = {name: state[name] for name in sorted(state, key=is_copy) if not is_left_out(name)}
+    return SaveConversion(kept, list(rules), _renamed_by(renaming) if renaming else None)
 
 
-def _is_left_out(own: Any) -> Callable[[str], bool]:
-    """Whether a name is that of a tensor which ``save_pretrained`` leaves out, as it is made anew from a formula."""
-    names = tuple(f".{name}" for name in getattr(own, "_keys_to_ignore_on_save", None) or ())
+_LEFT_OUT = "_keys_to_ignore_on_save"
+"""Where a model names the tensors that ``save_pretrained`` leaves out, as they are made anew from a formula."""
+
+
+def _ends_in(own: Any, attribute: str) -> Callable[[str], bool]:
+    """Whether a name is among those of a model of transformers' attribute; the model may be a part of another one."""
+    names = tuple(f".{name}" for name in getattr(own, attribute, None) or ())
     return lambda name: f".{name}".endswith(names)
 
 
@@ -255,13 +251,16 @@ def _rule(
         if kind == "Transpose" and not each.check_dims:
             there[each.dim0], there[each.dim1] = there[each.dim1], there[each.dim0]
             continue
-        if kind == "PermuteForRope":
-            if not _permute_for_rope(model, there, each, config, axes):
-                return None
+        if kind == "Interleave" and there[each.dim][0] == "p" and not each.inverse:
+            there[each.dim] = [*there[each.dim][1:], "p"]
             continue
-        if kind == "Interleave":
-            if not _interleave(model, there, each, axes):
+        if kind in ("Interleave", "PermuteForRope"):
+            is_rope = kind == "PermuteForRope"  # in which halves of each head take turns
+            if not _take_turns(model, there, 0 if is_rope else each.dim, ["n"] if is_rope else [], each.inverse):
                 return None
+            axes["h"] = 2
+            if is_rope:
+                axes["n"] = getattr(getattr(config, each.subconfig_key or "", config), "num_attention_heads", 1)
             continue
         if kind not in _OF_A_DIMENSION or getattr(each, "num_shards_attribute", None):
             return None
@@ -294,32 +293,24 @@ def _rule(
         return None
 
 
-def _permute_for_rope(
-    model: list[list[str]], there: list[list[str]], operation: Any, config: Any, axes: dict[str, Any]
+def _take_turns(
+    model: list[list[str]], there: list[list[str]], at: int, outer: Sequence[str], is_inverse: bool
 ) -> bool:
-    """Halves of each head in the model, whose elements take turns where they are stored, or the reverse."""
-    if there[0] not in model:
-        return False
-    apart, in_turns = ["n", "h", there[0][0]], ["n", there[0][0], "h"]
-    at = model.index(there[0])
-    model[at], there[0] = (in_turns, apart) if operation.inverse else (apart, in_turns)
-    axes["h"] = 2
-    axes["n"] = getattr(getattr(config, operation.subconfig_key or "", config), "num_attention_heads", 1)
-    return True
+    """Halves of a dimension of the model's, of which elements take turns where it is stored, or the reverse.
 
+    Args:
+        at: the dimension of the stored tensor.
+        outer: an axis of whose values each has halves of its own.
 
-def _interleave(model: list[list[str]], there: list[list[str]], operation: Any, axes: dict[str, Any]) -> bool:
-    """Halves of a dimension of the model's, of which elements take turns where it is stored, or the reverse."""
-    dim = there[operation.dim]
-    if dim[0] == "p" and not operation.inverse:
-        there[operation.dim] = [*dim[1:], "p"]
-        return True
+    Returns:
+        Whether the model has that dimension.
+    """
+    dim = there[at]
     if dim not in model:
         return False
-    apart, in_turns = ["h", *dim], [*dim, "h"]
-    at = model.index(dim)
-    model[at], there[operation.dim] = (in_turns, apart) if operation.inverse else (apart, in_turns)
-    axes["h"] = 2
+    apart, in_turns = [*outer, "h", *dim], [*outer, *dim, "h"]
+    place = model.index(dim)
+    model[place], there[at] = (in_turns, apart) if is_inverse else (apart, in_turns)
     return True
 
 

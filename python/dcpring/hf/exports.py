@@ -59,7 +59,7 @@ class Export(NamedTuple):
         known = conversion_of_save(model, state)
         writer = RingHFWriter(path, key_map=known.key_map if key_map is None else key_map, **options)
         rules = known.rules if rearrange is None else rearrange
-        tensors, unused = rearranged_by(known.in_order(state), rules)
+        tensors, unused = rearranged_by(known.state, rules)
         return cls(model, tensors, writer, unused)
 
     def finish(self) -> None:

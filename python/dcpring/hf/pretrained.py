@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -212,21 +213,25 @@ class _Target(NamedTuple):
     rules: Sequence[Rearrange]
     state: dict[str, Any]
 
-    def wanted(self, stored: Collection[str]) -> dict[str, Any]:
-        """The tensors; of what else modules keep in their state dicts only what is stored."""
-        return {name: value for name, value in self.state.items() if isinstance(value, Tensor) or name in stored}
-
     def copies(self, stored: Collection[str]) -> dict[str, str]:
         """By the names of tensors that are not stored, what is stored of others that the model ties them to."""
         there = {name for names in _slots(self.model) if not set(names).isdisjoint(stored) for name in names}
         others = tied_names(self.model)
-        found = {name: next((other for other in others(name) if other in stored), None) for name in self.wanted(stored)}
+        found = {
+            name: next((other for other in others(name) if other in stored), None)
+            for name in _wanted(self.state, stored)
+        }
         return {name: first for name, first in found.items() if first and name not in stored and name not in there}
 
     def given(self, stored: Collection[str]) -> set[str]:
         """Names of the model's tensors of which everything is stored."""
         missing = [name for name in self.state if name not in stored]
         return _own_names(self.state, stored) - _own_names(self.state, missing)
+
+
+def _wanted(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """The tensors of a state; of what else modules keep in their state dicts only what is stored."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) or name in stored}
 
 
 def _own_names(state: Mapping[str, Any], names: Iterable[str]) -> set[str]:
@@ -273,8 +278,7 @@ def _load(
         for module, make in bare:
             with naming(lambda: f"cannot give a {type(module).__name__} its first values", _INITIALIZE):  # noqa: B023
                 make(module)
-    own = get_model_state_dict(model)
-    own = {name: value for name, value in own.items() if isinstance(value, Tensor) or name in stored}
+    own = _wanted(get_model_state_dict(model), stored)
     state, _ = rearranged_by(own, target.rules)
     options: dict[str, Any] = {"key_map": key_map, "missing": "allow", "unexpected": "ignore", "share": share}
 
@@ -321,7 +325,7 @@ def _compare(
     Raises:
         KeyMismatchError: in a way that the policy does not allow; the same on all ranks that have the same names.
     """
-    diff = diff_described(describe_state_dict(target.wanted(stored)), stored)
+    diff = diff_described(describe_state_dict(_wanted(target.state, stored)), stored)
     tied = {name for names in _slots(target.model) if not given.isdisjoint(names) for name in names}
     diff.missing = [item for item in diff.missing if item.key not in tied]
     fatal = KeyDiff(
@@ -362,7 +366,9 @@ def _bare_modules(
         own = getattr(module, "_init_weights", None)
         methods[path] = own = own if callable(own) else methods[path.rpartition(".")[0]]
         bare = [name for name, one in modules.tensors(module) if one.is_meta and id(one) not in filled]
-        make = given or own or (_reset if hasattr(module, "reset_parameters") else None)
+        make = (
+            given or own or (operator.methodcaller("reset_parameters") if hasattr(module, "reset_parameters") else None)
+        )
         if bare and make is None:
             raise CheckpointError(
                 f"{some_keys(f'{path}.{name}'.lstrip('.') for name in bare)} of the model are on meta, and nothing is "
@@ -370,10 +376,6 @@ def _bare_modules(
             )
         if bare and make is not None:
             yield module, make
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters()
 
 
 def _device_of(model: nn.Module) -> torch.device:

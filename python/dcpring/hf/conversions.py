@@ -27,6 +27,10 @@ _OF_A_DIMENSION = ("Chunk", "Split", "Concatenate", "MergeModulelist")
 """Operations that cut one, or make one of several."""
 
 
+_LEFT_OUT = "_keys_to_ignore_on_save"
+"""Where a model names the tensors that ``save_pretrained`` leaves out, as they are made anew from a formula."""
+
+
 class LoadConversion(NamedTuple):
     """How a model is found in what is stored.
 
@@ -125,10 +129,6 @@ def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConver
     is_copy, is_left_out = _ends_in(own, "all_tied_weights_keys"), _ends_in(own, _LEFT_OUT)
     kept = {name: state[name] for name in sorted(state, key=is_copy) if not is_left_out(name)}
     return SaveConversion(kept, list(rules), _renamed_by(renaming) if renaming else None)
-
-
-_LEFT_OUT = "_keys_to_ignore_on_save"
-"""Where a model names the tensors that ``save_pretrained`` leaves out, as they are made anew from a formula."""
 
 
 def _ends_in(own: Any, attribute: str) -> Callable[[str], bool]:

@@ -56,6 +56,8 @@ logger = logging.getLogger("dcpring")
 
 Initialize = Callable[[nn.Module], Any]
 
+_RESET = operator.methodcaller("reset_parameters")
+
 _INITIALIZE = "pass initialize=, a function that gives a module its first values, sharded as it is"
 
 
@@ -217,10 +219,8 @@ class _Target(NamedTuple):
         """By the names of tensors that are not stored, what is stored of others that the model ties them to."""
         there = {name for names in _slots(self.model) if not set(names).isdisjoint(stored) for name in names}
         others = tied_names(self.model)
-        found = {
-            name: next((other for other in others(name) if other in stored), None)
-            for name in _wanted(self.state, stored)
-        }
+        wanted = _wanted(self.state, stored)
+        found = {name: next((other for other in others(name) if other in stored), None) for name in wanted}
         return {name: first for name, first in found.items() if first and name not in stored and name not in there}
 
     def given(self, stored: Collection[str]) -> set[str]:
@@ -366,9 +366,7 @@ def _bare_modules(
         own = getattr(module, "_init_weights", None)
         methods[path] = own = own if callable(own) else methods[path.rpartition(".")[0]]
         bare = [name for name, one in modules.tensors(module) if one.is_meta and id(one) not in filled]
-        make = (
-            given or own or (operator.methodcaller("reset_parameters") if hasattr(module, "reset_parameters") else None)
-        )
+        make = given or own or (_RESET if hasattr(module, "reset_parameters") else None)
         if bare and make is None:
             raise CheckpointError(
                 f"{some_keys(f'{path}.{name}'.lstrip('.') for name in bare)} of the model are on meta, and nothing is "

@@ -18,9 +18,6 @@ from dcpring.base.memory import is_dense, is_lazy_view
 
 Layout = tuple[str, int, tuple[int, ...]]
 
-_MOST_COMPARED = 256
-"""Views that overlap in extent are compared in pairs, up to so many of a storage."""
-
 
 class _Span(NamedTuple):
     """The bytes of a storage from a tensor's first to behind its last, gaps between its elements included."""
@@ -85,33 +82,17 @@ def _base(spans: Sequence[_Span], keep: Callable[[Tensor], str]) -> tuple[str, i
 
 def _are_apart(spans: Sequence[_Span]) -> bool:
     """Whether no two share an element, as the columns of a matrix do not. False where that is not easily told."""
-    strides = sorted({1}.union(*(dict(_axes(span.tensor)) for span in spans)), reverse=True)
-    is_grid = 0 not in strides and not any(above % below for above, below in itertools.pairwise(strides))
-    if not is_grid or len(spans) > _MOST_COMPARED or len({span.tensor.itemsize for span in spans}) > 1:
+    size = spans[0].tensor.itemsize
+    if any(span.tensor.itemsize != size or 0 in span.tensor.stride() for span in spans):
         return False
-    boxes = [_box(span.tensor, strides) for span in spans]
-    if None in boxes:
-        return False
-    return not any(
-        all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
-        for one, other in itertools.combinations(filter(None, boxes), 2)
-    )
-
-
-def _axes(tensor: Tensor) -> list[tuple[int, int]]:
-    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def _box(tensor: Tensor, strides: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Where a tensor lies along axes of these strides: its begin and its end. None where it is no box of them."""
-    sizes, offset = dict(_axes(tensor)), int(tensor.storage_offset())
-    box = []
-    for above, stride in zip([None, *strides], strides, strict=False):
-        begin, offset = divmod(offset, stride)
-        box.append((begin, begin + sizes.get(stride, 1)))
-        if above is not None and box[-1][1] > above // stride:
-            return None
-    return box if len(sizes) == len(_axes(tensor)) else None
+    begin, end = spans[0].begin // size, max(span.end for span in spans) // size
+    taken = torch.zeros(end - begin, dtype=torch.bool)
+    for span in spans:
+        own = taken.as_strided(span.tensor.shape, span.tensor.stride(), span.begin // size - begin)
+        if bool(own.any()):
+            return False
+        own.fill_(True)
+    return True
 
 
 def reach(size: Sequence[int], stride: Sequence[int]) -> int:

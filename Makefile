@@ -27,7 +27,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # The newest torchao that a torch takes.
 TORCHAO := torchao==$(if $(filter 2.9.%,$(TORCH)),0.14.1,0.18.0)
-TEST_PACKAGES := setuptools wheel tqdm numpy pytest pytest-xdist rich shtab safetensors matplotlib $(TORCHAO) torchdata
+TEST_PACKAGES := setuptools wheel tqdm numpy pytest pytest-xdist prometheus_client opentelemetry-sdk rich shtab safetensors matplotlib $(TORCHAO) torchdata
 TRAINERS := torchtitan==0.3.0 triton lightning==2.6.6 accelerate==1.15.0 transformers==5.24.0
 DEV_PACKAGES := $(TEST_PACKAGES) ruff==0.17.6 mypy==2.4.1 clang-format==19.1.7
 DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 ruff

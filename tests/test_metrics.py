@@ -6,6 +6,8 @@ import logging
 import pickle
 import re
 import runpy
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 
 import dcpring
-from dcpring import Checkpointer, Metrics, Replicated, RingReader, RingSavePlanner, RingWriter
+from dcpring import Checkpointer, Metrics, Replicated, RingReader, RingSavePlanner, RingWriter, metrics
 from dcpring.torchside import versions
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "openmetrics.py"
@@ -135,3 +141,63 @@ def test_the_example_gives_openmetrics(tmp_path: Path, capsys: pytest.CaptureFix
     assert 'dcpring_step{operation="save"} 200\n' in text and 'dcpring_operations_total{operation="load"} 1\n' in text
     for line in text.splitlines():
         assert line.startswith("# ") or re.fullmatch(r'\w+\{operation="\w+"\} [\d.e-]+', line), line
+
+
+# ---- what people watch trainings with ----
+
+
+class Seen(list[tuple[str, object, object]]):
+    """A SummaryWriter, a run of W&B and a logger of Lightning's in one: what they were given."""
+
+    def add_scalar(self, name: str, value: float, step: int | None) -> None:
+        self.append((name, value, step))
+
+    def log(self, row: dict[str, float]) -> None:
+        self.extend((name, value, "wandb") for name, value in row.items())
+
+    def log_metrics(self, row: dict[str, float], step: int | None) -> None:
+        self.extend((name, value, step) for name, value in row.items())
+
+
+SAVED = Metrics("save", "/ckpt/step-7", 1000, 2.0, 4, 3, 1.5)
+
+
+@pytest.mark.parametrize("make", [metrics.to_tensorboard, metrics.to_wandb, metrics.to_logger])
+def test_numbers_go_to_a_logger(make: Callable[[object], Callable[[Metrics], None]]) -> None:
+    seen = Seen()
+    make(seen)(SAVED)
+    step = "wandb" if make is metrics.to_wandb else 7
+    numbers = {"bytes": 1000, "seconds": 2.0, "bytes_per_second": 500.0, "slowest_seconds": 1.5}
+    assert {(f"checkpoint/save_{name}", value, step) for name, value in numbers.items()} <= set(seen)
+    assert ("checkpoint/step", 7, "wandb") in seen or make is not metrics.to_wandb
+
+
+def test_counters_of_prometheus(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    told = metrics.to_prometheus(registry)
+    for number in (1, 2):
+        writer = RingWriter(tmp_path / f"step-{number}", metrics=told)
+        dcp.save({"w": torch.ones(100)}, storage_writer=writer, no_dist=True)
+    by_save = {"operation": "save"}
+    assert registry.get_sample_value("dcpring_operations_total", by_save) == 2
+    assert registry.get_sample_value("dcpring_last_step", by_save) == 2
+    written = sum(file.stat().st_size for file in tmp_path.glob("*/*.distcp"))
+    assert registry.get_sample_value("dcpring_bytes_total", by_save) == written
+
+
+def test_spans_of_opentelemetry() -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    metrics.to_opentelemetry(provider.get_tracer("tests"))(SAVED)
+    (span,) = spans.get_finished_spans()
+    assert span.name == "dcpring.save" and span.end_time - span.start_time == 2_000_000_000
+    assert span.attributes["dcpring.path"] == "/ckpt/step-7" and span.attributes["dcpring.step"] == 7
+
+
+def test_a_record_of_the_log_has_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dcpring"):
+        dcp.save({"w": torch.ones(100)}, storage_writer=RingWriter(tmp_path / "step-4"), no_dist=True)
+    record = vars(caplog.records[-1])
+    assert (record["operation"], record["step"], record["rank"]) == ("save", 4, 0)
+    assert record["bytes"] > 400 and record["seconds"] > 0 and record["host"] == socket.gethostname()

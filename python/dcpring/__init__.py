@@ -165,7 +165,7 @@ _MODULES = {
 }
 """What each module offers; it is imported when that is asked for. The command line starts without torch."""
 
-_PUBLIC = ("cli", "data", "errors", "options", "report", "state_dict")
+_PUBLIC = ("cli", "data", "errors", "metrics", "options", "report", "state_dict")
 """Modules that are paths of their own; the rooms are private, whatever is public of them is above."""
 
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

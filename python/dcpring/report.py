@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 __all__ = ["LoadReport", "Metrics", "PlanReport", "RankReport", "ReadReport"]
@@ -85,6 +86,14 @@ class Metrics:
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, str | int | float | None]:
+        """Flat, for a log of JSON or a data base; the line of the log has these as ``extra``."""
+        rank = 0 if self.slowest_rank is None or self.operation == "save" else self.slowest_rank
+        return asdict(self) | {
+            **{"step": self.step, "bytes_per_second": self.bytes_per_second},
+            **{"rank": rank, "host": socket.gethostname()},
+        }
 
     def __str__(self) -> str:
         """The line that is logged."""

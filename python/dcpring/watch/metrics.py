@@ -20,9 +20,12 @@ def checked_metrics(given: MetricsFunction | None) -> MetricsFunction | None:
 
 
 def tell(metrics: Metrics, function: MetricsFunction | None, *, is_logged: bool) -> None:
-    """Logs a line at INFO, and calls the function; what that raises is logged, as the checkpoint is good."""
-    if is_logged:
-        logger.info("%s", metrics)
+    """Logs a line at INFO, whose record has the numbers as attributes, and calls the function.
+
+    What the function raises is logged, as the checkpoint is good.
+    """
+    if is_logged and logger.isEnabledFor(logging.INFO):
+        logger.info("%s", metrics, extra=metrics.as_dict())
     if function is not None:
         try:
             function(metrics)

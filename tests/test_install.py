@@ -1,4 +1,4 @@
-"""dcpring.install(): torch's classes make dcpring's objects wherever they are called, and no trace is left after."""
+"""dcpring.install(): the names of torch's classes make dcpring's objects, wherever they are; no trace is left after."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ PAIRS = {
     DefaultSavePlanner: RingSavePlanner,
     DefaultLoadPlanner: RingLoadPlanner,
 }
+PAIRS_BY_NAME = {stock.__name__: stock for stock in PAIRS}
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,15 @@ def _uninstalled() -> Iterator[None]:
     dcpring.uninstall()
 
 
+def named(stock: type) -> Any:
+    """What the name of torch's class stands for, in torch's package and here, where it was imported before."""
+    found = getattr(dcp, stock.__name__)
+    assert found is globals()[stock.__name__]
+    return found
+
+
 def made(stock: type, path: Path) -> Any:
-    return stock() if issubclass(stock, (DefaultSavePlanner, DefaultLoadPlanner)) else stock(path)
+    return named(stock)() if stock.__name__.endswith("Planner") else named(stock)(path)
 
 
 def is_ring(path: Path) -> bool:
@@ -76,19 +84,29 @@ def is_ring(path: Path) -> bool:
 def test_a_call_of_torchs_class_makes_ours(stock: type, tmp_path: Path) -> None:
     with dcpring.install():
         value = made(stock, tmp_path)
-        assert type(value) is PAIRS[stock] and isinstance(value, stock)
-    assert type(made(stock, tmp_path)) is stock
+        assert type(value) is PAIRS[stock] and isinstance(value, stock) and isinstance(value, named(stock))
+        assert issubclass(PAIRS[stock], named(stock)) and isinstance(named(stock) | None, types.UnionType)
+    assert named(stock) is stock and type(made(stock, tmp_path)) is stock
 
 
 @pytest.mark.parametrize("stock", PAIRS)
-def test_what_is_exactly_torchs_class_stays_so_without_a_call(stock: type, tmp_path: Path) -> None:
+def test_what_was_made_before_stays_torchs(stock: type, tmp_path: Path) -> None:
     before = made(stock, tmp_path)
     with dcpring.install():
-        assert type(before) is stock
+        assert type(before) is stock and isinstance(before, named(stock))
         assert type(copy.copy(before)) is stock
-        assert type(pickle.loads(pickle.dumps(before))) is stock
-        assert pickle.loads(pickle.dumps(stock)) is stock
+        assert pickle.loads(pickle.dumps(named(stock))) is named(stock)
         assert type(pickle.loads(pickle.dumps(made(stock, tmp_path)))) is PAIRS[stock]
+    assert type(pickle.loads(pickle.dumps(before))) is stock
+
+
+def test_a_class_that_was_kept_makes_what_it_is(tmp_path: Path) -> None:
+    kept = FileSystemReader
+    with dcpring.install():
+        assert type(kept(tmp_path)) is kept
+        stand_in = FileSystemReader
+    assert stand_in is not kept and isinstance(stand_in(tmp_path), kept)
+    assert type(FileSystemReader(tmp_path)) is kept
 
 
 class OwnWriter(FileSystemWriter):
@@ -107,6 +125,8 @@ def test_subclasses_stay_what_they_are(tmp_path: Path) -> None:
         class Later(DefaultLoadPlanner):
             pass
 
+        assert issubclass(Later, PAIRS_BY_NAME["DefaultLoadPlanner"]) and isinstance(Later(), DefaultLoadPlanner)
+        assert not isinstance(DefaultLoadPlanner(), Later)
         assert type(OwnWriter(tmp_path)) is OwnWriter and not isinstance(OwnWriter(tmp_path), RingWriter)
         assert type(OwnPlanner(3)) is OwnPlanner and not OwnPlanner(3).flatten_state_dict
         assert type(Later(allow_partial_load=True)) is Later
@@ -124,7 +144,8 @@ def attributes() -> dict[str, dict[str, Any]]:
         if not name.startswith(("torch.distributed.checkpoint", "multiprocessing")):
             continue
         found[name] = dict(vars(module))
-        for kind in {one for one in vars(module).values() if isinstance(one, type)}:
+        stand_ins = {named(stock) for stock in PAIRS} - PAIRS.keys()
+        for kind in {one for one in vars(module).values() if isinstance(one, type)} - stand_ins | PAIRS.keys():
             if kind.__module__.startswith("torch.distributed.checkpoint"):
                 found[f"{kind.__module__}.{kind.__qualname__}"] = dict(vars(kind))
     return found
@@ -146,9 +167,8 @@ def test_uninstall_leaves_no_trace(tmp_path: Path) -> None:
     before = attributes()
     config = dict(vars(__import__("multiprocessing.process", fromlist=["x"]).current_process())["_config"])
     dcpring.install()
-    assert {name.rpartition(".")[2] for name in differing(before, attributes())} == {
-        f"{stock.__name__}:__init__" for stock in PAIRS
-    }
+    changed = {name.partition(":")[2] for name in differing(before, attributes())}
+    assert changed == {stock.__name__ for stock in PAIRS}, "names of modules, and nothing in classes"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
     dcpring.uninstall()
     assert differing(before, attributes()) == set()
@@ -156,9 +176,12 @@ def test_uninstall_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_signatures_and_words_are_torchs(tmp_path: Path) -> None:
-    before = {stock: (str(inspect.signature(stock)), stock.__init__.__doc__) for stock in PAIRS}
+    before = {stock: (str(inspect.signature(stock)), stock.__doc__, stock.__init__.__doc__) for stock in PAIRS}
     with dcpring.install():
-        assert before == {stock: (str(inspect.signature(stock)), stock.__init__.__doc__) for stock in PAIRS}
+        for stock, words in before.items():
+            one = named(stock)
+            assert words == (str(inspect.signature(one)), one.__doc__, one.__init__.__doc__)
+        assert list(inspect.signature(OwnPlanner).parameters) == ["extra"]
         with pytest.raises(TypeError, match="path"):
             FileSystemWriter()  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="colour"):
@@ -260,24 +283,6 @@ def test_what_torch_has_saved_and_loads_is_loaded(tmp_path: Path, caplog: pytest
     assert "cast from torch.float32 to torch.int64, which can lose values: 'f'" in said
 
 
-def test_a_constructor_that_others_have_wrapped_since_is_left_and_calls_torchs(tmp_path: Path) -> None:
-    own = FileSystemReader.__init__
-    dcpring.install()
-    ours = FileSystemReader.__init__
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        ours(self, *args, **kwargs)
-
-    FileSystemReader.__init__ = wrapped  # type: ignore[method-assign]
-    try:
-        assert type(FileSystemReader(tmp_path)) is RingReader
-        dcpring.uninstall()
-        assert FileSystemReader.__init__ is wrapped
-        assert type(FileSystemReader(tmp_path)) is FileSystemReader
-    finally:
-        FileSystemReader.__init__ = own  # type: ignore[method-assign]
-
-
 def _ranks(folder: str) -> list[str]:
     with dcpring.install():
         state = {"w": torch.arange(1000.0), "step": 3}
@@ -330,10 +335,10 @@ def test_processes_that_are_spawned_have_it(tmp_path: Path) -> None:
 
 
 def test_what_only_this_process_can_have_is_not_handed_on() -> None:
-    from dcpring.integrations.install import Options
+    from dcpring.integrations.install import portable
 
-    given = Options({"workers": 3, "progress": lambda progress: None}, {"trusted": "warn"})
-    assert given.portable() == Options({"workers": 3}, {"trusted": "warn"})
+    given = {"writer": {"workers": 3, "progress": lambda progress: None}, "reader": {"trusted": "warn"}}
+    assert portable(given) == {"writer": {"workers": 3}, "reader": {"trusted": "warn"}}
 
 
 DEFERRED = """

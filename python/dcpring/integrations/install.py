@@ -1,10 +1,11 @@
 """``install()``: programs that use torch's own storage and planners get dcpring's, with not a line of theirs changed.
 
-An installation is a set of options; the last one that has not ended counts. As long as there is one, torch's classes
-make dcpring's objects (``stand_in``). Where torch.distributed.checkpoint has not been imported yet, that begins when
-it is, so that nothing here imports torch. Processes that this one spawns get the installation with what else
-multiprocessing hands them; DCP's background process is one of these. Programs that are started otherwise get it by
-``DCPRING_INSTALL=1``, which is read when dcpring is imported, and by a line in the wheel's .pth file before that.
+An installation is a set of options; the last one that has not ended counts. As long as there is one, the names of
+torch's classes make dcpring's objects. ``stand_in`` does that; it is imported here, and imports nothing of this module.
+Where torch.distributed.checkpoint has not been imported yet, it begins when that is, so that nothing here imports
+torch. Processes that this one spawns get the installation with what else multiprocessing hands them; DCP's background
+process is one of these. Programs that are started otherwise get it by ``DCPRING_INSTALL=1``, which is read when dcpring
+is imported, and by a line in the wheel's .pth file before that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
 from typing import Any, Literal
 
@@ -36,18 +36,13 @@ _HANDED_ON = "dcpring"
 """The entry among what multiprocessing gives to each new process (a dict of CPython's, as its authentication key)."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the objects are made with, besides what the program gives."""
+Options = Mapping[str, Mapping[str, Any]]
+"""What the objects are made with, besides what the program gives, by kind ("writer", "reader", ...)."""
 
-    writer: dict[str, Any] = field(default_factory=dict)
-    reader: dict[str, Any] = field(default_factory=dict)
-    save_planner: dict[str, Any] = field(default_factory=dict)
-    load_planner: dict[str, Any] = field(default_factory=dict)
 
-    def portable(self) -> Options:
-        """Those that another process can be given; others, such as a lambda for ``progress``, stay in this one."""
-        return Options(*({name: one for name, one in each.items() if pickles(one)} for each in vars(self).values()))
+def portable(options: Options) -> Options:
+    """Those that another process can be given; others, such as a lambda for ``progress``, stay in this one."""
+    return {kind: {name: one for name, one in each.items() if pickles(one)} for kind, each in options.items()}
 
 
 class Installation:
@@ -94,12 +89,13 @@ def install(
     From now on ``FileSystemWriter(...)``, ``FileSystemReader(...)``, ``DefaultSavePlanner(...)`` and
     ``DefaultLoadPlanner(...)`` of torch make a ``RingWriter``, ``RingReader``, ``RingSavePlanner`` and
     ``RingLoadPlanner``, and ``HuggingFaceStorageReader(...)``, ``QuantizedHuggingFaceStorageReader(...)`` and
-    ``HuggingFaceStorageWriter(...)`` a ``RingHFReader``, ``RingQuantizedHFReader`` and ``RingHFWriter``, wherever they
-    are called and however they were imported: in ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` with
-    ``checkpoint_id=``, in trainers, in processes that this one spawns. The classes themselves stay what they are: other
-    subclasses of them (``FsspecWriter``, a program's own) are not touched, and ``isinstance`` holds. What dcpring does
-    not take (paths of object stores, ``serialization_format=SAFETENSORS``) goes to torch's class, which is said once in
-    the log.
+    ``HuggingFaceStorageWriter(...)`` a ``RingHFReader``, ``RingQuantizedHFReader`` and ``RingHFWriter``: in
+    ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` with ``checkpoint_id=``, in trainers, in processes that this one
+    spawns. The names of the classes are bound anew, in torch's modules and in all that have imported them; the classes
+    stay what they are: other subclasses of them (``FsspecWriter``, a program's own) are not touched, and ``isinstance``
+    holds. What dcpring does not take (paths of object stores, ``serialization_format=SAFETENSORS``) goes to torch's
+    class, which is said once in the log. A class that a program has put elsewhere before (an attribute, a default
+    argument) stays torch's, and what was made of torch's classes before cannot be pickled until ``uninstall``.
 
     All ranks of a job call it, before their first save or load. Without a change of the program:
     ``python -m dcpring run train.py``, or ``DCPRING_INSTALL=1`` in its environment.
@@ -123,13 +119,11 @@ def install(
     """
     if trusted not in (True, False, "warn"):
         raise ValueError(f'trusted={trusted!r}: must be True, False or "warn"')
-    made = Options(
-        {"objects": "warn" if trusted is False else "allow"} | _mapping("writer_options", writer_options),
-        {"trusted": trusted, "casts": "any"} | _mapping("reader_options", reader_options),
-        _mapping("save_planner_options", save_planner_options),
-        _mapping("load_planner_options", load_planner_options),
-    )
-    return _install(made)
+    writer = {"objects": "warn" if trusted is False else "allow"} | _mapping("writer_options", writer_options)
+    reader = {"trusted": trusted, "casts": "any"} | _mapping("reader_options", reader_options)
+    save_planner = _mapping("save_planner_options", save_planner_options)
+    load_planner = _mapping("load_planner_options", load_planner_options)
+    return _install({"writer": writer, "reader": reader, "save_planner": save_planner, "load_planner": load_planner})
 
 
 def _mapping(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -248,14 +242,14 @@ class HandedOn:
         self.options = options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _take_over, tuple(vars(self.options.portable()).values())
+        return _take_over, (portable(self.options),)
 
 
-def _take_over(*options: dict[str, Any]) -> HandedOn:
+def _take_over(options: Options) -> HandedOn:
     """In a process that was spawned: installs what its parent had, unless it has done so itself."""
     if current() is None:
-        _install(Options(*options))
-    return HandedOn(Options(*options))
+        _install(options)
+    return HandedOn(options)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,8 +1,9 @@
-"""torch's storage and planners make dcpring's objects: their constructors are replaced, and nothing else.
+"""torch's names for its storage and planners stand for classes that make dcpring's objects.
 
-A constructor that is called for exactly torch's class turns the object into dcpring's, which is a subclass, and
-constructs that. For any other class it is torch's own constructor, so that subclasses stay what they are; unpickling
-and copying call no constructor. No name of a module changes, so that it does not matter who has imported what, or when.
+Such a stand-in is a subclass of torch's class, and passes for it: what is an instance or a subclass of torch's class is
+one of the stand-in, and a subclass that a program makes of it is constructed as torch constructs it. Only a call of the
+stand-in itself makes an object of dcpring's. The names are bound anew in all modules that have imported them, torch's
+own included, and get torch's classes back at the end; nothing is changed in the classes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +30,6 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from dcpring.base.arguments import unknown
-from dcpring.integrations.install import Options
 from dcpring.options import IO_NAMES
 
 logger = logging.getLogger("dcpring")
@@ -43,6 +44,9 @@ PAIRS: dict[type, tuple[str, str]] = {
     DefaultLoadPlanner: ("RingLoadPlanner", "load_planner"),
 }
 """torch's class, the name of ours, and which of the options are for it."""
+
+Options = Mapping[str, Mapping[str, Any]]
+"""What the objects are made with, besides what the program gives, by kind ("writer", "reader", ...)."""
 
 
 @functools.cache
@@ -87,20 +91,52 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("dcpring.") and "__init__" in vars(kind)
 
 
-@dataclass(frozen=True)
-class _Constructor:
-    """What a class had, and what it has instead; ``had`` is None where it inherited its constructor."""
+class StandIn(type(FileSystemWriter)):  # type: ignore[misc]  # the types of the others are that, or above it
+    """The type of the stand-ins, and so of the subclasses that programs make of them."""
 
-    had: Any
-    has: Any
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        stock = _stock_of.get(cls)
+        if stock is None:
+            return super().__call__(*args, **kwargs)
+        chosen = _arguments(stock, args, kwargs)
+        return super().__call__(*args, **kwargs) if chosen is None else ours()[stock](**chosen)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        stock = _stock_of.get(cls)
+        return super().__instancecheck__(instance) if stock is None else isinstance(instance, stock)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        stock = _stock_of.get(cls)
+        return super().__subclasscheck__(subclass) if stock is None else issubclass(subclass, stock)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-_replaced: dict[type, _Constructor] = {}
+def _stand_in(stock: type) -> StandIn:
+    words = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return StandIn(stock.__name__, (stock,), words)
+
+
+_stand_ins = {stock: _stand_in(stock) for stock in PAIRS}
+_stock_of: dict[type, type] = {stand_in: stock for stock, stand_in in _stand_ins.items()}
 _options: Options | None = None
 
 
+def _bind(classes: Mapping[Any, type]) -> None:
+    """Binds the names of some classes to others, in all modules but dcpring's."""
+    by_id = {id(before): after for before, after in classes.items()}
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.partition(".")[0] == "dcpring":
+            continue
+        found = {at: by_id[id(value)] for at, value in list(vars(module).items()) if id(value) in by_id}
+        vars(module).update(found)
+
+
 def start(options: Options, *, is_loading: bool) -> None:
-    """From now on torch's classes make dcpring's objects, with these options.
+    """From now on torch's names make dcpring's objects, with these options.
 
     Args:
         is_loading: a module of dcpring's is being imported, and has imported DCP; else all that the first save needs is
@@ -114,17 +150,14 @@ def start(options: Options, *, is_loading: bool) -> None:
         for kind in dict.fromkeys(kind for _, kind in PAIRS.values()):
             names = {stock: name for stock, (name, of_kind) in PAIRS.items() if of_kind == kind}
             known = frozenset().union(*(_taken()[stock] for stock in names)) - {"self", "io"}
-            if wrong := unknown(getattr(options, kind), known, f"{next(iter(names.values()))}()"):
+            if wrong := unknown(options[kind], known, f"{next(iter(names.values()))}()"):
                 raise TypeError(f"{kind}_options: {wrong}")
-    _options = options
-    if _replaced:
+    before, _options = _options, options
+    if before is not None:
         return
     if not is_loading:
         _warn_of_background_process()
-    for stock, (_, kind) in PAIRS.items():
-        had = vars(stock).get("__init__")
-        _replaced[stock] = _Constructor(had, _constructor(stock, kind))
-        setattr(stock, "__init__", _replaced[stock].has)  # noqa: B010
+    _bind(_stand_ins)
     logger.info("%s", described())
 
 
@@ -139,67 +172,47 @@ def _warn_of_background_process() -> None:
 
 
 def stop() -> None:
-    """torch's classes make their own objects again."""
+    """torch's names are those of torch's classes again."""
     global _options
-    if not _replaced:
+    if _options is None:
         return
     _options = None
-    for stock, constructor in _replaced.items():
-        if vars(stock).get("__init__") is not constructor.has:
-            # Somebody has wrapped it since. What is wrapped only calls torch's now.
-            logger.warning("the constructor of %s was replaced by others since install(), and is left", stock.__name__)
-        elif constructor.had is None:
-            delattr(stock, "__init__")
-        else:
-            setattr(stock, "__init__", constructor.had)  # noqa: B010
-    _replaced.clear()
+    _bind(_stock_of)
     logger.info("dcpring is uninstalled: torch %s uses its own storage and planners", torch.__version__)
 
 
 def tried_out() -> dict[str, bool]:
-    """See ``install.tried_out``."""
+    """torch's classes by name, and whether a call of that name would make an object of dcpring's now."""
     made = {stock: () if kind.endswith("planner") else (".",) for stock, (_, kind) in PAIRS.items()}
-    return {stock.__name__: type(stock(*args)) is ours()[stock] for stock, args in made.items()}
+    named = {stock: getattr(torch.distributed.checkpoint, stock.__name__) for stock in PAIRS}
+    return {stock.__name__: type(named[stock](*args)) is ours()[stock] for stock, args in made.items()}
 
 
 def described() -> str:
     """What is replaced, in words."""
     assert _options is not None
     pairs = ", ".join(f"{name} for {stock.__name__}" for stock, (name, _) in PAIRS.items())
-    trusted = _options.reader.get("trusted")
+    trusted = _options["reader"].get("trusted")
     objects = "are refused" if trusted is False else "load as with torch (dcpring.install(trusted=False) refuses them)"
     return f"dcpring is installed in torch {torch.__version__}: {pairs}. Objects whose loading could run code {objects}"
 
 
-def _constructor(stock: Any, kind: str) -> Callable[..., None]:
-    construct = stock.__init__
-    parameters = inspect.signature(construct)
+def _arguments(stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """What our class is made with in place of torch's; None where torch's own is to be made."""
+    if _options is None:  # a program has kept the stand-in
+        return None
+    try:
+        given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    except TypeError:
+        return None  # torch's constructor says what is wrong
+    reason = _not_taken(given, set(given) - _taken()[stock])
+    if reason:
+        from dcpring.torchside.versions import say_once
 
-    @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        options = _options
-        if options is None or type(self) is not stock:
-            return construct(self, *args, **kwargs)
-        try:
-            given = dict(parameters.bind(self, *args, **kwargs).arguments)
-        except TypeError:
-            return construct(self, *args, **kwargs)  # which says what is wrong
-        given.pop("self")
-        reason = _not_taken(given, set(given) - _taken()[stock])
-        if reason:
-            from dcpring.torchside.versions import say_once
-
-            say_once(logging.WARNING, f"{stock.__name__} with {reason} is torch's own, as dcpring does not take that")
-            return construct(self, *args, **kwargs)
-        self.__class__ = ours()[stock]
-        chosen = {name: value for name, value in getattr(options, kind).items() if name in _taken()[stock]}
-        try:
-            self.__init__(**{**chosen, **given})
-        except BaseException:
-            self.__class__ = stock
-            raise
-
-    return __init__
+        say_once(logging.WARNING, f"{stock.__name__} with {reason} is torch's own, as dcpring does not take that")
+        return None
+    options = _options[PAIRS[stock][1]]
+    return {**{name: value for name, value in options.items() if name in _taken()[stock]}, **given}
 
 
 def _not_taken(given: dict[str, Any], unknown: set[str]) -> str:

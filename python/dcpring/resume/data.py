@@ -10,7 +10,7 @@ pass through shared memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -244,16 +244,15 @@ class ElasticLoader:
         self.sampler, self._batch_size = _parts_of(loader)
         self.epoch = 0
         self.consumed = 0
-        # Whether this rank was given its whole share of the pass under way.
-        self._ran_out = False
-        # Whether the next pass is of this epoch even if nothing of it is left: the loop may still have to come by.
-        self._stays = False
-        # Whether nothing was given since a state was loaded.
+        # The position has been set so many times: by set_epoch, by a load, by a pass that begins. A pass remembers the
+        # generation that it began in, and sees by it that the position is not its own any more.
+        self._generation = 0
+        # What has set it: after a load a pass goes on from there, after set_epoch it ends; two at once are an error.
+        self._mover: Literal["load", "epoch", "pass"] = "pass"
+        # The epoch that set_epoch or a load has asked for since the last pass began.
+        self._asked: int | None = None
+        # Whether no batch was given since a state was loaded.
         self._is_resumed = False
-        # Whether the next pass is of an epoch that was used up before that state.
-        self._skips = False
-        # The pass under way, or what has set the position since it began.
-        self._pass: object = _MOVED
 
     def __len__(self) -> int:
         """Batches of a whole epoch on these ranks: the same on all of them, and at any time.
@@ -272,52 +271,52 @@ class ElasticLoader:
 
         Until a batch was given after a resume, an epoch before that of the checkpoint gives nothing: it was used up.
         """
-        self._skips = self._is_resumed and epoch < self.epoch
-        if self._skips:
+        if self._is_resumed and epoch < self.epoch:
             logger.warning(
                 "epoch %d was used up before the checkpoint, which is at epoch %d: nothing of it is given again",
                 epoch,
                 self.epoch,
             )
         elif epoch != self.epoch:
-            self._go_to(epoch, 0)
-            self._pass = _MOVED
-        else:
-            self._stays = True
+            self._go_to(epoch, 0, "epoch")
+        self._asked = epoch
 
-    def _go_to(self, epoch: int, consumed: int) -> None:
-        self.epoch, self.consumed, self._ran_out, self._stays = epoch, consumed, False, False
+    def _go_to(self, epoch: int, consumed: int, mover: Literal["load", "epoch", "pass"]) -> None:
+        self.epoch, self.consumed, self._mover, self._asked = epoch, consumed, mover, None
+        self._generation += 1
 
     def __iter__(self) -> Iterator[Any]:
-        if self._skips:
-            self._skips = False
+        asked, self._asked = self._asked, None
+        if asked is not None and asked < self.epoch:  # it was used up before the checkpoint
+            self._asked = self.epoch
             return
-        if self._ran_out and not self._stays:
-            self._go_to(self.epoch + 1, 0)
-        self._pass = _LOADED
-        while self._pass is _LOADED:
-            own = self._pass = object()
-            yield from self._batches(own)
-            if self._pass is own:
-                self._go_to(self.epoch + 1, 0)
+        if asked is None and self.consumed and not self.batches_left:
+            self._go_to(self.epoch + 1, 0, "pass")
+        is_moved = True
+        while is_moved:
+            is_moved = yield from self._pass()
 
-    def _batches(self, own: object) -> Iterator[Any]:
-        """What is left of this epoch, until the position is set by something else than this pass."""
+    def _pass(self) -> Generator[Any, None, bool]:
+        """Gives what is left of this epoch; returns whether a load has moved the position, and the loop with it."""
         origin, given = self.consumed, 0
         self.sampler.seek(self.epoch, origin)
-        self._stays = self._skips = False
+        self._go_to(self.epoch, origin, "pass")
+        own = self._generation
         for batch in self.loader:
             given += self._batch_size
             self.consumed = self.sampler.used(origin, given)
-            self._ran_out, self._is_resumed = given >= self.sampler.share(origin), False
+            self._is_resumed = False
             yield batch
-            if self._pass is _LOADED or self._pass is _MOVED:
-                return
-            if self._pass is not own:
+            if self._generation == own:
+                continue
+            if self._mover == "pass":
                 raise RuntimeError(
                     "another iterator of this ElasticLoader was begun while this one was in use: a loader has one "
                     "position; make a loader for each"
                 )
+            return self._mover == "load"
+        self._go_to(self.epoch + 1, 0, "pass")
+        return False
 
     # ---- state ----
 
@@ -327,7 +326,7 @@ class ElasticLoader:
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
-            "ran_out": self._ran_out or not self.batches_left,
+            "ran_out": not self.batches_left,
             "size": sampler.size,
             "seed": sampler.seed,
             "shuffle": sampler.shuffle,
@@ -383,16 +382,10 @@ class ElasticLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there, in a pass under way too: seed and shuffling are those that were saved."""
         self.check_state_dict(state)
-        self._go_to(state["epoch"], state["consumed"])
-        self._stays = self._is_resumed = True
-        self._skips = False
-        self._pass = _LOADED
+        self._go_to(state["epoch"], state["consumed"], "load")
+        self._asked, self._is_resumed = self.epoch, True
         self.sampler.seed = state.get("seed", self.sampler.seed)
         self.sampler.shuffle = state.get("shuffle", self.sampler.shuffle)
-
-
-_LOADED, _MOVED = object(), object()
-"""What has set a loader's position: a state, with which passes under way go on, or an epoch, by which they end."""
 
 
 def _progress(state: dict[str, Any]) -> tuple[int, int]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -115,32 +115,45 @@ class StoredChunks(Chunks):
         return self._load()
 
 
-class _Committed:
-    """The metadata file of a checkpoint that this save has committed; stands for it in other processes."""
-
-    def __init__(self, path: str, identity: str) -> None:
-        self.path = path
-        self.identity = identity
-
-    def load(self) -> Metadata:
-        if metadata_id(Path(self.path)) != self.identity:
-            raise CheckpointError(
-                f"{self.path} cannot be seen from here, is not there any more, or another save has replaced it: what "
-                "dcp.save returned can only be looked at where, and as long as, the checkpoint is there"
-            )
-        return load_metadata(Path(self.path), trusted=True)[0]
+def _load_committed(path: str, identity: str) -> Metadata:
+    """Reads the metadata file of a checkpoint that this save has committed, which stands for it in other processes."""
+    if metadata_id(Path(path)) != identity:
+        raise CheckpointError(
+            f"{path} cannot be seen from here, is not there any more, or another save has replaced it: what "
+            "dcp.save returned can only be looked at where, and as long as, the checkpoint is there"
+        )
+    return load_metadata(Path(path), trusted=True)[0]
 
 
-class _Origin(Protocol):
-    def load(self) -> Metadata: ...
+class _LazyAttribute:
+    """An attribute of LazyMetadata, whose value is made at the first look."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, metadata: LazyMetadata | None, owner: type | None = None) -> Any:
+        return self if metadata is None else metadata.value(self._name)
+
+    def __set__(self, metadata: LazyMetadata, value: Any) -> None:
+        metadata.put(self._name, value)
 
 
 class LazyMetadata(Metadata):
-    """A ``Metadata`` that is made from ``source`` at the first look.
+    """A ``Metadata`` that is made from tables, or by a function, at the first look.
 
     Pickled it is a plain one, or, once its checkpoint has been committed, a reference to that: other ranks of the save
     get it without its millions of chunks.
+
+    Args:
+        state_dict_metadata, planner_data, storage_data: where neither ``source`` nor ``make`` is given.
+        storage_meta, version: as in any metadata.
+        source: the tables.
+        make: makes the metadata.
     """
+
+    state_dict_metadata: Any = _LazyAttribute()
+    planner_data: Any = _LazyAttribute()
+    storage_data: Any = _LazyAttribute()
 
     def __init__(
         self,
@@ -150,12 +163,14 @@ class LazyMetadata(Metadata):
         storage_meta: StorageMeta | None = None,
         version: str | None = None,
         *,
-        source: _Origin | None = None,
+        source: Chunks | None = None,
+        make: Callable[[], Metadata] | None = None,
     ) -> None:
         self._source = source
+        self._make = make if source is None else source.load
         self._values: dict[str, Any] = {}
-        self._committed: _Committed | None = None
-        if source is None:
+        self._committed: tuple[str, str] | None = None
+        if self._make is None:
             self._values = dict(zip(_LAZY, (state_dict_metadata, planner_data, storage_data), strict=True))
         self.storage_meta = storage_meta
         self.version = version
@@ -163,23 +178,27 @@ class LazyMetadata(Metadata):
     @property
     def chunks(self) -> Chunks | None:
         """The tables, as long as nobody has looked at, or changed, what they stand for."""
-        return self._source if isinstance(self._source, Chunks) and not self._values else None
+        return None if self._values else self._source
 
     def anew(self) -> LazyMetadata:
         """The same, which nobody has looked at or changed."""
-        assert self._source is not None
-        return LazyMetadata(source=self._source, storage_meta=self.storage_meta, version=self.version)
+        return LazyMetadata(source=self._source, make=self._make, storage_meta=self.storage_meta, version=self.version)
 
     def note_committed(self, path: Path, identity: str) -> None:
         """From now on the file stands for this object when it is pickled."""
-        self._committed = _Committed(str(path.absolute()), identity)
+        self._committed = str(path.absolute()), identity
 
-    def _value(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
+        """The value of an attribute."""
         if name not in self._values:
-            assert self._source is not None
-            loaded = self._source.load()
+            assert self._make is not None
+            loaded = self._make()
             self._values = {key: getattr(loaded, key) for key in _LAZY} | self._values
         return self._values[name]
+
+    def put(self, name: str, value: Any) -> None:
+        """Changes an attribute."""
+        self._values[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
         values = (self.state_dict_metadata, self.planner_data, self.storage_data, self.storage_meta, self.version)
@@ -195,24 +214,11 @@ class LazyMetadata(Metadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._committed is not None:
-            return _from_committed, (self._committed.path, self._committed.identity, self.storage_meta, self.version)
+            return _from_committed, (*self._committed, self.storage_meta, self.version)
         values = (self.state_dict_metadata, self.planner_data, self.storage_data)
         return Metadata, (*values, self.storage_meta, self.version)
 
 
-def _attribute(name: str) -> property:
-    def get(self: LazyMetadata) -> Any:
-        return self._value(name)
-
-    def set_value(self: LazyMetadata, value: Any) -> None:
-        self._values[name] = value
-
-    return property(get, set_value)
-
-
-for _name in _LAZY:
-    setattr(LazyMetadata, _name, _attribute(_name))
-
-
 def _from_committed(path: str, identity: str, storage_meta: StorageMeta | None, version: str | None) -> LazyMetadata:
-    return LazyMetadata(source=_Committed(path, identity), storage_meta=storage_meta, version=version)
+    make = functools.partial(_load_committed, path, identity)
+    return LazyMetadata(make=make, storage_meta=storage_meta, version=version)

@@ -36,7 +36,7 @@ from dcpring.plan.items import ReadItems
 from dcpring.plan.messages import fields_of, rebuilt
 from dcpring.plan.pieces import Piece, covering, cut
 from dcpring.plan.rows import row_of
-from dcpring.plan.run import LoadRun, run_of
+from dcpring.plan.run import Load, run_of
 from dcpring.plan.sharing import Needs, Share, Sharing, are_those_of, plan_sharing, refuse_group, units_table
 from dcpring.plan.table import make_table, memory_of_rows, part_of, rows_of_stored, rows_to_fill
 from dcpring.report import LoadReport, ReadReport
@@ -69,6 +69,11 @@ class RingLoadPlan(LoadPlan):
     needs: Needs | None = field(default=None, repr=False)
     sharing: Sharing | None = field(default=None, repr=False)
     pieces: list[Piece] = field(default_factory=list, repr=False)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the core knows where all of it is stored."""
+        return self.chunks is not None and self.chunks.storage is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent = {name: getattr(self, name) for name in ("reads", "source", "needs", "sharing")}
@@ -136,7 +141,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         self.process_group = process_group
         self.share = share
         self._own_plan: RingLoadPlan | None = None
-        self._run = LoadRun()
+        self._load = Load()
 
     def __repr__(self) -> str:
         missing = {"missing": self.policy.missing, "allow_missing": self.policy.allow_missing}
@@ -147,7 +152,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._run = run_of(None if metadata is None else metadata.storage_meta, LoadRun)
+        self._load = run_of(None if metadata is None else metadata.storage_meta, Load)
         self._own_plan = None
         flat = self._flat(state_dict)
         if _has_meta(flat.values.values()):
@@ -165,7 +170,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _explain(self, error: ValueError | None = None) -> None:
         """Raises what the policy makes of all differences; returns when it allows them, or has no word for them."""
         assert self.metadata is not None
-        metadata = self._run.stored or self.metadata
+        metadata = self._load.stored or self.metadata
         if self._names:
             metadata = rename_metadata(metadata, self._names, storage=False)
         try:
@@ -176,9 +181,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _renamed(self, chunks: Chunks) -> dict[str, Any]:
         """What is wanted, under the checkpoint's names: here alone a key map is applied that RingLoadPlanner knows."""
         self._names = {}
-        if self._run.key_map is None and self.key_map is None:
+        if self._load.key_map is None and self.key_map is None:
             return self.state_dict
-        key_map = one_map(self._run.key_map, self.key_map)
+        key_map = one_map(self._load.key_map, self.key_map)
         self._names = match_names(key_map, list(self.state_dict), list(dict.fromkeys(chunks.table.names())))
         stored = {new: old for old, new in self._names.items()}
         return {stored[name]: value for name, value in self.state_dict.items() if name in stored}
@@ -189,7 +194,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def _plan_by_match(self) -> LoadPlan:
         assert self.metadata is not None
-        chunks = _chunks_of(self._run.stored or self.metadata)
+        chunks = _chunks_of(self._load.stored or self.metadata)
         values = self._renamed(chunks)
         wanted = make_table(Flat(values, {}, [b""] * len(values)), rows_of=rows_to_fill)
         try:
@@ -204,11 +209,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
             self._explain()
         else:
             self._report_unexpected(chunks)
-        self._run.goes_by_stored = self._run.stored is not None
+        self._load.goes_by_stored = self._load.stored is not None
         items: Any = ReadItems(match, wanted, chunks.table, self._names)
         reads = _reads(match, chunks, self.process_group)
-        self._run.rank = None if reads is None else reads.rank
-        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads, source=self._run.source)
+        self._load.reported_rank = None if reads is None else reads.rank
+        self._own_plan = RingLoadPlan(items, chunks=chunks, reads=reads, source=self._load.source)
         self._add_needs(self._own_plan)
         return self._own_plan
 
@@ -219,7 +224,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
     def _share_out(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         _warn_of_several(global_plan)
         reads = [plan.reads for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.reads is not None]
-        self._run.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
+        self._load.report = LoadReport(ranks=[replace(read, rank=rank) for rank, read in enumerate(reads)])
         needs = [plan.needs for plan in global_plan if isinstance(plan, RingLoadPlan) and plan.needs is not None]
         if len(needs) < 2 or len(needs) < len(global_plan):
             return [_reply(plan, None) for plan in global_plan]
@@ -228,7 +233,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
                 refuse_group(needs)
             return [_reply(plan, None) for plan in global_plan]
         sharing = plan_sharing(needs)
-        self._run.report.share = needs[0].share if sharing[0].rounds else "off"
+        self._load.report.share = needs[0].share if sharing[0].rounds else "off"
         return [_reply(plan, part) for plan, part in zip(global_plan, sharing, strict=True)]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -243,9 +248,9 @@ class RingLoadPlanner(DefaultLoadPlanner):
         if not self.is_coordinator:
             is_shared = self._own_plan.needs and new_plan.sharing and new_plan.sharing.rounds
             share = self._own_plan.needs.share if self._own_plan.needs and is_shared else "off"
-            self._run.report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
+            self._load.report = LoadReport(share, [self._own_plan.reads] if self._own_plan.reads else [])
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("load plan: %s", self._run.report.summary())
+            logger.debug("load plan: %s", self._load.report.summary())
         return self._own_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -257,11 +262,11 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def report(self) -> LoadReport:
         """What the last load's plan did. On the coordinator it covers all ranks, elsewhere this one."""
-        return self._run.report
+        return self._load.report
 
     @property
     def _events(self) -> _trace.Events:
-        return self._run.events
+        return self._load.events
 
     # ---- for RingReader ----
 
@@ -288,7 +293,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
     def _report_unexpected(self, chunks: Chunks) -> None:
         if self.policy.looks_at_unexpected:
-            names = (name for name in chunks.table.names() if name not in self._run.made_of)
+            names = (name for name in chunks.table.names() if name not in self._load.made_of)
             stored = {self._names.get(name, name) for name in names}
             left = stored - self.state_dict.keys()
             self.policy.report(sorted(left), rank_here())

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcpring import _C
 from dcpring.base.files import new_tag
+from dcpring.format.model_files import Files
+from dcpring.format.quantised import Quantised
 from dcpring.names.key_map import KeyMap, KeyTable
 from dcpring.options import IOStats
 from dcpring.report import LoadReport, Metrics, PlanReport
@@ -165,30 +167,62 @@ class Save(Run):
 
 
 @dataclass(eq=False)
-class LoadRun(Run):
-    """One load.
+class Load(Run):
+    """One load on one rank: all that its reader and its planner know of it.
+
+    A RingReader makes it when DCP asks for the metadata, and a planner finds it in the metadata's ``storage_meta``.
+    With another storage the planner makes its own.
 
     Attributes:
-        stored: the metadata under the checkpoint's own names, where the storage has a key map.
+        path, load_id, rank, use_collectives, stats, storage_data: as a storage reader of DCP's has them;
+            ``storage_data`` is None until somebody asks for it.
+        metadata: of the checkpoint, as DCP has it; None before the reader is set up.
+        stored: the metadata under the checkpoint's own names, where the reader has a key map.
         goes_by_stored: whether the plan's items have these names.
-        made_of: of the checkpoint's names those that others are made of: nobody need ask for them.
+        files: the safetensors whose headers the metadata was made of; None for a checkpoint of DCP's.
+        quantised: the tensors in them that are made of others.
         source: the id of the save that the metadata is of, and where it was read; None where it does not say, and where
             each rank has metadata of its own.
+        problem: why there is no metadata, where DCP would not say.
         report: what RingLoadPlanner has planned.
-        rank: of this process in the report.
+        reported_rank: this process in the report.
     """
 
+    path: Any = ""
+    load_id: str = ""
+    rank: int | None = None
+    use_collectives: bool = True
+    stats: IOStats | None = None
+    storage_data: dict[MetadataIndex, Any] | None = None
+    metadata: Metadata | None = None
     stored: Metadata | None = None
     goes_by_stored: bool = False
-    made_of: frozenset[str] = frozenset()
+    files: Files | None = None
+    quantised: list[Quantised] = field(default_factory=list)
     source: tuple[str, str] | None = None
+    problem: str = ""
     report: LoadReport = field(default_factory=LoadReport)
-    rank: int | None = None
+    reported_rank: int | None = None
 
-    def read(self, stats: IOStats) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {name: getattr(self, name) for name in ("path", "load_id", "rank", "use_collectives", "stats")}
+        return functools.partial(Load, **kept), ()
+
+    def next(self, events: Events, key_map: KeyMap | None) -> Load:
+        """A load that begins where this one was made, by the same reader."""
+        load = Load(events, key_map=key_map, path=self.path, load_id=self.load_id, rank=self.rank)
+        load.use_collectives, load.stats = self.use_collectives, self.stats
+        return load
+
+    @property
+    def made_of(self) -> frozenset[str]:
+        """Names in the checkpoint of what others are made of, as scales: nobody need ask for them."""
+        return frozenset(each.scale_name for each in self.quantised)
+
+    def note_read(self, stats: IOStats) -> None:
         """This rank has read."""
         for each in self.report.ranks:
-            if each.rank == self.rank:
+            if each.rank == self.reported_rank:
                 each.read_bytes, each.sent_bytes = stats.bytes, stats.sent_bytes
                 each.received_bytes = stats.received_bytes
 
@@ -197,9 +231,12 @@ class LoadRun(Run):
 
 
 class RunMeta(StorageMeta):
-    """DCP's StorageMeta with the run of the storage that gives it. Pickled or copied it is a plain one."""
+    """DCP's StorageMeta with the save or load of the storage that gives it. Pickled or copied it is a plain one.
 
-    run: Run
+    It does not keep that alive, as a load keeps the metadata, and so this.
+    """
+
+    run: weakref.ref[Run]
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in vars(self).items() if name != "run"}
@@ -209,7 +246,7 @@ class RunMeta(StorageMeta):
 def with_run(about: StorageMeta | None, run: Run) -> RunMeta:
     """What a storage gives its planner."""
     meta = RunMeta()
-    vars(meta).update(vars(about or meta), run=run)
+    vars(meta).update(vars(about or meta), run=weakref.ref(run))
     return meta
 
 
@@ -217,6 +254,6 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def run_of(about: StorageMeta | None, kind: type[AnyRun]) -> AnyRun:
-    """The storage's run; a new one where the storage is not dcpring's, or that run is over."""
-    run = getattr(about, "run", None)
+    """The storage's save or load; a new one where the storage is not dcpring's, or that one is over."""
+    run = about.run() if isinstance(about, RunMeta) else None
     return run if isinstance(run, kind) and not run.events.is_over else kind()

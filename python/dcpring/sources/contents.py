@@ -39,7 +39,7 @@ from dcpring.move.objects import refusal
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.pieces import overlap_of
 from dcpring.plan.rows import row_of
-from dcpring.plan.run import LoadRun
+from dcpring.plan.run import Load
 from dcpring.plan.table import BYTES_ROW
 from dcpring.store import layout
 from dcpring.store.headers import chunks_of
@@ -276,7 +276,7 @@ class Contents(Mapping[str, Entry]):
     def _load(self, into: _Into, items: list[ReadItem], wanted: list[Wanted]) -> None:
         origin = Origin(str(self.directory), inputs=self.inputs, sums=self.sums)
         rules = Rules(self.options, self.trusted, transforms=FileSystemReader(self.directory).transforms)
-        task = Task(into, items.__getitem__, origin, rules, self.stats, LoadRun())
+        task = Task(into, items.__getitem__, origin, rules, self.stats, Load())
         loader.load(task, dict(enumerate(wanted)))
 
 

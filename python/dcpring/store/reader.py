@@ -7,10 +7,12 @@ import errno
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -23,24 +25,15 @@ from dcpring.base.files import read_regular
 from dcpring.base.groups import rank_in
 from dcpring.base.joint import Joint
 from dcpring.base.order import wait_for_turn
-from dcpring.base.own import Own, of_threads
-from dcpring.base.text import ranges
 from dcpring.base.whose import here
 from dcpring.errors import CheckpointError
 from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
-from dcpring.format.metadata import (
-    METADATA_NAME,
-    Trailer,
-    metadata_id,
-    read_trailer,
-    split_metadata,
-    unpickle_metadata,
-)
-from dcpring.format.model_files import Files, is_model, may_be_several
-from dcpring.format.quantised import BLOCK_SIZE, DTYPES, Quantised
+from dcpring.format.metadata import METADATA_NAME, split_metadata, unpickle_metadata
+from dcpring.format.model_files import is_model, may_be_several
+from dcpring.format.quantised import BLOCK_SIZE, DTYPES
 from dcpring.format.unpickler import Trust, checked_globals
 from dcpring.move.load import loader
-from dcpring.move.load.handon import exchange_of
+from dcpring.move.load.handon import sharing_of
 from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import CompactPlan, wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
@@ -48,13 +41,15 @@ from dcpring.names.policy import Casts, LoadPolicy, Unexpected, checked_casts
 from dcpring.options import IO_NAMES, IOArguments, IOOptions, IOStats
 from dcpring.plan.items import ReadItems
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
-from dcpring.plan.run import LoadRun, with_run
+from dcpring.plan.run import Load, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, read_headers, read_once
+from dcpring.store.rank_metadata import refuse_mixed, refuse_stale, refuse_superseded
 from dcpring.torchside.dcp import drops_metadata_errors
 from dcpring.torchside.groups import group_inside_dcp
 from dcpring.watch import events as _trace
+from dcpring.watch.events import Events
 from dcpring.watch.metrics import MetricsFunction, checked_metrics, tell
 from dcpring.watch.progress import ProgressOption, checked_progress, start_meter
 
@@ -63,59 +58,31 @@ __all__ = ["RingReader"]
 logger = logging.getLogger("dcpring")
 
 
-class _Load:
-    """The load that a reader is at.
-
-    Attributes:
-        run: what its planner knows of it, too.
-        metadata: of the checkpoint, as DCP has it.
-        storage_data: where items are stored; None until somebody asks.
-        files: of safetensors, of whose headers the metadata was made; None for a checkpoint of DCP's.
-        quantised: its tensors that are made of others.
-        problem: why there is no metadata, where DCP would not say.
-    """
-
-    def __init__(self) -> None:
-        self.run = LoadRun()
-        self.run.events.set_up(False)
-        self.metadata: Metadata | None = None
-        self.storage_data: dict[MetadataIndex, Any] | None = None
-        self.files: Files | None = None
-        self.quantised: list[Quantised] = []
-        self.problem = ""
-
-    def __reduce__(self) -> tuple[type[_Load], tuple[()]]:
-        return _Load, ()
-
-
-class _Renamed:
+def _renamed(metadata: Metadata, key_map: KeyMap) -> Metadata:
     """A checkpoint's metadata under other names, for planners that are not dcpring's."""
-
-    def __init__(self, metadata: Metadata, key_map: KeyMap) -> None:
-        self._metadata = metadata
-        self._key_map = key_map
-
-    def load(self) -> Metadata:
-        return rename_metadata(self._metadata, self._key_map.rename(self._metadata.state_dict_metadata))
+    return rename_metadata(metadata, key_map.rename(metadata.state_dict_metadata))
 
 
-class _Unreadable:
-    """Stands in for metadata that could not be read, with torch before 2.13, which goes on until it is used."""
+def _unreadable(problem: str) -> Metadata:
+    raise AssertionError(problem)
 
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
 
-    def load(self) -> Metadata:
-        raise AssertionError(self._problem)
+def of_load(name: str) -> Any:
+    """An attribute of a reader that each load has for itself: that of the load which the calling thread is at."""
+
+    def put(reader: RingReader, value: Any) -> None:
+        setattr(reader._load, name, value)
+        reader._last = reader._load
+
+    return property(lambda reader: getattr(reader._load, name), put)
 
 
 class RingReader(FileSystemReader):
     """Reads DCP checkpoints through io_uring: ``dcp.load(state_dict, storage_reader=RingReader(path))``.
 
     Takes the arguments of ``FileSystemReader`` and reads what RingWriter and the stock writer wrote, and directories of
-    safetensors (see ``RingHFReader``). Only the bytes
-    that the plan needs are read, each once per rank; every 1 MiB block that is read whole is checked against its
-    CRC-32. No code from the checkpoint is run.
+    safetensors (see ``RingHFReader``). Only the bytes that the plan needs are read, each once per rank; every 1 MiB
+    block that is read whole is checked against its CRC-32. No code from the checkpoint is run.
 
     What is raised reaches the caller of the load inside DCP's ``CheckpointException``.
 
@@ -154,12 +121,11 @@ class RingReader(FileSystemReader):
         OSError: with errno and path.
     """
 
-    path: Any = Own()
-    load_id: Any = Own()
-    rank: Any = Own()
-    use_collectives: Any = Own()
-    stats: Any = Own()
-    _load: Any = Own()
+    path: Any = of_load("path")
+    load_id: Any = of_load("load_id")
+    rank: Any = of_load("rank")
+    use_collectives: Any = of_load("use_collectives")
+    stats: Any = of_load("stats")
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -183,7 +149,8 @@ class RingReader(FileSystemReader):
         if dequantize not in (None, *DTYPES):
             raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
-        self._load = _Load()
+        self._last = Load()
+        self._loads: WeakKeyDictionary[threading.Thread, Load] = WeakKeyDictionary()
         # Whatever a subclass inherits from besides.
         FileSystemReader.__init__(self, layout.local_path(path), _extension_registry)
         self.options = IOOptions(**io)
@@ -195,60 +162,182 @@ class RingReader(FileSystemReader):
         self.metrics = checked_metrics(metrics)
         self.dequantize = dequantize
         self.block_size = BLOCK_SIZE
-        self.stats = None
 
     def __repr__(self) -> str:
         policy = {"unexpected": self.policy.unexpected, "casts": self.policy.casts}
         given = {"trusted": self.trusted, "safe_globals": self.safe_globals, "dequantize": self.dequantize}
         return shown(self, str(self.path), **given, **policy, **self.options.changed())
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_last": self._load}
+        del state["_loads"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _loads=WeakKeyDictionary())
+
+    # ---- the loads of this reader ----
+
     @property
-    def _events(self) -> _trace.Events:
-        return self._load.run.events
+    def _load(self) -> Load:
+        """The load that the calling thread has begun last; in other threads the one that any thread was at last."""
+        return self._loads.get(threading.current_thread(), self._last)
+
+    def _begin(self, events: Events) -> Load:
+        """The calling thread begins a load. One that it has begun and not ended is abandoned."""
+        thread = threading.current_thread()
+        before = self._loads.get(thread)
+        if before is not None:
+            before.events.abandon()
+        is_only_reset = before is not None and not before.events.started
+        known = before if before is not None and is_only_reset else self._last
+        self._last = self._loads[thread] = load = known.next(events, self.key_map)
+        return load
 
     @property
     def made_of(self) -> frozenset[str]:
         """Names in the files, read last, of what others are made of: scales of quantised tensors."""
-        return frozenset(each.scale_name for each in self._load.quantised)
+        return self._load.made_of
+
+    @property
+    def storage_data(self) -> dict[MetadataIndex, Any]:
+        """Where items are stored, as the metadata has it."""
+        load = self._load
+        if load.storage_data is None:
+            load.storage_data = {} if load.metadata is None else load.metadata.storage_data
+        assert load.storage_data is not None
+        return load.storage_data
+
+    @storage_data.setter
+    def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
+        self._load.storage_data = value
+
+    # ---- the protocol of a load: what DCP calls, in this order; the planner's part is in plan.load_planner ----
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next load is from this directory; None: from that of the last one."""
+        self._begin(Events())
+        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads ``.metadata``, or with ``rank=`` that of one rank (saved with ``use_collectives=False``)."""
+        """Begins a load, which the planner finds in what this gives: the metadata of all ranks, or that of ``rank=``.
+
+        DCP asks for that of one rank (saved with ``use_collectives=False``) where it has not got that of all.
+        """
         wait_for_turn()
-        if kwargs.get("rank") is None:  # with a rank DCP asks once it has failed to get the metadata of all ranks
-            self._abandon(of_threads(self).begin())
-            self._load = _Load()
-        if not drops_metadata_errors:
-            return self._metadata_of(kwargs.get("rank"))
-        load, rank = self._load, kwargs.get("rank")
+        rank, load = kwargs.get("rank"), self._load
+        is_next_try = rank is not None and load.events.started and not load.events.is_sure
+        if not is_next_try:
+            load = self._begin(self._tracer.start("load", self.path))
         try:
-            metadata = self._metadata_of(rank)
+            with load.events.step(_trace.READ_METADATA):
+                metadata = self._metadata_of(load, rank)
+                load.events.begin(_trace.LOCAL_PLAN)
             load.problem = ""
         except Exception as error:
+            if not drops_metadata_errors:
+                raise
             if rank is None:
                 load.problem = f"metadata is None; global metadata read failed: {error}"
                 raise
             load.problem = f"{load.problem or 'metadata is None'}; rank local metadata read failed: {error}"
-            metadata = LazyMetadata(source=_Unreadable(load.problem))
+            metadata = LazyMetadata(make=functools.partial(_unreadable, load.problem))
         return metadata
 
-    def _metadata_of(self, rank: int | None) -> Metadata:
-        if rank is None or self._events.is_sure:
-            self._load.run = LoadRun(self._tracer.start("load", self.path), key_map=self.key_map)
-        with self._events.step(_trace.READ_METADATA):
-            return self._read_for_planner(rank)
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: Any,
+        rank: Any = None,
+        use_collectives: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Says which part this rank has in the load."""
+        load = self._load
+        if load.problem:
+            raise AssertionError(load.problem)
+        load.meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
+        load.metadata, load.storage_data = metadata, None
+        self.rank, self.use_collectives = rank, use_collectives
+        load.events.set_up(is_coordinator, not use_collectives)
 
-    def _read_for_planner(self, rank: int | None) -> Metadata:
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing is to be prepared: the planner has matched what is wanted with what is stored."""
+        events = self._load.events
+        with events.step():
+            plan = super().prepare_local_plan(plan)
+            events.wait_for_plans()
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: the planner has said who reads what several ranks need."""
+        events = self._load.events
+        with events.step(_trace.GLOBAL_PLAN):
+            plans = events.name_in(super().prepare_global_plan(plans))
+            events.begin(_trace.SCATTER_PLANS)
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
+        load = self._load
+        with load.events.step(_trace.READ):
+            load.events.take_name(plan)
+            started = time.perf_counter()
+            self.stats = stats = IOStats(items=len(plan.items))
+            rank = rank_in() if load.rank is None else load.rank
+            self._read(self._task(load, plan, planner, stats, rank), plan)
+            stats.seconds = time.perf_counter() - started
+            load.note_read(stats)
+            self._tell(Metrics("load", str(self.path), stats.bytes, load.age_seconds, 1, rank, stats.seconds))
+            load.events.finish()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _task(self, load: Load, plan: LoadPlan, planner: LoadPlanner, stats: IOStats, rank: int) -> Task:
+        """What is to be read, and by which rules."""
+        if load.metadata is None:
+            raise CheckpointError("read_data before set_up_storage_reader")
+        if not isinstance(planner, RingLoadPlanner):
+            self.policy.report_unexpected(planner, load.metadata, rank, load.made_of)
+        path, links = (self.path, None) if load.files is None else (load.files.directory, load.files.links)
+        origin = Origin(str(path), links, {each.place: each for each in load.quantised})
+        rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
+        item = plan.items.make if isinstance(plan.items, ReadItems) else plan.items.__getitem__
+        return Task(planner, item, origin, rules, stats, load, rank)
+
+    def _read(self, task: Task, plan: LoadPlan) -> None:
+        """Reads by a compact plan, of which the core knows all that it reads straight into tensors, or by items."""
+        load, planner = task.load, task.planner
+        with load.meter, contextlib.nullcontext() if load.files is None else load.files.unchanged():
+            if isinstance(plan, RingLoadPlan) and plan.is_compact and not makes_tensors(planner):
+                assert isinstance(planner, RingLoadPlanner)
+                with sharing_of(plan, planner.process_group) as exchange:
+                    compact = CompactPlan(plan, planner)
+                    loader.load(task, compact.rest(task.origin.path), compact, exchange)
+            else:
+                metadata = load.stored if load.goes_by_stored else load.metadata
+                assert metadata is not None
+                places = metadata.storage_data if load.goes_by_stored else self.storage_data
+                loader.load(task, wanted_by_items(plan.items, metadata, places, str(self.path)))
+
+    def _tell(self, metrics: Metrics) -> None:
+        tell(metrics, self.metrics, is_logged=self._load.events.is_coordinator)
+
+    # ---- reading metadata ----
+
+    def _metadata_of(self, load: Load, rank: int | None) -> Metadata:
+        """The metadata, in which the planner finds the load; under other names where there is a key map."""
         metadata = self._find_metadata(rank)
-        self._load.run.made_of = self.made_of
-        about = with_run(metadata.storage_meta, self._load.run)
-        about.load_id = self.load_id
+        about = with_run(metadata.storage_meta, load)
+        about.load_id = load.load_id
         if rank is None and about.save_id:
-            self._load.run.source = about.save_id, os.fspath(self.path)
+            load.source = about.save_id, os.fspath(self.path)
         if self.key_map is not None:
-            self._load.run.stored = metadata
-            metadata = LazyMetadata(source=_Renamed(metadata, self.key_map), version=getattr(metadata, "version", None))
+            load.stored, version = metadata, getattr(metadata, "version", None)
+            metadata = LazyMetadata(make=functools.partial(_renamed, metadata, self.key_map), version=version)
         metadata.storage_meta = about
-        self._events.begin(_trace.LOCAL_PLAN)
         return metadata
 
     def _find_metadata(self, rank: int | None) -> Metadata:
@@ -260,12 +349,10 @@ class RingReader(FileSystemReader):
             return LazyMetadata(source=found.chunks, storage_meta=StorageMeta(checkpoint_id=self.path))
         if rank is None:
             refuse_stale(directory)
-            path = directory / METADATA_NAME
-        else:
-            _refuse_superseded(directory, rank)
-            refuse_mixed(directory, rank)
-            path = directory / layout.rank_metadata_name(rank)
-        return self._read_metadata(path, rank is None)
+            return self._read_metadata(directory / METADATA_NAME, True)
+        refuse_superseded(directory, rank)
+        refuse_mixed(directory, rank)
+        return self._read_metadata(directory / layout.rank_metadata_name(rank), False)
 
     def _is_model(self, path: Path) -> bool:
         """Whether a path leads to safetensors, and not to a checkpoint of DCP's."""
@@ -277,7 +364,7 @@ class RingReader(FileSystemReader):
             return read() if joint is None else read_once(joint, read)
 
     def _operation(self, is_shared: bool) -> contextlib.AbstractContextManager[Joint | None]:
-        """Of all ranks that load, to read headers or metadata once; None where every rank is to do so."""
+        """An operation of all ranks that load, to read headers or metadata once; None where every rank is to do so."""
         return meeting(group_inside_dcp() if is_shared else None)
 
     def _are_to_meet(self, path: Path) -> bool:
@@ -299,174 +386,3 @@ class RingReader(FileSystemReader):
             about = StorageMeta(checkpoint_id=self.path, save_id=parts.trailer.save_id)
             return LazyMetadata(source=chunks, storage_meta=about, version=parts.trailer.version or None)
         return unpickle_metadata(parts.pickled, path, trusted=self.trusted, safe_globals=self.safe_globals)
-
-    @staticmethod
-    def _abandon(before: dict[str, Any] | None) -> None:
-        """Nothing more will be heard of a load of this thread."""
-        if before is not None:
-            before["_load"].run.events.abandon()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._abandon(of_threads(self).begin(is_early=True))
-        self._load = _Load()
-        super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
-
-    def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,
-        *args: Any,
-        rank: Any = None,
-        use_collectives: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        if self._load.problem:
-            raise AssertionError(self._load.problem)
-        self._load.run.meter = start_meter(self.progress, "load", str(self.path), is_coordinator)
-        self._load.metadata, self._load.storage_data = metadata, None
-        self.rank = rank
-        self.use_collectives = use_collectives
-        self._events.set_up(is_coordinator, not use_collectives)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        with self._events.step():
-            plan = super().prepare_local_plan(plan)
-            self._events.wait_for_plans()
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        with self._events.step(_trace.GLOBAL_PLAN):
-            plans = self._events.name_in(super().prepare_global_plan(plans))
-            self._events.begin(_trace.SCATTER_PLANS)
-        return plans
-
-    @property
-    def storage_data(self) -> dict[MetadataIndex, Any]:
-        """Where items are stored, as the metadata has it."""
-        load = self._load
-        if load.storage_data is None:
-            load.storage_data = {} if load.metadata is None else load.metadata.storage_data
-        assert load.storage_data is not None
-        return load.storage_data
-
-    @storage_data.setter
-    def storage_data(self, value: dict[MetadataIndex, Any]) -> None:
-        self._load.storage_data = value
-
-    def _tell(self, metrics: Metrics) -> None:
-        tell(metrics, self.metrics, is_logged=self._events.is_coordinator)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the plan's items into the planner's tensors; all that can be checked is checked before the first."""
-        with self._events.step(_trace.READ):
-            self._events.take_name(plan)
-            self._read_data(plan, planner)
-            self._events.finish()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        started = time.perf_counter()
-        self.stats = stats = IOStats(items=len(plan.items))
-        load = self._load
-        if load.metadata is None:
-            raise CheckpointError("read_data before set_up_storage_reader")
-        files = load.files
-        origin = Origin(
-            str(self.path if files is None else files.directory),
-            links=None if files is None else files.links,
-            quantised={each.place: each for each in load.quantised},
-        )
-        rules = Rules(self.options, self.trusted, self.safe_globals, self.policy.casts, self.transforms)
-        item = plan.items.make if isinstance(plan.items, ReadItems) else plan.items.__getitem__
-        task = Task(planner, item, origin, rules, stats, load.run, self._rank())
-        if not isinstance(planner, RingLoadPlanner):
-            self.policy.report_unexpected(planner, load.metadata, self._rank(), load.run.made_of)
-        with load.run.meter, contextlib.nullcontext() if files is None else files.unchanged():
-            self._read(task, plan)
-        stats.seconds = time.perf_counter() - started
-        load.run.read(stats)
-        took, rank = load.run.age_seconds, self._rank()
-        self._tell(Metrics("load", str(self.path), stats.bytes, took, 1, rank, stats.seconds))
-
-    def _read(self, task: Task, plan: LoadPlan) -> None:
-        planner = task.planner
-        chunks = plan.chunks if isinstance(plan, RingLoadPlan) else None
-        if chunks is not None and chunks.storage is not None and not makes_tensors(planner):
-            assert isinstance(plan, RingLoadPlan) and isinstance(planner, RingLoadPlanner)
-            exchange = exchange_of(plan, planner.process_group)
-            try:
-                compact = CompactPlan(plan.items, chunks, planner)  # type: ignore[arg-type]
-                loader.load(task, compact.rest(task.origin.path), compact, exchange)
-            except BaseException as error:
-                if exchange is not None:
-                    exchange.fail(error)
-                raise
-            return
-        run = self._load.run
-        metadata = run.stored if run.goes_by_stored else self._load.metadata
-        assert metadata is not None
-        storage_data = metadata.storage_data if run.goes_by_stored else self.storage_data
-        loader.load(task, wanted_by_items(plan.items, metadata, storage_data, str(self.path)))
-
-    def _rank(self) -> int:
-        if self.rank is not None:
-            return self.rank
-        return rank_in()
-
-
-def _trailers(directory: Path) -> dict[int, Trailer]:
-    files = layout.rank_metadata_files(directory) if directory.is_dir() else {}
-    trailers = ((rank, read_trailer(path)) for rank, path in files.items())
-    return {rank: trailer for rank, trailer in trailers if trailer is not None}
-
-
-def refuse_stale(directory: Path) -> None:
-    """A global metadata file that a later save with ``use_collectives=False`` has superseded is not loaded."""
-    path = directory / METADATA_NAME
-    if not path.exists():
-        return
-    trailers = _trailers(directory)
-    if not trailers:
-        return
-    own_id = metadata_id(path)
-    newer = sorted(rank for rank, trailer in trailers.items() if trailer.superseded_id == own_id)
-    if newer:
-        raise CheckpointError(
-            f"{path} is older than the metadata that ranks {ranges(newer)} saved with use_collectives=False; "
-            f"remove {path} to load theirs, or their __*.metadata to load it"
-        )
-
-
-def _refuse_superseded(directory: Path, rank: int) -> None:
-    """DCP turns to rank-local metadata whenever the global one fails to load: it may be that of an older save."""
-    path = directory / METADATA_NAME
-    if not path.exists():
-        return
-    own = _trailers(directory).get(rank)
-    if own is not None and own.superseded_id != metadata_id(path):
-        raise CheckpointError(
-            f"the metadata of rank {rank} in {directory} is older than {path}, which cannot be loaded; "
-            f"remove {path} to load what is older"
-        )
-
-
-def refuse_mixed(directory: Path, rank: int) -> None:
-    """Rank-local metadata of different saves do not make a checkpoint."""
-    trailers = _trailers(directory)
-    own = trailers.get(rank)
-    if own is None:
-        return
-    missing = [r for r in range(own.world_size) if r not in trailers]
-    mixed = [r for r, t in trailers.items() if r < own.world_size and _save_of(t) != _save_of(own)]
-    if missing or mixed:
-        problem = f"ranks {ranges(missing)} have none" if missing else f"ranks {ranges(sorted(mixed))} differ"
-        raise CheckpointError(
-            f"the rank-local metadata in {directory} are not of one save of {own.world_size} ranks: {problem}; "
-            "a save with use_collectives=False was interrupted. Load an earlier checkpoint"
-        )
-
-
-def _save_of(trailer: Trailer) -> tuple[int, str]:
-    return trailer.world_size, trailer.group_id

@@ -56,7 +56,7 @@ class Executor:
 
     def __init__(self, task: Task, inputs: Inputs, explain: Explainer) -> None:
         self.inputs, self.explain, self.stats = inputs, explain, task.stats
-        self._events, self._watch = task.run.events, task.run.watch()
+        self._events, self._watch = task.load.events, task.load.watch()
         self._sums, options = task.origin.sums, task.rules.options
         self._is_checked = options.checksum
         self.options = self._cached = options.for_core(False, self._watch)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -116,7 +116,7 @@ class Exchange:
     def run(self, task: Task, positions: set[int], read: Read, begin: Begin, take: Take) -> None:
         """Reads the overlaps at all positions: what is shared in rounds, then the rest."""
         self._begin_pieces, self._take = begin, take
-        self._stats, self._events, self._meter = task.stats, task.run.events, task.run.meter
+        self._stats, self._events, self._meter = task.stats, task.load.events, task.load.meter
         done: set[int] = set()
         with self._events.span("wait for all", "wait"):
             all_came = self._meeting.wait(MEET_SECONDS)
@@ -240,11 +240,21 @@ class Exchange:
         return Rounds(self._joint, self._sharing.ranks_here, *rooms, memory, is_one_host=has_barrier)
 
 
-def exchange_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Exchange | None:
-    """This rank's part of handing on, as it was planned; None where every rank reads for itself."""
+@contextlib.contextmanager
+def sharing_of(plan: RingLoadPlan, group: dist.ProcessGroup | None) -> Iterator[Exchange | None]:
+    """This rank's part of handing on, as it was planned. Others hear of what is raised within.
+
+    Gives None where every rank reads for itself.
+    """
     if plan.sharing is None or not plan.sharing.rounds or group is None:
-        return None
-    return Exchange(plan.sharing, plan.pieces, group)
+        yield None
+        return
+    exchange = Exchange(plan.sharing, plan.pieces, group)
+    try:
+        yield exchange
+    except BaseException as error:
+        exchange.fail(error)
+        raise
 
 
 # ---- pieces ----

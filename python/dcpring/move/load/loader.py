@@ -95,7 +95,7 @@ class _Loader:
         self._records.check(wholes)
         if not self._makes_tensors:  # else its tensors are made for some at a time
             self._boxes = {position: self._box(position) for position in self._sources}
-        self._task.run.meter.begin(lambda: self._wanted_bytes([*objects, *wholes], exchange))
+        self._task.load.meter.begin(lambda: self._wanted_bytes([*objects, *wholes], exchange))
         give = self._records.read_objects(objects)
         with self._explain.changes():
             self._records.load_tensors(wholes)

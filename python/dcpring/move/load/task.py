@@ -17,7 +17,7 @@ from dcpring.format.unpickler import Trust
 from dcpring.move.crc import RunningCrcs
 from dcpring.names.policy import Casts
 from dcpring.options import IOOptions, IOStats
-from dcpring.plan.run import LoadRun
+from dcpring.plan.run import Load
 
 
 class Inputs:
@@ -104,5 +104,5 @@ class Task:
     origin: Origin
     rules: Rules
     stats: IOStats
-    run: LoadRun
+    load: Load
     rank: int | None = None

@@ -23,13 +23,12 @@ from dcpring.base import windows
 from dcpring.base.masks import zeros
 from dcpring.base.memory import NOTHING, lazy_views
 from dcpring.errors import CorruptCheckpointError
-from dcpring.format.lazy import Chunks
 from dcpring.format.metadata import Placed, placed_of
 from dcpring.format.properties import dtypes_of
 from dcpring.format.quantised import DTYPES, Quantised
 from dcpring.move import device
 from dcpring.plan.items import ReadItems
-from dcpring.plan.load_planner import RingLoadPlanner
+from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner
 from dcpring.plan.pieces import range_of_box
 from dcpring.plan.rows import row_of
 from dcpring.plan.table import BYTES_ROW
@@ -104,8 +103,9 @@ class CompactPlan:
         mask: a byte for each position, 1 where the core can read straight into the tensor.
     """
 
-    def __init__(self, items: ReadItems, chunks: Chunks, planner: RingLoadPlanner) -> None:
-        assert chunks.storage is not None
+    def __init__(self, plan: RingLoadPlan, planner: RingLoadPlanner) -> None:
+        items, chunks = plan.items, plan.chunks
+        assert isinstance(items, ReadItems) and chunks is not None and chunks.storage is not None
         self.items, self.storage, self.match = items, chunks.storage, items.match
         self._table = chunks.table
         self._targets = planner.targets(items.wanted)

@@ -39,7 +39,7 @@ from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
 from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
 from dcpring.store.layout import rank_of_metadata
-from dcpring.store.reader import refuse_mixed, refuse_stale
+from dcpring.store.rank_metadata import refuse_mixed, refuse_stale
 from dcpring.watch.progress import progress_bar
 
 __all__ = ["Problem", "VerifyReport", "verify"]

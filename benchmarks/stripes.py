@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcpring import _C, RingHFWriter, RingSavePlanner
 from dcpring.format.properties import encode_properties
-from dcpring.hf.writer import _Local
+from dcpring.hf.writer import _ToldByRank
 from dcpring.plan.items import Items
 from dcpring.plan.messages import LocalMessage, RingPlan
 from dcpring.plan.table import SHARD_ROW
@@ -35,7 +35,7 @@ def plan_of(rank: int, ranks: int, tensors: int, axis: int) -> RingPlan:
     names = [f"model.layers.{number}.weight" for number in range(tensors)]
     table = _C.make_table(names, None, [row] * tensors, bytes(tensors), lambda *_: None)
     message = LocalMessage(rank, f"node{rank // 8}", table.encode(), str(rank), b"", False)
-    return RingPlan(Items(table), storage_data=_Local(f"node{rank // 8}", {}), message=message)  # type: ignore[arg-type]
+    return RingPlan(Items(table), storage_data=_ToldByRank(f"node{rank // 8}", {}), message=message)  # type: ignore[arg-type]
 
 
 def measure(ranks: int, tensors: int, axis: int) -> float:

@@ -40,7 +40,7 @@ from dcpring import _C, CheckpointError, RingHFReader, RingHFWriter, RingLoadPla
 from dcpring.base.joint import Joint
 from dcpring.format.safetensors import NAMES
 from dcpring.hf import stripes
-from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout
+from dcpring.hf.file_plan import Assignment, Common, FileLayout, Holdings, Laid
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
 
@@ -663,7 +663,7 @@ def told_bytes(ranks: int) -> int:
         for one in data
     ]
     tensors = [Laid(str(name), str(name), torch.bfloat16, shape, size, 4096 + name * size) for name in range(50)]
-    layout = Layout("model", 4096, tensors)
+    layout = FileLayout("model", 4096, tensors)
     by_rank, rounds = Holdings(plans).share(layout, 4 << 20)
     assert sum(part.writes_bytes for part in by_rank) == 50 * size
     packed = Common([layout], [rounds], ["host"] * ranks, "token", frozenset(), 4 << 20).packed()

@@ -61,7 +61,7 @@ _MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Names:
+class ModelFileNames:
     """What the files of a model are called, as transformers and diffusers have it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Names:
     variant: str | None = None
 
     @classmethod
-    def checked(cls, name: str | None, variant: str | None) -> Names:
+    def checked(cls, name: str | None, variant: str | None) -> ModelFileNames:
         """Raises ValueError for what cannot be part of a file's name."""
         for argument, text in (("name", name), ("variant", variant)):
             if text is not None and (not text or text.startswith(".") or not {"/", "\0"}.isdisjoint(text)):
@@ -101,7 +101,7 @@ class Names:
         return not begin and _OF_SEVERAL.fullmatch(rest) is not None
 
 
-MODEL_NAME, INDEX_NAME = Names().file, Names().index
+MODEL_NAME, INDEX_NAME = ModelFileNames().file, ModelFileNames().index
 
 # ---- what a path means ----
 
@@ -126,14 +126,14 @@ def is_model_file(name: str) -> bool:
 
 
 def find_named(directory: Path, name: str | None, variant: str | None) -> Path:
-    """The model of this name and variant in a directory, as ``Names`` has them; without both, what it means.
+    """The model of this name and variant in a directory, as ``ModelFileNames`` has them; without both, what it means.
 
     Raises:
         CheckpointError: there is none.
     """
     if name is None and variant is None:
         return find_in(directory)
-    wanted = Names.checked(name, variant)
+    wanted = ModelFileNames.checked(name, variant)
     for file in (wanted.file, wanted.index):
         if (directory / file).exists():
             return directory / file

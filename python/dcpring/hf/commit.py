@@ -24,7 +24,7 @@ from dcpring import _C
 from dcpring.base.files import names_in, new_tag, unfinished_name
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.model_files import INDEX, SUFFIX, Names, is_model_file, make_index, weight_map
+from dcpring.format.model_files import INDEX, SUFFIX, ModelFileNames, is_model_file, make_index, weight_map
 from dcpring.store.layout import remove_files
 
 logger = logging.getLogger("dcpring")
@@ -32,12 +32,12 @@ logger = logging.getLogger("dcpring")
 _MOST_NAMED = 5
 
 
-def has_model(files: Iterable[str], names: Names) -> bool:
+def has_model(files: Iterable[str], names: ModelFileNames) -> bool:
     """Whether there is a model of these names among the files of a directory, which a commit would replace."""
     return any(file in (names.file, names.index) or names.is_one_of_several(file) for file in files)
 
 
-def check_others(directory: Path, names: Names) -> None:
+def check_others(directory: Path, names: ModelFileNames) -> None:
     """Raises CheckpointError where a directory holds models, but none of this name: their weights would stay."""
     files = names_in(directory)
     own = f"{names.name}.", f"{names.name}-"
@@ -51,7 +51,7 @@ def check_others(directory: Path, names: Names) -> None:
         )
 
 
-def remove_unfinished(directory: Path, names: Names) -> None:
+def remove_unfinished(directory: Path, names: ModelFileNames) -> None:
     """Before a save: removes what others, that were killed, have left. Who calls has the lock of the directory."""
     pattern = re.compile(rf"\.{re.escape(names.stem)}[^/]*\.safetensors(?:\.index[^/]*\.json)?\.[0-9a-f]{{16}}\.tmp")
     files = names_in(directory)
@@ -61,7 +61,7 @@ def remove_unfinished(directory: Path, names: Names) -> None:
         shutil.rmtree(directory / folder, ignore_errors=True)
 
 
-def _folders(names: Names, files: Iterable[str]) -> set[str]:
+def _folders(names: ModelFileNames, files: Iterable[str]) -> set[str]:
     """The folders that ``Unfinished`` has made."""
     pattern = re.compile(rf"\.{re.escape(names.stem)}\.[0-9a-f]{{16}}")
     return {file for file in files if pattern.fullmatch(file)}
@@ -100,12 +100,12 @@ class Unfinished(NamedTuple):
         files: by what they are called until then, what they will be called.
     """
 
-    names: Names
+    names: ModelFileNames
     folder: str
     files: dict[str, str]
 
     @classmethod
-    def of(cls, names: Names, count: int) -> Unfinished:
+    def of(cls, names: ModelFileNames, count: int) -> Unfinished:
         if count == 1:
             return cls(names, "", {f".{unfinished_name(names.file)}": names.file})
         folder = f".{names.stem}.{new_tag()}/"
@@ -191,7 +191,7 @@ def _move_out(directory: Path, unfinished: Unfinished, index: str, durable: bool
         discard(directory, unfinished.files)
 
 
-def _listed(directory: Path, names: Names) -> set[str]:
+def _listed(directory: Path, names: ModelFileNames) -> set[str]:
     """Files that the index of a model lists, in folders too, and no other one there; none if one is damaged."""
     try:
         indices = [path for path in directory.iterdir() if INDEX.fullmatch(path.name)]

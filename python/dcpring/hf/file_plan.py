@@ -1,6 +1,6 @@
 """Files that all ranks write together: where each tensor lies in them, and who writes which bytes.
 
-1. The storage lays the tensors of all ranks' plans out in files, one behind the other (``Layout``).
+1. The storage lays the tensors of all ranks' plans out in files, one behind the other (``FileLayout``).
 2. A file is cut into stripes on the grid of its CRC blocks. Of most stripes one rank holds everything, and writes it
    from its memory. Any other is put together, in memory that ranks share, and written by the rank that holds most of
    it (``Holdings``, csrc/core/plan/holdings).
@@ -70,7 +70,7 @@ class Laid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """One file.
 
     Attributes:
@@ -91,7 +91,7 @@ class Layout:
 # ---- who writes what ----
 
 
-class Shared(NamedTuple):
+class SharedStripe(NamedTuple):
     """A stripe that several ranks hold.
 
     Attributes:
@@ -120,7 +120,7 @@ class FileStripes(NamedTuple):
     writes_bytes: int
 
 
-SharedRounds = list[list[Shared]]
+SharedRounds = list[list[SharedStripe]]
 """Of a file, the stripes of each round."""
 
 
@@ -137,7 +137,7 @@ class Common:
         block_bytes: the coordinator's, for all: what is written at a time.
     """
 
-    files: list[Layout]
+    files: list[FileLayout]
     rounds: list[SharedRounds]
     hosts: list[str]
     token: str
@@ -169,7 +169,7 @@ class Assignment:
         return any(self.common.rounds)
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of a state dict, whoever holds what of it."""
 
     dtype: torch.dtype
@@ -189,17 +189,17 @@ class Holdings:
             of_table = items if isinstance(items, Items) else Items(table_of_items(items, None))
             self._core.add(rank, of_table.table, of_table.kept)
 
-    def tensors(self) -> dict[str, Saved | None]:
+    def tensors(self) -> dict[str, SavedTensor | None]:
         """By name; None for an object."""
         dtype_of = functools.cache(lambda encoded: decode_properties(encoded).dtype)
         found = self._core.tensors().items()
-        return {name: None if about is None else Saved(dtype_of(about[1]), about[0]) for name, about in found}
+        return {name: None if about is None else SavedTensor(dtype_of(about[1]), about[0]) for name, about in found}
 
     def holders(self, name: str) -> list[int]:
         """The ranks that have some of a tensor."""
         return self._core.holders(name)
 
-    def share(self, layout: Layout, block_bytes: int) -> tuple[list[FileStripes], SharedRounds]:
+    def share(self, layout: FileLayout, block_bytes: int) -> tuple[list[FileStripes], SharedRounds]:
         """All ranks' parts of a file, and its rounds. Files are shared out evenly, together with those before.
 
         Raises:
@@ -207,4 +207,5 @@ class Holdings:
         """
         laid = [(one.name, one.dtype.itemsize, one.begin, one.size_bytes) for one in layout.tensors]
         parts, rounds = self._core.share(laid, layout.head_bytes, block_bytes, ROUND_BYTES)
-        return list(itertools.starmap(FileStripes, parts)), [list(map(Shared._make, stripes)) for stripes in rounds]
+        shared = [list(map(SharedStripe._make, stripes)) for stripes in rounds]
+        return list(itertools.starmap(FileStripes, parts)), shared

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHugg
 from dcpring.base.files import names_in
 from dcpring.base.text import some
 from dcpring.errors import CheckpointError
-from dcpring.format.model_files import Names, find_named, is_safetensors
+from dcpring.format.model_files import ModelFileNames, find_named, is_safetensors
 from dcpring.format.quantised import BLOCK_SIZE
 from dcpring.store.headers import Headers
 from dcpring.store.reader import RingReader
@@ -81,7 +81,7 @@ class RingHFReader(RingReader, HuggingFaceStorageReader):
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
-        Names.checked(name, variant)
+        ModelFileNames.checked(name, variant)
         self.thread_count = thread_count
         self.name = name
         self.variant = variant

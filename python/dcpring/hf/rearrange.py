@@ -28,7 +28,7 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import common_box
 from dcpring.errors import CheckpointError
 from dcpring.plan.placements import Part, parts_of
-from dcpring.torchside.composed import Composed, Held
+from dcpring.torchside.composed import Composed, HeldPart
 from dcpring.torchside.tensors import is_whole, local_tensor
 
 __all__ = ["Rearrange", "rearranged"]
@@ -76,7 +76,7 @@ class Rearrange:
     axes: Mapping[str, int | Sequence[str] | Mapping[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _Rule(self)
+        _CheckedRule(self)
 
     def inverse(self) -> Rearrange:
         """The same, with the sides exchanged."""
@@ -84,7 +84,7 @@ class Rearrange:
         return Rearrange(self.stored, self.model, f"{right.strip()} -> {left.strip()}", self.axes)
 
 
-class _Side:
+class _RuleSide:
     """One side of a rule."""
 
     def __init__(self, name: str, pattern: str) -> None:
@@ -101,7 +101,7 @@ class _Side:
         self.axes = [axis for dim in self.dims for axis in dim]
 
 
-class _Rule:
+class _CheckedRule:
     """A rule as it is used.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Rule:
         if not arrow:
             raise ValueError(f"the pattern {given.pattern!r} has no ->")
         self.text = f"{given.model} -> {given.stored}"
-        self.model, self.stored = _Side(given.model, left), _Side(given.stored, right)
+        self.model, self.stored = _RuleSide(given.model, left), _RuleSide(given.stored, right)
         self.labels: dict[str, list[str]] = {}
         self.weights: dict[str, list[int]] = {}
         self.sizes: dict[str, int] = {}
@@ -198,7 +198,7 @@ class _Rule:
         return name
 
 
-def _regex(side: _Side, named: set[str], labels: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
+def _regex(side: _RuleSide, named: set[str], labels: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
     text, at, seen = "", 0, set()
     for place in _PLACE.finditer(side.name):
         text += re.escape(side.name[at : place.start()])
@@ -250,7 +250,7 @@ def unused_text(unused: Sequence[str], names: Iterable[str]) -> str:
 
 def rearranged_by(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> tuple[dict[str, Any], list[str]]:
     """What ``rearranged`` gives, and the rules that have matched nothing."""
-    ready = [_Rule(rule) for rule in rules]
+    ready = [_CheckedRule(rule) for rule in rules]
     groups: dict[tuple[int, tuple[str, ...]], dict[Ints, tuple[str, Tensor]]] = {}
     places: dict[str, tuple[int, tuple[str, ...]] | None] = {}
     for name, value in state_dict.items():
@@ -270,7 +270,7 @@ def rearranged_by(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> 
             _add(made, name, value)
         elif place not in done:
             done.add(place)
-            for stored, composed in _Group(ready[place[0]], place[1], groups[place]).composed():
+            for stored, composed in _RearrangedGroup(ready[place[0]], place[1], groups[place]).composed():
                 _add(made, stored, composed)
     used = {number for number, _ in groups}
     return made, [rule.text for number, rule in enumerate(ready) if number not in used]
@@ -293,7 +293,7 @@ def _are_parts_of_one(a: Composed, b: Composed) -> bool:
     return are_alike and not any(itertools.starmap(common_box, itertools.product(*boxes)))
 
 
-class _Run(NamedTuple):
+class _SteppedRun(NamedTuple):
     """Some elements of a dimension: so many from an offset on, each so far from the one before."""
 
     offset: int
@@ -301,7 +301,7 @@ class _Run(NamedTuple):
     step: int
 
 
-class _Block(NamedTuple):
+class _StoredBox(NamedTuple):
     """Elements of one tensor of the model that are a box of a stored one.
 
     Attributes:
@@ -312,10 +312,10 @@ class _Block(NamedTuple):
 
     stored: str
     offsets: Ints
-    runs: list[_Run]
+    runs: list[_SteppedRun]
 
 
-class _Group:
+class _RearrangedGroup:
     """Tensors of a model that are rearranged together.
 
     Args:
@@ -324,7 +324,7 @@ class _Group:
         members: the tensors and their names, by the values of the axes that are in their names.
     """
 
-    def __init__(self, rule: _Rule, group: tuple[str, ...], members: Mapping[Ints, tuple[str, Tensor]]) -> None:
+    def __init__(self, rule: _CheckedRule, group: tuple[str, ...], members: Mapping[Ints, tuple[str, Tensor]]) -> None:
         self._rule, self._name = rule, rule.stored_name(group)
         self._offsets: dict[Any, int] = {}
         self._members = [(dict(zip(rule.of_names, index, strict=True)), *one) for index, one in members.items()]
@@ -423,7 +423,7 @@ class _Group:
     def composed(self) -> Iterator[tuple[str, Composed]]:
         """The stored tensors."""
         rule = self._rule
-        held: dict[str, list[Held]] = {}
+        held: dict[str, list[HeldPart]] = {}
         shapes: dict[str, Ints] = {}
         named = [axis for axis in dict.fromkeys(rule.stored.places) if axis in rule.named]
         for values in self._assignments(named, {}):
@@ -455,7 +455,7 @@ class _Group:
         for at in range(self._size(axes[0], values)):
             yield from self._assignments(axes[1:], {**values, axes[0]: at})
 
-    def _blocks(self, member: Values) -> Iterator[_Block]:
+    def _blocks(self, member: Values) -> Iterator[_StoredBox]:
         rule = self._rule
         loops = [axis for axis in [*rule.stored.places, *rule.model.axes] if axis in rule.named]
         loops = [axis for axis in dict.fromkeys(loops) if axis not in rule.ranges and axis not in member]
@@ -466,15 +466,15 @@ class _Group:
         ]
         for values in self._assignments(loops, member):
             runs = [
-                _Run(self._offset(dim, values), self._size(axis, values), self._extent(behind, values))
+                _SteppedRun(self._offset(dim, values), self._size(axis, values), self._extent(behind, values))
                 if axis
-                else _Run(self._offset(dim, values), 1, 1)
+                else _SteppedRun(self._offset(dim, values), 1, 1)
                 for dim, axis, behind in dims
             ]
             offsets = tuple(self._offset(dim, values) for dim in rule.stored.dims)
-            yield _Block(self._name(values), offsets, runs)
+            yield _StoredBox(self._name(values), offsets, runs)
 
-    def _held(self, block: _Block, part: Part, local: Tensor) -> Held | None:
+    def _held(self, block: _StoredBox, part: Part, local: Tensor) -> HeldPart | None:
         """What this rank holds of a block in one of its parts."""
         start, firsts, counts = local.storage_offset(), [], []
         for run, offset, length, at, stride in zip(block.runs, *part, local.stride(), strict=True):
@@ -490,7 +490,7 @@ class _Group:
             sizes.append(1 if dim is None else counts[dim])
             strides.append(1 if dim is None else local.stride(dim) * block.runs[dim].step)
             offsets[number] += 0 if dim is None else firsts[dim]
-        return Held(tuple(offsets), local.as_strided(sizes, strides, start))
+        return HeldPart(tuple(offsets), local.as_strided(sizes, strides, start))
 
 
 def _local_parts(name: str, tensor: Tensor) -> tuple[Tensor, Sequence[Part]]:

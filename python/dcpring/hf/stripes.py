@@ -31,7 +31,7 @@ from dcpring.base.casts import check_values
 from dcpring.base.joint import GroupChannel, Joint, joined
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
-from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, FileStripes, Laid, Layout, Shared
+from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, FileLayout, FileStripes, Laid, SharedStripe
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import items_of
@@ -54,7 +54,7 @@ Sums = list[tuple[int, int, bytes]]
 """The file's number, where a block begins, and the CRCs of the tensors in it."""
 
 
-class _Held(NamedTuple):
+class _HeldBox(NamedTuple):
     """A box of a tensor that this rank holds.
 
     Attributes:
@@ -120,12 +120,12 @@ class StripeSaving:
         self._group = group
         self._sums: Sums = []
         places = {laid.name: (number, laid) for number, file in enumerate(self._common.files) for laid in file.tensors}
-        self._held: list[list[_Held]] = [[] for _ in self._common.files]
+        self._held: list[list[_HeldBox]] = [[] for _ in self._common.files]
         for position in items.tensors:
             name, (offsets, lengths) = items.name(position), items.box(position)
             if math.prod(lengths) and name not in self._common.omitted:
                 number, laid = places[name]
-                self._held[number].append(_Held(position, offsets, lengths, laid))
+                self._held[number].append(_HeldBox(position, offsets, lengths, laid))
         for held in self._held:
             held.sort(key=lambda one: one.laid.begin)
         save.meter.begin(lambda: sum(each.writes_bytes for each in part.parts))
@@ -147,7 +147,7 @@ class StripeSaving:
             raise CheckpointError(f"not all ranks have come to write {self._path} together within {MEET_SECONDS:.0f} s")
         with contextlib.ExitStack() as stack:
             joint = stack.enter_context(joined(Joint(GroupChannel(self._group), "save")))
-            rounds = _Rounds(self, joint, self._part, self._options.workers, self._group)
+            rounds = _StripeRounds(self, joint, self._part, self._options.workers, self._group)
             stack.callback(rounds.leave)
             for number, (layout, part, held) in enumerate(files):
                 with joint.doing(f"{layout.name} cannot be written"), self._writing(layout, part) as file:
@@ -157,7 +157,7 @@ class StripeSaving:
         return self._sums
 
     @contextlib.contextmanager
-    def _writing(self, layout: Layout, part: FileStripes) -> Iterator[_C.StripeFile | None]:
+    def _writing(self, layout: FileLayout, part: FileStripes) -> Iterator[_C.StripeFile | None]:
         """The file, which is being made durable at the end; None where this rank writes none of it."""
         if not part.writes_bytes:
             yield None
@@ -179,7 +179,7 @@ class StripeSaving:
 
     # ---- writing ----
 
-    def _write_own(self, turn: _Turn, part: FileStripes) -> None:
+    def _write_own(self, turn: _FileTurn, part: FileStripes) -> None:
         blocks = [(lo, hi, -1) for range_ in part.own for lo, hi in _blocks(*range_, self._common.block_bytes)]
         batches = windows(blocks, lambda block: block[1] - block[0], turn.window_bytes)
         with contextlib.closing(
@@ -188,7 +188,7 @@ class StripeSaving:
             for batch, (patches,) in ready:
                 self.write_blocks(turn, batch, patches, None)
 
-    def write_blocks(self, turn: _Turn, blocks: list[Stripe], patches: Patches, memory: memoryview | None) -> None:
+    def write_blocks(self, turn: _FileTurn, blocks: list[Stripe], patches: Patches, memory: memoryview | None) -> None:
         if not blocks:
             return
         assert turn.file is not None
@@ -199,19 +199,19 @@ class StripeSaving:
 
     # ---- what this rank holds ----
 
-    def _turn(self, number: int, layout: Layout, file: _C.StripeFile | None, held: list[_Held]) -> _Turn:
+    def _turn(self, number: int, layout: FileLayout, file: _C.StripeFile | None, held: list[_HeldBox]) -> _FileTurn:
         """Whatever can be taken from where it lies needs no windows."""
         payloads = [(laid.begin, laid.size_bytes) for laid in layout.tensors]
-        return _Turn(number, layout, file, held, None if self._is_plain(held) else _WINDOW_BYTES, payloads)
+        return _FileTurn(number, layout, file, held, None if self._is_plain(held) else _WINDOW_BYTES, payloads)
 
-    def _is_plain(self, held: list[_Held]) -> bool:
+    def _is_plain(self, held: list[_HeldBox]) -> bool:
         if self._makes_tensors:
             return False
         tensors = self._resolve(held)
         dtypes = [tensor.dtype for tensor in tensors]
         return dtypes == [one.laid.dtype for one in held] and not any(handles_and_kinds(tensors)[1])
 
-    def _resolve(self, held: Sequence[_Held]) -> list[Tensor]:
+    def _resolve(self, held: Sequence[_HeldBox]) -> list[Tensor]:
         tensors = self._items.resolve([one.position for one in held])
         for one, tensor in zip(held, tensors, strict=True):
             wrong = _wrong(one.lengths, tensor)
@@ -219,7 +219,7 @@ class StripeSaving:
                 raise CheckpointError(f"cannot save {one.laid.name!r} in safetensors: it is {wrong}")
         return tensors
 
-    def patches(self, turn: _Turn, stripes: Sequence[tuple[int, int, Any]]) -> Patches:
+    def patches(self, turn: _FileTurn, stripes: Sequence[tuple[int, int, Any]]) -> Patches:
         """What this rank holds of some stripes of a file, in memory as the core takes it."""
         if not stripes or not turn.held:
             return ([], _C.Tensors([]))
@@ -250,7 +250,7 @@ def _wrong(lengths: Sequence[int], tensor: Any) -> str:
     return "" if tuple(tensor.shape) == lengths else f"of shape {list(tensor.shape)}, not {list(lengths)}"
 
 
-class _Turn(NamedTuple):
+class _FileTurn(NamedTuple):
     """A file being written.
 
     Attributes:
@@ -262,14 +262,14 @@ class _Turn(NamedTuple):
     """
 
     number: int
-    layout: Layout
+    layout: FileLayout
     file: _C.StripeFile | None
-    held: list[_Held]
+    held: list[_HeldBox]
     window_bytes: int | None
     payloads: list[tuple[int, int]]
 
 
-def _copied(one: _Held, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ...], Tensor]:
+def _copied(one: _HeldBox, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ...], Tensor]:
     """Offsets and a copy of what the bytes [lo, hi) of the file need of a box, in host memory and the file's dtype.
 
     It is cut along the first dimension that has more than one element.
@@ -307,7 +307,7 @@ def _blocks(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
 # ---- rounds ----
 
 
-class _Rounds:
+class _StripeRounds:
     """Stripes that several ranks hold. See the module's docstring.
 
     Args:
@@ -335,11 +335,11 @@ class _Rounds:
     def leave(self) -> None:
         self._rounds.leave()
 
-    def run(self, turn: _Turn) -> None:
+    def run(self, turn: _FileTurn) -> None:
         for stripes in self._common.rounds[turn.number]:
             self._round(turn, [stripe for stripe in stripes if self._rank in stripe.holders])
 
-    def _round(self, turn: _Turn, stripes: list[Shared]) -> None:
+    def _round(self, turn: _FileTurn, stripes: list[SharedStripe]) -> None:
         """Fills a round, with all ranks, and takes from it what is this rank's to write.
 
         The memory was a round's before the last one. Of that all have taken what is theirs: they have come to the last.
@@ -359,7 +359,7 @@ class _Rounds:
             for stripe in own:
                 torch.frombuffer(memory[stripe.at : stripe.at + stripe.hi - stripe.lo], dtype=torch.uint8).zero_()
 
-    def _bring(self, stripes: list[Shared], memory: memoryview) -> None:
+    def _bring(self, stripes: list[SharedStripe], memory: memoryview) -> None:
         """Brings what other hosts hold of stripes to their writers. Bytes that a host does not hold are zeros there."""
         device = device_of(self._group)
         operations, arrived, sent = [], [], []
@@ -386,7 +386,7 @@ class _Rounds:
             room.zero_()
 
 
-def _joined(stripes: Iterable[Shared], most: int) -> list[Stripe]:
+def _joined(stripes: Iterable[SharedStripe], most: int) -> list[Stripe]:
     """Stripes as the core writes them: those that follow each other are one block."""
     found: list[Stripe] = []
     for stripe in stripes:
@@ -399,7 +399,7 @@ def _joined(stripes: Iterable[Shared], most: int) -> list[Stripe]:
     return found
 
 
-def crcs_by_tensor(layouts: Sequence[Layout], sums: Iterable[Sums]) -> list[dict[str, str]]:
+def crcs_by_tensor(layouts: Sequence[FileLayout], sums: Iterable[Sums]) -> list[dict[str, str]]:
     """Of each file the CRCs of its tensors, in hexadecimal, by the names that they have in it."""
     found: list[dict[str, str]] = []
     by_file: list[list[tuple[int, bytes]]] = [[] for _ in layouts]

@@ -33,9 +33,9 @@ from dcpring.base.text import some_keys
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError
 from dcpring.format import safetensors
-from dcpring.format.model_files import DEFAULT_SHARD_BYTES, Names
+from dcpring.format.model_files import DEFAULT_SHARD_BYTES, ModelFileNames
 from dcpring.hf.commit import Unfinished, check_others, commit_model, discard, remove_unfinished
-from dcpring.hf.file_plan import Assignment, Common, Holdings, Laid, Layout, Saved
+from dcpring.hf.file_plan import Assignment, Common, FileLayout, Holdings, Laid, SavedTensor
 from dcpring.hf.stripes import StripeSaving, Sums, crcs_by_tensor, stay_away
 from dcpring.move.pending import Pending
 from dcpring.move.save.results import Results
@@ -57,7 +57,7 @@ __all__ = ["RingHFWriter"]
 logger = logging.getLogger("dcpring")
 
 
-class _Local(NamedTuple):
+class _ToldByRank(NamedTuple):
     """What a rank tells the coordinator besides its items.
 
     Attributes:
@@ -173,7 +173,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self.save_distributed = save_distributed
         self.enable_consolidation = enable_consolidation
         self.thread_count_consolidation = thread_count_consolidation
-        self.names = Names.checked(name, variant)
+        self.names = ModelFileNames.checked(name, variant)
         self._is_named = name is not None
         self.max_shard_bytes = max_shard_bytes
         self.dtype = _checked_dtype(dtype)
@@ -195,7 +195,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         elif plan.values is not None:
             _refuse_objects(name for name, value in plan.values.items() if not isinstance(value, Tensor))
             ties = _ties(plan.values)
-        return dataclasses.replace(plan, storage_data=_Local(host_id(), ties))
+        return dataclasses.replace(plan, storage_data=_ToldByRank(host_id(), ties))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._save.events.step(_trace.GLOBAL_PLAN):
@@ -242,7 +242,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
                 self._saver.release()
                 self._saver = None
 
-    def _lay_out(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> _Model:
+    def _lay_out(self, tensors: Mapping[str, SavedTensor], ties: Mapping[str, str]) -> _PlannedModel:
         stored = {name: name for name in tensors}
         if self.key_map is not None and self._save.key_table is None:  # else the planner has done it
             stored = self.key_map.rename(tensors)
@@ -251,7 +251,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
         groups = self._by_mapping(kept) if self.fqn_to_index_mapping is not None else self._by_size(kept, chosen)
         unfinished = Unfinished.of(self.names, len(groups))
-        model = _Model(unfinished, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
+        model = _PlannedModel(unfinished, [], [], {}, {stored[second]: stored[first] for second, first in ties.items()})
         for (hidden, name), group in zip(unfinished.files.items(), groups, strict=True):
             # Larger elements first: every tensor is then aligned to its own.
             ordered = sorted(group, key=lambda each: -chosen[each].itemsize)
@@ -276,13 +276,13 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         stored = first if self.key_map is None else self.key_map.rename([first])[first]
         return self._dtype_of(stored, state[first].dtype)
 
-    def _by_size(self, tensors: Mapping[str, Saved], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
+    def _by_size(self, tensors: Mapping[str, SavedTensor], dtypes: Mapping[str, torch.dtype]) -> list[list[str]]:
         def size_of(name: str) -> int:
             return math.prod(tensors[name].shape) * dtypes[name].itemsize
 
         return list(windows(tensors, size_of, self.max_shard_bytes)) or [[]]
 
-    def _by_mapping(self, tensors: Mapping[str, Saved]) -> list[list[str]]:
+    def _by_mapping(self, tensors: Mapping[str, SavedTensor]) -> list[list[str]]:
         assert self.fqn_to_index_mapping is not None
         missing = [name for name in tensors if name not in self.fqn_to_index_mapping]
         if missing:
@@ -298,7 +298,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             groups[index - 1].append(name)
         return groups
 
-    def _place(self, name: str, tensors: list[Laid], model: _Model) -> None:
+    def _place(self, name: str, tensors: list[Laid], model: _PlannedModel) -> None:
         """Adds a file whose header has room for all CRCs. How many there are depends on where the tensors begin."""
         entries = safetensors.header_entries(((each.stored, each.dtype, each.shape) for each in tensors), _CURES)
         bare_bytes = len(self._header(entries, model, dict.fromkeys((each.stored for each in tensors), ""), 1))
@@ -311,16 +311,16 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             digits = 8 * sum(each.crc_count for each in laid) if self.options.checksum else 0
             needed = -(-(bare_bytes + digits) // _C.ALIGNMENT_BYTES) * _C.ALIGNMENT_BYTES
             if needed <= head_bytes:
-                model.layouts.append(Layout(name, head_bytes, laid))
+                model.layouts.append(FileLayout(name, head_bytes, laid))
                 model.entries.append(entries)
                 return
             head_bytes = needed
 
-    def _header(self, entries: bytes, model: _Model, crcs: Mapping[str, str], alignment: int) -> bytes:
+    def _header(self, entries: bytes, model: _PlannedModel, crcs: Mapping[str, str], alignment: int) -> bytes:
         notes = safetensors.header_notes({"format": "pt"}, model.ties, crcs if self.options.checksum else None)
         return safetensors.join_header(entries, notes, alignment, _CURES)
 
-    def _create(self, model: _Model) -> None:
+    def _create(self, model: _PlannedModel) -> None:
         """Makes the files, with all their bytes allocated; none, where a disk has no room for all."""
         options = dataclasses.replace(self.options, direct=False).for_core(False)
         try:
@@ -369,7 +369,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         self._model = None
         self._tell(sum(layout.size_bytes for layout in model.layouts), results)
 
-    def _finish_files(self, model: _Model, results: list[Any]) -> list[str]:
+    def _finish_files(self, model: _PlannedModel, results: list[Any]) -> list[str]:
         """Adds headers, and indices, whose names are returned; all is durable then."""
         pending = Pending(str(self.path), None, self.sync_files)
         try:
@@ -388,7 +388,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             raise
         return pending.names
 
-    def _write_header(self, layout: Layout, header: bytes, pending: Pending) -> None:
+    def _write_header(self, layout: FileLayout, header: bytes, pending: Pending) -> None:
         assert len(header) == layout.head_bytes
         options = dataclasses.replace(self.options, direct=False).for_core(self.sync_files, exact=True)
         file = _C.StripeFile(str(self.path), layout.name, 0, 0, options)
@@ -400,7 +400,7 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
             file.close()
 
 
-class _Model(NamedTuple):
+class _PlannedModel(NamedTuple):
     """What is being saved.
 
     Attributes:
@@ -412,7 +412,7 @@ class _Model(NamedTuple):
     """
 
     unfinished: Unfinished
-    layouts: list[Layout]
+    layouts: list[FileLayout]
     entries: list[bytes]
     files: dict[str, str]
     ties: dict[str, str]
@@ -443,9 +443,9 @@ def _refuse_objects(names: Iterable[str]) -> None:
     safetensors.check_entries(dict.fromkeys(names), _CURES)
 
 
-def _local_of(plan: SavePlan) -> _Local:
+def _local_of(plan: SavePlan) -> _ToldByRank:
     told = plan.storage_data
-    return told if isinstance(told, _Local) else _Local(new_tag(), {})
+    return told if isinstance(told, _ToldByRank) else _ToldByRank(new_tag(), {})
 
 
 def _ties(values: Mapping[str, Any]) -> dict[str, str]:
@@ -465,7 +465,7 @@ def _ties(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _agreed_ties(told: Sequence[_Local], held: Holdings) -> dict[str, str]:
+def _agreed_ties(told: Sequence[_ToldByRank], held: Holdings) -> dict[str, str]:
     """Ties that hold on every rank that writes anything of the second name."""
     found = {second: first for one in told for second, first in one.ties.items()}
     return {

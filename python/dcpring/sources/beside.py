@@ -17,7 +17,7 @@ from pathlib import Path
 from dcpring import _C
 from dcpring.base.files import locked, names_in, unfinished_name
 from dcpring.errors import CheckpointError
-from dcpring.format.model_files import Names, is_model_file
+from dcpring.format.model_files import ModelFileNames, is_model_file
 from dcpring.hf.commit import has_model
 from dcpring.options import IOOptions
 from dcpring.store.layout import is_part
@@ -49,13 +49,13 @@ def check_target(target: Path, is_directory: bool, overwrite: bool, is_model: bo
         raise CheckpointError(f"{target} is a {kind}, and a {wanted} is to be written; choose another name")
     names = sorted(names_in(target)) if is_directory else []
     is_joined = is_directory and is_model and joins(target)
-    if is_directory and (not names or (is_joined and not has_model(names, Names()))):
+    if is_directory and (not names or (is_joined and not has_model(names, ModelFileNames()))):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already; choose another name, or replace it with --overwrite")
     strange = [name for name in names if not is_part(name) and not is_model_file(name)]
     if strange and not is_joined:
-        is_of_a_model = is_directory and not is_model and joins(target) and has_model(names, Names())
+        is_of_a_model = is_directory and not is_model and joins(target) and has_model(names, ModelFileNames())
         other = ", or --to safetensors, which replaces the model alone" if is_of_a_model else ""
         raise CheckpointError(
             f"{target} also holds {strange[0]!r}, which is no part of a checkpoint, and replacing the directory would "

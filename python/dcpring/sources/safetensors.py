@@ -10,7 +10,7 @@ import torch
 from dcpring import _C
 from dcpring.base.windows import windows
 from dcpring.format import safetensors
-from dcpring.format.model_files import Names
+from dcpring.format.model_files import ModelFileNames
 from dcpring.hf.commit import Unfinished, commit_model, discard, remove_unfinished
 from dcpring.move.pending import Pending
 from dcpring.sources.beside import directory_beside, file_beside, joins, writing
@@ -40,7 +40,7 @@ class SafetensorsTarget:
         self._groups = list(windows(owners, lambda item: item.nbytes, shard_bytes)) or [[]]
         self.files = [path.name]
         if self.is_directory:
-            names = Names()
+            names = ModelFileNames()
             self.files = [names.of_several(number, len(self._groups)) for number in range(len(self._groups))]
         self.nbytes = sum(item.nbytes for item in owners)
         self.tied = len(items) - len(owners)
@@ -57,7 +57,7 @@ class SafetensorsTarget:
 
     def _write_into(self, directory: FilePath, source: Source, watch: _C.Watch | None) -> None:
         """Writes files, and commits them, in a directory that may hold others."""
-        names = Names()
+        names = ModelFileNames()
         with OneSaver(directory):
             remove_unfinished(directory, names)
             unfinished = Unfinished.of(names, len(self._groups))

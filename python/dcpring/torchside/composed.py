@@ -23,7 +23,7 @@ _AS_ONE = frozenset(
 """What is done to each part."""
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A part that this rank holds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Composed(Tensor):
         made_of: what the tensors are called that it is made of, on all ranks.
     """
 
-    held: list[Held]
+    held: list[HeldPart]
     made_of: tuple[str, ...]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class Composed(Tensor):
     def __new__(
         cls,
         shape: Sequence[int],
-        held: Sequence[Held],
+        held: Sequence[HeldPart],
         dtype: torch.dtype,
         device: torch.device,
         made_of: Sequence[str] = (),
@@ -84,7 +84,7 @@ class Composed(Tensor):
         made = []
         for number, part in enumerate(first.held):
             rest = [other.held[number].tensor if isinstance(other, Composed) else other for other in others]
-            made.append(Held(part.offsets, func(part.tensor, *rest, **(kwargs or {}))))
+            made.append(HeldPart(part.offsets, func(part.tensor, *rest, **(kwargs or {}))))
         if func is torch.ops.aten.copy_.default:
             return first
         options = kwargs or {}
@@ -134,5 +134,5 @@ def properties_of_dtype(dtype: torch.dtype) -> TensorProperties:
     return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype))
 
 
-def _chunk(part: Held) -> ChunkStorageMetadata:
+def _chunk(part: HeldPart) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.size())

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dcpring.base.memory import is_dense, is_lazy_view
 
-Layout = tuple[str, int, tuple[int, ...]]
+MemoryLayout = tuple[str, int, tuple[int, ...]]
 
 
-class _Span(NamedTuple):
+class _MemorySpan(NamedTuple):
     """The bytes of a storage from a tensor's first to behind its last, gaps between its elements included."""
 
     begin: int
@@ -28,14 +28,14 @@ class _Span(NamedTuple):
     tensor: Tensor
 
 
-def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> dict[str, Layout]:
+def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> dict[str, MemoryLayout]:
     """The layouts of tensors, by their names.
 
     Args:
         tensors: plain ones.
         keep: saves memory that several have parts of, and none has all of; gives its name.
     """
-    found: dict[str, Layout] = {}
+    found: dict[str, MemoryLayout] = {}
     by_storage: dict[tuple[int, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.device), []).append(name)
@@ -49,12 +49,12 @@ def layouts_of(tensors: Mapping[str, Tensor], keep: Callable[[Tensor], str]) -> 
     return found
 
 
-def _span(name: str, tensor: Tensor) -> _Span:
+def _span(name: str, tensor: Tensor) -> _MemorySpan:
     begin, elements = int(tensor.storage_offset()), reach(tensor.shape, tensor.stride()) if tensor.numel() else 0
-    return _Span(begin * tensor.itemsize, (begin + elements) * tensor.itemsize, name, tensor)
+    return _MemorySpan(begin * tensor.itemsize, (begin + elements) * tensor.itemsize, name, tensor)
 
 
-def _overlapping(spans: Iterable[_Span]) -> Iterator[list[_Span]]:
+def _overlapping(spans: Iterable[_MemorySpan]) -> Iterator[list[_MemorySpan]]:
     """Tensors of one storage whose spans overlap, together."""
     ordered = sorted((span for span in spans if span.end > span.begin), key=lambda span: span.begin)
     ends = itertools.accumulate((span.end for span in ordered), max)
@@ -70,7 +70,7 @@ def _memory(tensor: Tensor, begin: int, end: int) -> Tensor:
     return made.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 
 
-def _base(spans: Sequence[_Span], keep: Callable[[Tensor], str]) -> tuple[str, int]:
+def _base(spans: Sequence[_MemorySpan], keep: Callable[[Tensor], str]) -> tuple[str, int]:
     """Whose memory several are laid over, and where that begins; "" if no two of them share an element."""
     alignment = max(span.tensor.itemsize for span in spans)
     begin, end = spans[0].begin // alignment * alignment, max(span.end for span in spans)
@@ -80,7 +80,7 @@ def _base(spans: Sequence[_Span], keep: Callable[[Tensor], str]) -> tuple[str, i
     return keep(_memory(spans[0].tensor, begin, end)), begin
 
 
-def _are_apart(spans: Sequence[_Span]) -> bool:
+def _are_apart(spans: Sequence[_MemorySpan]) -> bool:
     """Whether no two share an element, as the columns of a matrix do not. False where that is not easily told."""
     size = spans[0].tensor.itemsize
     if any(span.tensor.itemsize != size or 0 in span.tensor.stride() for span in spans):

@@ -18,7 +18,7 @@ from dcpring.resume.manifest import Stored
 from dcpring.store.once_reader import OnceReader
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import own_errors
-from dcpring.tree.layouts import Layout, view_of, with_strides
+from dcpring.tree.layouts import MemoryLayout, view_of, with_strides
 from dcpring.tree.nodes import (
     HIDDEN,
     LAID_OUT,
@@ -92,7 +92,7 @@ def _read(stored: Stored, keys: list[str], device: str | torch.device) -> dict[s
     return state
 
 
-def _lay_out(values: dict[str, Any], stored: Stored, layouts: Mapping[str, Layout]) -> None:
+def _lay_out(values: dict[str, Any], stored: Stored, layouts: Mapping[str, MemoryLayout]) -> None:
     """Gives tensors their order in memory, and then lays those that are views over the memory of others."""
     for name, (base, _, stride) in layouts.items():
         if not base:

@@ -252,27 +252,22 @@ def rearranged_by(state_dict: Mapping[str, Any], rules: Sequence[Rearrange]) -> 
     """What ``rearranged`` gives, and the rules that have matched nothing."""
     ready = [_CheckedRule(rule) for rule in rules]
     groups: dict[tuple[int, tuple[str, ...]], dict[Ints, tuple[str, Tensor]]] = {}
-    places: dict[str, tuple[int, tuple[str, ...]] | None] = {}
+    group_of: dict[str, tuple[int, tuple[str, ...]]] = {}
     for name, value in state_dict.items():
-        places[name] = None
         for number, rule in enumerate(ready):
-            found = rule.match(name)
-            if found is not None:
-                group, index = found
-                places[name] = number, group
-                groups.setdefault((number, group), {})[index] = (name, value)
+            if found := rule.match(name):
+                group_of[name] = number, found[0]
+                groups.setdefault(group_of[name], {})[found[1]] = name, value
                 break
-    made: dict[str, Any] = {}
-    done: set[Any] = set()
-    for name, value in state_dict.items():
-        place = places[name]
-        if place is None:
-            _add(made, name, value)
-        elif place not in done:
-            done.add(place)
-            for stored, composed in _RearrangedGroup(ready[place[0]], place[1], groups[place]).composed():
-                _add(made, stored, composed)
     used = {number for number, _ in groups}
+    made: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        group = group_of.get(name)
+        if group is None:
+            _add(made, name, value)
+        elif group in groups:  # at the first of its tensors
+            for stored, composed in _RearrangedGroup(ready[group[0]], group[1], groups.pop(group)).composed():
+                _add(made, stored, composed)
     return made, [rule.text for number, rule in enumerate(ready) if number not in used]
 
 
@@ -423,26 +418,23 @@ class _RearrangedGroup:
     def composed(self) -> Iterator[tuple[str, Composed]]:
         """The stored tensors."""
         rule = self._rule
-        held: dict[str, list[HeldPart]] = {}
-        shapes: dict[str, Ints] = {}
         named = [axis for axis in dict.fromkeys(rule.stored.places) if axis in rule.named]
-        for values in self._assignments(named, {}):
-            name = self._name(values)
-            held[name] = []
-            shapes[name] = tuple(self._extent(dim, values) for dim in rule.stored.dims)
-        first = self._members[0][2]
+        shapes = {
+            self._name(values): tuple(self._extent(dim, values) for dim in rule.stored.dims)
+            for values in self._assignments(named, {})
+        }
+        held: dict[str, list[HeldPart]] = {name: [] for name in shapes}
+        _, first_name, first = self._members[0]
         for values, name, tensor in self._members:
-            if tensor.dtype != first.dtype or tensor.device != first.device:
+            if (tensor.dtype, tensor.device) != (first.dtype, first.device):
                 raise CheckpointError(
-                    f"{name!r} is {tensor.dtype} on {tensor.device}, {self._members[0][1]!r} {first.dtype} on "
-                    f"{first.device}: they cannot be parts of one tensor ({rule.text})"
+                    f"{name!r} is {tensor.dtype} on {tensor.device}, {first_name!r} {first.dtype} on {first.device}: "
+                    f"they cannot be parts of one tensor ({rule.text})"
                 )
             local, parts = _local_parts(name, tensor)
-            for block in self._blocks(values):
-                for part in parts:
-                    one = self._held(block, part, local)
-                    if one is not None:
-                        held[block.stored].append(one)
+            for block, part in itertools.product(self._blocks(values), parts):
+                if (one := self._held(block, part, local)) is not None:
+                    held[block.stored].append(one)
         made_of = [name for _, name, _ in self._members]
         for name, shape in shapes.items():
             yield name, Composed(shape, held[name], first.dtype, first.device, made_of)

@@ -1,7 +1,7 @@
-"""The files of a model: what they are called, what a path to them means, and what all of their headers make up.
+"""The files of a model: their names, how a path leads to them, and the tensors that their headers describe together.
 
-A model lies in one file of safetensors, in several that an index lists, or in the shards that ranks have left. Whatever
-the headers and the index say is checked here (``safetensors``: one header) before a tensor is touched.
+A model lies in one file of safetensors, in several that an index lists, or in the shards that ranks have left. All that
+the headers and the index say is checked here before a tensor is touched; ``safetensors`` checks a single header.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class ModelFileNames:
-    """What the files of a model are called, as transformers and diffusers have it.
+    """The names of a model's files, as transformers and diffusers choose them.
 
     Attributes:
         name: "model" for transformers, "diffusion_pytorch_model" for diffusers, "adapter_model" for PEFT.
@@ -126,7 +126,7 @@ def is_model_file(name: str) -> bool:
 
 
 def find_named(directory: Path, name: str | None, variant: str | None) -> Path:
-    """The model of this name and variant in a directory, as ``ModelFileNames`` has them; without both, what it means.
+    """Finds the model of a name and variant (see ``ModelFileNames``) in a directory; without both, ``find_in`` chooses.
 
     Raises:
         CheckpointError: there is none.
@@ -142,9 +142,10 @@ def find_named(directory: Path, name: str | None, variant: str | None) -> Path:
 
 
 def find_in(directory: Path) -> Path:
-    """What a directory means: ``model.safetensors``, or else the index of that name, as transformers has it.
+    """Finds the model in a directory: ``model.safetensors``, or else its index, in the order of transformers.
 
-    Without them, the only index, or the only safetensors file; the directory, where ranks left their shards.
+    Where neither is there, the model is the only index, or the only file of safetensors. Where ranks have left their
+    shards, the directory itself is returned.
 
     Raises:
         CheckpointError: there are several models, or parts of one without its index.
@@ -266,7 +267,7 @@ class Files(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What files of a directory hold, of which all that headers and index say has been checked.
+    """The tensors that files hold. All that the headers and the index say has been checked.
 
     Attributes:
         path: the file, the index, or the directory of shards.
@@ -286,12 +287,12 @@ class Model(NamedTuple):
 
 
 def _version_of(about: os.stat_result) -> tuple[int, int]:
-    """What another file in the place of one has not."""
+    """The size and the time of a file: they change when another file takes its place."""
     return about.st_size, about.st_mtime_ns
 
 
 def read_model(path: Path) -> Model:
-    """What a file, an index or a directory leads to.
+    """Reads the headers of the model that a file, an index or a directory stands for.
 
     Raises:
         CorruptCheckpointError: a file is missing, headers are damaged, contradict each other or the index, or shards do
@@ -350,7 +351,7 @@ def _read_all(directory: Path, names: Sequence[str], path: Path) -> list[tuple[b
 
 
 def _joined(headers: Mapping[str, Header], listed: Mapping[str, str] | None, path: Path) -> dict[str, Whole]:
-    """The tensors of all files, or those that an index lists, and those that are tied to them."""
+    """Joins the tensors of all files; where there is an index, those that it lists, and those that are tied to them."""
     parts: dict[str, list[StoredPart]] = {}
     for file, header in headers.items():
         named = header.tensors | {name: header.tensors[first] for name, first in header.tied.items()}
@@ -361,7 +362,7 @@ def _joined(headers: Mapping[str, Header], listed: Mapping[str, str] | None, pat
 
 
 def _whole(name: str, parts: list[StoredPart], path: Path) -> Whole:
-    """The tensor that parts make up."""
+    """Joins the parts of a tensor. Raises CorruptCheckpointError where they do not make one up."""
     first = parts[0]
     if len(parts) == 1 and not any(first.offsets):
         return Whole(first.dtype, first.shape, parts)

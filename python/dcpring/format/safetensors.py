@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it says, checked, and how it is made.
+"""The header of a safetensors file: how it is read and checked, and how it is made.
 
 A file is 8 bytes for the length of a JSON header, the header, and the data, in which tensors lie side by side. The
 safetensors package maps files or holds them in memory; here headers are checked and made by these few lines, and the
@@ -98,7 +98,7 @@ Place = tuple[str, int, int]
 
 
 class StoredPart(NamedTuple):
-    """What a file holds of a tensor: all of it, mostly.
+    """The part of a tensor that a file holds. Mostly it is the whole tensor.
 
     Attributes:
         file: its name in the directory.
@@ -145,7 +145,7 @@ class Header(NamedTuple):
 
 @contextlib.contextmanager
 def refusing(what: str, path: Path) -> Iterator[None]:
-    """What Python raises for JSON that says something else than it should becomes a CorruptCheckpointError."""
+    """Turns what Python raises for JSON of an unexpected shape into a CorruptCheckpointError."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -153,7 +153,7 @@ def refusing(what: str, path: Path) -> Iterator[None]:
 
 
 def read_header(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file's header, and what the system knows of the file.
+    """Reads the bytes of a file's header, and returns them with the file's ``stat``.
 
     Raises:
         CorruptCheckpointError: the file is cut off, or no safetensors.
@@ -178,7 +178,7 @@ def begins_as_header(path: Path) -> bool:
 
 
 def parse_header(path: Path, name: str, data: bytes, file_bytes: int) -> Header:
-    """What a header says. Its tensors lie side by side from the first byte of the data to the last.
+    """Checks a header. Its tensors have to lie side by side from the first byte of the data to the last.
 
     Args:
         path: of the file, for errors.
@@ -307,7 +307,7 @@ def _with_crcs(name: str, part: StoredPart, said: Any) -> StoredPart:
 
 
 def _tied(notes: Mapping[str, str], tensors: Mapping[str, StoredPart], path: Path) -> dict[str, str]:
-    """Of the notes those that say what tensor another name stands for."""
+    """Selects the notes that name the tensor which another name stands for."""
     found = {
         name: first
         for name, first in notes.items()
@@ -382,7 +382,7 @@ def header_entries(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], cu
 def header_notes(
     notes: Mapping[str, str], ties: Mapping[str, str], crcs: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """All notes of a header.
+    """Collects the notes of a header.
 
     Args:
         notes: texts by names.

@@ -1,4 +1,4 @@
-"""The commit of a model to a directory that may hold another, and files that are nobody's business here.
+"""Commits a model to a directory that may hold another one, and other files, which stay.
 
 - One file: a rename to ``model.safetensors``.
 - Several: they are in a folder of their own, to which an index leads that is renamed; a ``model.safetensors`` from
@@ -117,7 +117,7 @@ class Unfinished(NamedTuple):
             _C.make_directory(str(directory / self.folder), False)
 
     def indices(self, weights: Mapping[str, str], total_bytes: int) -> list[Index]:
-        """What is to be written besides: the index of the files where they are, and where they will be; none for one.
+        """Makes the indices of several files: of where they are now, and of where they will be. One file has none.
 
         Args:
             weights: the file of each tensor, as it will be called.

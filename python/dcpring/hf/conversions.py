@@ -1,4 +1,4 @@
-"""What transformers says of how a model's tensors are stored: under other names, one by one where the model fuses them.
+"""How transformers stores a model's tensors: under other names, and one by one where the model fuses them.
 
 ``from_pretrained`` of transformers 5 goes by a table of conversions for each kind of model, and ``save_pretrained`` by
 its reverse. Here these become rules (``hf.rearrange``) and names. A conversion that is more than a rearrangement is
@@ -32,7 +32,7 @@ _LEFT_OUT = "_keys_to_ignore_on_save"
 
 
 class LoadConversion(NamedTuple):
-    """How a model is found in what is stored.
+    """How a load finds a model's tensors among those that are stored.
 
     Attributes:
         rules: from the model's tensors to stored ones.
@@ -63,7 +63,7 @@ class SaveConversion(NamedTuple):
 
 
 def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mapping[str, Any]) -> LoadConversion:
-    """How transformers finds a model's tensors among those that are stored; if it is none of its own, as they are.
+    """Asks transformers how it finds a model's tensors among those that are stored. Others' are stored as they are.
 
     Args:
         state: its tensors by their names.
@@ -110,7 +110,7 @@ def conversion_of_load(model: nn.Module, state: Mapping[str, Any], stored: Mappi
 
 
 def conversion_of_save(model: nn.Module, state: Mapping[str, Any]) -> SaveConversion:
-    """How ``save_pretrained`` stores a model: as it was when it was loaded, or else as files of its kind are.
+    """Asks transformers how ``save_pretrained`` stores a model: as it was stored when it was loaded, or as its kind is.
 
     Args:
         state: its tensors by their names.

@@ -26,7 +26,7 @@ Format = Literal["hf"]
 
 
 class Export(NamedTuple):
-    """What is written.
+    """The weights of a model, ready to be written.
 
     Attributes:
         model: the module.
@@ -51,7 +51,7 @@ class Export(NamedTuple):
         rearrange: Sequence[Rearrange] | None = None,
         **options: Any,
     ) -> Export:
-        """The export of a model's state: as transformers stores it, but for names and rules that are given.
+        """Prepares a model's state as transformers stores it; names and rules that are given come before its own.
 
         Args:
             options: of ``RingHFWriter``.
@@ -78,7 +78,7 @@ def checked(export: Any, models: Mapping[str, nn.Module], components: Iterable[s
 def exports_of(
     models: Mapping[str, nn.Module], state: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
 ) -> list[Export]:
-    """What is exported of a state that a Checkpointer has collected: each model; of several each has a folder."""
+    """Prepares the export of each model in a state that a Checkpointer has collected. Several have a folder each."""
     found = []
     for name, model in models.items():
         tensors = {key: value for key, value in state[name].items() if isinstance(value, Tensor)}

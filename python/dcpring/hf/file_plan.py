@@ -1,4 +1,4 @@
-"""Files that all ranks write together: where each tensor lies in them, and who writes which bytes.
+"""The plan of files that all ranks write together: where each tensor lies, and which rank writes which bytes.
 
 1. The storage lays the tensors of all ranks' plans out in files, one behind the other (``FileLayout``).
 2. A file is cut into stripes on the grid of its CRC blocks. Of most stripes one rank holds everything, and writes it
@@ -126,7 +126,7 @@ SharedRounds = list[list[SharedStripe]]
 
 @dataclass
 class Common:
-    """What the coordinator tells all ranks.
+    """The part of the plan that is the same for all ranks.
 
     Attributes:
         files: all of them.
@@ -150,7 +150,7 @@ class Common:
 
 @dataclass
 class Assignment:
-    """What the coordinator tells a rank.
+    """The plan as the coordinator sends it to one rank.
 
     Attributes:
         packed: the same for all ranks, and so packed once.
@@ -170,14 +170,14 @@ class Assignment:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a state dict, whoever holds what of it."""
+    """A tensor of a state dict, as a whole."""
 
     dtype: torch.dtype
     shape: Ints
 
 
 class Holdings:
-    """What all ranks are to write, and who writes which stripes of it.
+    """All tensors that are to be written, and the ranks that hold them; decides who writes which stripes.
 
     Args:
         plans: the items of each rank's.
@@ -200,7 +200,7 @@ class Holdings:
         return self._core.holders(name)
 
     def share(self, layout: FileLayout, block_bytes: int) -> tuple[list[FileStripes], SharedRounds]:
-        """All ranks' parts of a file, and its rounds. Files are shared out evenly, together with those before.
+        """Shares a file out, so that all ranks write as much of the files so far. Returns its parts and its rounds.
 
         Raises:
             ValueError: what ranks hold of a tensor does not make it up.

@@ -1,4 +1,4 @@
-"""One rank's part of files that all ranks write together, as ``hf.file_plan`` has it.
+"""Writes one rank's part of the files that all ranks write together, as ``hf.file_plan`` has planned it.
 
 A rank writes its own stripes from its memory. Others are put together in rounds: every rank fills what it holds into
 memory that the ranks of its host share, and they wait for each other at a barrier there. What other hosts hold comes
@@ -48,10 +48,10 @@ _WINDOW_BYTES = 16 << 20
 """Of copies that are made, of tensors that have to be."""
 
 Stripe = tuple[int, int, int]
-"""lo, hi, and the offset in shared memory, or -1."""
+"""A range [lo, hi) of a file, and its offset in shared memory; -1 where it is in this rank's own."""
 
 Sums = list[tuple[int, int, bytes]]
-"""The file's number, where a block begins, and the CRCs of the tensors in it."""
+"""Of each block the file's number, its offset in the file, and the CRCs of the tensors in it."""
 
 
 class _HeldBox(NamedTuple):
@@ -86,7 +86,7 @@ def stay_away(part: Assignment, group: dist.ProcessGroup | None) -> None:
 
 
 class StripeSaving:
-    """See the module's docstring. One is made for every write_data.
+    """Writes the stripes of one rank. One is made for every ``write_data``.
 
     Args:
         plan, planner: of this rank.
@@ -270,7 +270,9 @@ class _FileTurn(NamedTuple):
 
 
 def _copied(one: _HeldBox, tensor: Tensor, lo: int, hi: int) -> tuple[tuple[int, ...], Tensor]:
-    """Offsets and a copy of what the bytes [lo, hi) of the file need of a box, in host memory and the file's dtype.
+    """Copies what the bytes [lo, hi) of the file need of a box, to host memory and in the file's dtype.
+
+    Returns the offsets of the copy in the tensor, and the copy.
 
     It is cut along the first dimension that has more than one element.
     """
@@ -308,7 +310,7 @@ def _blocks(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class _StripeRounds:
-    """Stripes that several ranks hold. See the module's docstring.
+    """Puts together the stripes that several ranks hold, in rounds. The module's docstring says how.
 
     Args:
         saving: what this rank holds, and how it is written.

@@ -46,7 +46,7 @@ MEET_SECONDS = 10.0
 
 
 class Headers(NamedTuple):
-    """What a load knows of a model.
+    """The files and the tables of a model that is loaded.
 
     Attributes:
         files: that hold it.
@@ -60,7 +60,7 @@ class Headers(NamedTuple):
 
 
 def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) -> Headers:
-    """What a path leads to; raises as ``read_model`` does.
+    """Reads the headers of a model, and makes its tables of them. Raises what ``read_model`` raises.
 
     Args:
         dequantize: what is made of quantised tensors; None: they are as they are stored.
@@ -73,7 +73,7 @@ def read_headers(path: Path, dequantize: torch.dtype | None, block_size: int) ->
 
 
 def chunks_of(model: Model, quantised: Mapping[str, list[Quantised]] | None = None) -> Chunks:
-    """The tables of a model: a row for each part of a tensor, and for what is made of a quantised one.
+    """Makes the tables of a model: they have a row for each part of a tensor, and for each part that is dequantised.
 
     Raises:
         CorruptCheckpointError: names that no table can have.

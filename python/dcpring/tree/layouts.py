@@ -1,4 +1,4 @@
-"""How the tensors of a tree lie in memory: which of them share some, and in which order their elements follow.
+"""How the tensors of a tree lie in memory: which of them share memory, and in which order their elements lie.
 
 A layout is ``(base, offset, stride)``: the tensor is a view of the memory of the one that is called ``base``, whose
 strides are ``stride`` and which begins ``offset`` bytes behind its first; where ``base`` is empty, it has memory of its
@@ -81,7 +81,10 @@ def _base(spans: Sequence[_MemorySpan], keep: Callable[[Tensor], str]) -> tuple[
 
 
 def _are_apart(spans: Sequence[_MemorySpan]) -> bool:
-    """Whether no two share an element, as the columns of a matrix do not. False where that is not easily told."""
+    """Whether no two tensors share an element, like columns of a matrix.
+
+    False, which only costs memory in the file, where their elements differ in size, or one lies at several places.
+    """
     size = spans[0].tensor.itemsize
     if any(span.tensor.itemsize != size or 0 in span.tensor.stride() for span in spans):
         return False
@@ -96,7 +99,7 @@ def _are_apart(spans: Sequence[_MemorySpan]) -> bool:
 
 
 def reach(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last, both included; it has one at least.
+    """Counts the elements of memory from a tensor's first to its last, both included; it has one at least.
 
     Raises ValueError for what no tensor has.
     """

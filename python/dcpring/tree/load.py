@@ -40,7 +40,7 @@ def load(
     safe_globals: Sequence[Any] = (),
     reader_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Loads what ``dcpring.save`` has saved, as it says there; other processes take no part.
+    """Loads a tree that ``dcpring.save`` has saved, as it was. Other processes take no part.
 
     Any other checkpoint of DCP comes as a dict of whole tensors and values, nested as it was when it was saved, as far
     as DCP knows that: with keys that are strings, and without empty dicts.
@@ -103,7 +103,7 @@ def _lay_out(values: dict[str, Any], stored: Stored, layouts: Mapping[str, Memor
 
 
 class _Decoder:
-    """Puts a tree together again."""
+    """Puts a tree together from its leaves and the tree of their names."""
 
     def __init__(self, values: dict[str, Any], trusted: bool, safe_globals: Sequence[Any]) -> None:
         self._values = values

@@ -131,7 +131,7 @@ class _NamedPlanner(RingSavePlanner):
 
 
 class _Encoder:
-    """Takes a tree apart.
+    """Takes a tree apart into leaves with names, and a tree of these names.
 
     Attributes:
         values: the leaves, by name.
@@ -152,7 +152,7 @@ class _Encoder:
         return (LAID_OUT, names, layouts) if layouts else names
 
     def node(self, value: Any, path: tuple[str, ...]) -> Any:
-        """What stands for a value in the tree of names; of what is at several places the same everywhere.
+        """Gives the node of a value in the tree of names; a value at several places has the same node at each.
 
         DCP's readers find it under each name all the same.
         """

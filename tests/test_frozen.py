@@ -26,7 +26,7 @@ from dcpring import _C, Checkpointer, RingLoadPlanner, RingReader, RingSavePlann
 from dcpring.move import staging
 from dcpring.move.device import Room
 from dcpring.move.frozen import LEAST_BYTES, sign_of_content
-from dcpring.move.staging import StagingBuffer
+from dcpring.move.staging import SideStreams, StagingBuffer
 
 __all__ = ["twin"]
 
@@ -408,18 +408,15 @@ def test_frozen_tensors_of_devices_are_looked_at_behind_the_current_stream(
     def refuse(device: torch.device) -> None:
         raise AssertionError(f"all streams of {device} are waited for")
 
-    with RingStager(unchanged="trust") as stager:
-        for value in (1.0, 2.0, 2.0, 3.0):
-            for tensor in state.values():
-                twin.write(tensor, torch.full((SIZE,), value))
-            with monkeypatch.context() as patched:
-                patched.setattr(twin, "synchronize", refuse)
-                future = stager.stage(state)
-                stager.synchronize()
-            staged = future.result(WAIT)
-            assert all(bool((staged[key] == value).all()) for key in state)
-            del staged, future
-        assert stager.allocations == 1
+    buffer = StagingBuffer(is_shared=True)
+    for value in (1.0, 2.0, 2.0, 3.0):
+        for tensor in state.values():
+            twin.write(tensor, torch.full((SIZE,), value))
+        with monkeypatch.context() as patched:
+            patched.setattr(twin, "synchronize", refuse)
+            staged = buffer.fill(buffer.open(state, SideStreams(), ()))
+        assert all(bool((staged[key] == value).all()) for key in state)
+    assert buffer.allocations == 1
 
 
 # ---- savers ----

@@ -41,7 +41,7 @@ from dcpring import (
 )
 from dcpring.base.memory import memory_key
 from dcpring.move import arena, staging
-from dcpring.move.arena import blocks_for, fitted
+from dcpring.move.arena import packed
 from dcpring.move.device import Room
 from dcpring.move.staging import Devices, SideStreams, StagingBuffer
 from dcpring.plan import table as plans
@@ -249,7 +249,7 @@ def test_all_tensors_below_mappings_lie_in_the_buffer() -> None:
     buffer = StagingBuffer()
     staged = buffer.stage(state)
     assert buffer.size_bytes == 2 * (1 << 14) + 64
-    start = buffer._arena._host.storages[0].data_ptr()
+    start = buffer._arena._mapping.blocks[0].storage.data_ptr()
     for tensor in (staged["ema"]["w"], staged["lazy"]["l"], staged["lazy"]["deep"][0]["x"]):
         assert start <= tensor.data_ptr() < start + buffer.size_bytes
 
@@ -774,15 +774,13 @@ def test_blocks_fit_and_leave_little_over() -> None:
         count = int(torch.randint(1, 400, (), generator=generator))
         cases.append([int(2**x) * 64 for x in torch.rand(count, generator=generator) * 22])
     for sizes in cases:
-        blocks = blocks_for(sizes)
+        placed, blocks = packed(sizes)
         assert all(block & (block - 1) == 0 for block in blocks)
-        placed = fitted(sizes, blocks)
-        assert placed is not None
         _assert_apart(sizes, placed, blocks)
         assert sum(blocks) < 2 * sum(sizes) + MiB
         if max(sizes, default=0) * 16 <= min(sum(sizes), 1 << 30):
             assert sum(blocks) <= 1.1 * sum(sizes) + MiB
-    assert sum(blocks_for([32 * MiB] * 2080)) == 65 << 30, "a state of 65 GiB"
+    assert sum(packed([32 * MiB] * 2080)[1]) == 65 << 30, "a state of 65 GiB"
 
 
 def _assert_apart(sizes: list[int], placed: list[tuple[int, int]], blocks: list[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,7 @@ class Turn:
         self._before = None if before is None or before.is_over else before
         self._saver: threading.Thread | None = None
         self._has_ended = False
+        self._copy: weakref.ref[object] | None = None
         self._expires: float | None = None
         self._rank, self._ranks = rank_in(), ranks
 
@@ -59,19 +61,19 @@ class Turn:
         """The save is over."""
         self._has_ended = True
 
-    def expect(self, seconds: float) -> None:
-        """The copy is complete: a thread that does not begin the turn within so many seconds will not do so any more.
+    def expect(self, copy: object, seconds: float) -> None:
+        """The thread that saves has so many seconds to begin, and cannot any more when nobody has the copy.
 
-        ``async_save`` may have failed after it had asked for the copy.
+        ``async_save`` may have failed after it had asked for the copy, and its error may be kept.
         """
-        self._expires = time.monotonic() + seconds
+        self._copy, self._expires = weakref.ref(copy), time.monotonic() + seconds
 
     @property
     def is_saved(self) -> bool:
-        """Whether the save was made, or has failed."""
+        """Whether the save was made, has failed, or cannot be made any more."""
         saver = self._saver
         if saver is None:
-            return self._has_ended
+            return self._has_ended or (self._copy is not None and self._copy() is None and self._saver is None)
         return self._has_ended or saver is threading.current_thread() or not saver.is_alive()
 
     @property

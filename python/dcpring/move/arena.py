@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from sys import getrefcount
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dcpring.base import shared_memory
 from dcpring.base.memory import is_dense
 from dcpring.move.device import Elements, on_accelerator, ordinary_memory, padded, pinned_memory, say_cannot_pin
 from dcpring.torchside import accelerators
-from dcpring.torchside.storage import map_shared, uses
+from dcpring.torchside.storage import map_shared
 from dcpring.torchside.versions import say_once
 
 _LARGEST_BLOCK = 1 << 30
@@ -57,19 +58,14 @@ class Arena:
     def _begin(self) -> None:
         """With no memory. A forked child begins anew: it must not write to what its parent reads."""
         self.allocations = 0
-        self._host, self._pinned = _Host(self._is_shared), _Pinned()
+        self._mapping, self._pinned = _Mapping(self._is_shared), _PinnedBlocks()
         self._kept: _Kept | None = None
         self._process = os.getpid()
 
     @property
     def size_bytes(self) -> int:
         """What is held now."""
-        return self._host.size_bytes + self._pinned.size_bytes
-
-    @property
-    def is_used(self) -> bool:
-        """Whether anybody but the arena refers to a tensor in it, or to a view of one."""
-        return self._kept is not None and self._kept.is_used(self._storages())
+        return self._mapping.size_bytes + self._pinned.size_bytes
 
     def tensors_for(self, sources: list[Tensor], handles: _C.Tensors) -> tuple[list[Tensor], _C.Tensors]:
         """A tensor in host memory for each of the sources, in their order of memory where they have no gaps.
@@ -78,67 +74,61 @@ class Arena:
         """
         if self._process != os.getpid():
             self._begin()
-        kept = self._kept
-        has_moved = kept is not None and kept.addresses != _addresses(self._storages())
-        if kept is None or has_moved or kept.kinds != handles.kinds() or not _C.tensors_fit(handles, kept.handles):
+        kept, addresses = self._kept, [block.address for block in self._blocks()]
+        is_same = kept is not None and kept.addresses == addresses and kept.kinds == handles.kinds()
+        if kept is None or not is_same or not _C.tensors_fit(handles, kept.handles):
             self._kept = kept = None  # before memory is taken, so that there are never two
             kept = self._kept = self._made_for(sources, handles.kinds())
         return kept.tensors, kept.handles
 
-    def release(self) -> None:
-        """Gives the memory back to the system, the pinned memory that torch would keep included."""
-        if self._process == os.getpid() and not self.is_used:
-            self._kept = None
-            self._host.give_back()
+    def release(self, is_free: bool = False) -> None:
+        """Gives the memory back to the system, the pinned memory that torch would keep included.
+
+        Args:
+            is_free: also what a tensor lies in that somebody still refers to: nobody reads it any more.
+        """
         self._kept = None
-        self._host.release()
+        if is_free and self._process == os.getpid():
+            self._mapping.give_back()
+        self._mapping.release()
         self._pinned.release()
 
     def _made_for(self, sources: list[Tensor], kinds: bytes) -> _Kept:
-        made: list[Tensor] = [_NOTHING] * len(sources)
         hosts: list[int] = []
         elsewhere: list[int] = []
         for n, source in enumerate(sources):
             (elsewhere if on_accelerator(source) else hosts).append(n)
-        groups: list[tuple[_Memory, list[int]]] = [(self._host, hosts), (self._pinned, elsewhere)]
         is_one_mapping = self._is_shared and accelerators.active.can_pin()
         if is_one_mapping:  # in which small tensors of a device lie side by side, as they do in blocks
-            groups = [(self._host, sorted(elsewhere, key=lambda n: -sources[n].nbytes) + hosts)]
+            front = sorted(elsewhere, key=lambda n: -sources[n].nbytes)
+            groups: list[tuple[_Memory, list[int]]] = [(self._mapping, front + hosts)]
+        else:
+            front, groups = [], [(self._mapping, hosts), (self._pinned, elsewhere)]
+        made = [_NOTHING] * len(sources)
         for memory, chosen in groups:
-            sizes = [sources[n].nbytes for n in chosen]
-            self.allocations += memory.make_room(sizes, len(elsewhere) if is_one_mapping else 0)
-            for n, (block, start) in zip(chosen, memory.places, strict=True):
+            places, is_new = memory.places_for([padded(sources[n].nbytes) for n in chosen], len(front))
+            self.allocations += is_new
+            for n, (block, start) in zip(chosen, places, strict=True):
                 made[n] = _like(sources[n], memory.blocks[block], start)
-        if is_one_mapping:
-            self._host.pin()
-        return _Kept(made, kinds, self._storages())
+        self._mapping.pin()
+        return _Kept(made, kinds, _C.Tensors(made), [block.address for block in self._blocks()])
 
-    def _storages(self) -> list[torch.UntypedStorage]:
-        return [*self._host.storages, *self._pinned.storages]
-
-
-def _addresses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    return [storage.data_ptr() for storage in storages]
+    def _blocks(self) -> list[_Block]:
+        return [*self._mapping.blocks, *self._pinned.blocks]
 
 
-class _Kept:
-    """Tensors in an arena, and how often each was referred to before anybody else had it.
+class _Kept(NamedTuple):
+    """Tensors in an arena.
 
     Attributes:
+        kinds: of what they are copies of.
         addresses: of the memory, which torch moves where a tensor in it goes to a process that cannot map it.
     """
 
-    def __init__(self, tensors: list[Tensor], kinds: bytes, storages: Sequence[torch.UntypedStorage]) -> None:
-        self.tensors, self.kinds = tensors, kinds
-        self.handles = _C.Tensors(tensors)
-        self.addresses = _addresses(storages)
-        self._references, self._uses = self._count(storages)
-
-    def is_used(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        return self._count(storages) != (self._references, self._uses)
-
-    def _count(self, storages: Sequence[torch.UntypedStorage]) -> tuple[list[int], list[int]]:
-        return list(map(getrefcount, self.tensors)), list(map(uses, storages))
+    tensors: list[Tensor]
+    kinds: bytes
+    handles: _C.Tensors
+    addresses: list[int]
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -157,59 +147,56 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 class _Block(Elements):
-    """A block of memory, and whether anything lies in it."""
+    """A block of memory."""
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__(memory)
         self.size_bytes = memory.numel()
         self.storage = memory.untyped_storage()
-        self._uses = uses(self.storage)
 
-    def is_free(self) -> bool:
-        """Whether no tensor lies in it."""
-        self.forget()
-        return uses(self.storage) == self._uses
+    @property
+    def address(self) -> int:
+        return self.storage.data_ptr()
 
 
 class _Memory:
-    """Blocks of host memory.
-
-    Attributes:
-        places: (block, offset) for each of the sizes that were asked for last.
-    """
+    """Blocks of host memory, which are taken anew where a layout does not fit into them."""
 
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
-        self.places: list[tuple[int, int]] = []
-
-    @property
-    def storages(self) -> list[torch.UntypedStorage]:
-        return [block.storage for block in self.blocks]
 
     @property
     def size_bytes(self) -> int:
         return sum(block.size_bytes for block in self.blocks)
 
-    def make_room(self, sizes: list[int], to_pin: int) -> bool:
-        """Finds ``places``. True: new memory was taken, after the old was given back: there are never two at a time.
+    def places_for(self, sizes: list[int], to_pin: int) -> tuple[list[tuple[int, int]], bool]:
+        """The block and the offset of each of the sizes, and whether new memory was taken for them.
 
-        Where somebody still refers to a tensor of a layout before, the old memory lives as long as that.
+        The old memory is given back before, so that there are never two at a time.
 
         Args:
             to_pin: as many of the sizes, the first ones, are to be pinned where the memory is not from the start.
         """
-        if not all(block.is_free() for block in self.blocks):
-            self.release()
-        return self._find(sizes, to_pin)
+        places, wanted = self._laid_out(sizes, to_pin)
+        had = [block.size_bytes for block in self.blocks]
+        if len(had) >= len(wanted) and all(map(operator.ge, had, wanted)):
+            return places, False
+        self.release()
+        self.blocks = [_Block(self._take(size)) for size in wanted]
+        return places, sum(wanted) > 0
 
-    def _find(self, sizes: list[int], to_pin: int) -> bool:
+    def _laid_out(self, sizes: list[int], to_pin: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Where so many bytes go, and the blocks for that."""
+        raise NotImplementedError
+
+    def _take(self, size: int) -> Tensor:
         raise NotImplementedError
 
     def release(self) -> None:
-        self.blocks, self.places = [], []
+        self.blocks = []
 
 
-class _Host(_Memory):
+class _Mapping(_Memory):
     """One block, of which the front may be pinned, in stretches of whole tensors: no copy may cross to another one.
 
     While memory is pinned the driver may hold up what training gives to the device.
@@ -217,17 +204,28 @@ class _Host(_Memory):
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__()
-        self._take = shared_bytes if is_shared else ordinary_memory
+        self._take = shared_bytes if is_shared else ordinary_memory  # type: ignore[method-assign]
         self._stretches: list[tuple[int, int]] = []
-        self._pinned: list[tuple[int, int]] = []
-        self._finalizers: list[Callable[[], object]] = []
+        self._pinned: dict[tuple[int, int], weakref.finalize[Any, Any]] = {}
+
+    def _laid_out(self, sizes: list[int], to_pin: int) -> tuple[list[tuple[int, int]], list[int]]:
+        self._stretches, places, total, begin = [], [], 0, 0
+        for n, size in enumerate(sizes):
+            if n < to_pin and begin < total and total + size - begin > _PIN_BYTES:
+                self._stretches.append((begin, total))
+                begin = total = -(-(total + padded(1)) // _PAGE) * _PAGE  # not side by side with what is before
+            places.append((0, total))
+            total += size
+            if n == to_pin - 1 and begin < total:
+                self._stretches.append((begin, total))
+        return places, [total]
 
     def pin(self) -> None:
         """Pins what is to be, until ``release`` is called or this is gone."""
         if all(any(a <= begin and end <= z for a, z in self._pinned) for begin, end in self._stretches):
             return
         self._unpin()
-        start = self.blocks[0].storage.data_ptr()
+        start = self.blocks[0].address
         for begin, end in self._stretches:
             try:
                 accelerators.active.pin(start + begin, end - begin)
@@ -237,41 +235,23 @@ class _Host(_Memory):
                 return
             unpin = weakref.finalize(self, _unpin, start + begin, os.getpid())  # before the blocks go
             unpin.atexit = False
-            self._finalizers.append(unpin)
-            self._pinned.append((begin, end))
+            self._pinned[begin, end] = unpin
 
     def _unpin(self) -> None:
-        for unpin in self._finalizers:
+        for unpin in self._pinned.values():
             unpin()
-        self._pinned, self._finalizers = [], []
+        self._pinned = {}
 
     def release(self) -> None:
         self._unpin()
         super().release()
 
-    def _find(self, sizes: list[int], to_pin: int) -> bool:
-        self.places, self._stretches, total, begin = [], [], 0, 0
-        for n, size in enumerate(sizes):
-            if n < to_pin and begin < total and total + padded(size) - begin > _PIN_BYTES:
-                self._stretches.append((begin, total))
-                begin = total = -(-(total + padded(1)) // _PAGE) * _PAGE  # not side by side with what is before
-            self.places.append((0, total))
-            total += padded(size)
-            if n == to_pin - 1 and begin < total:
-                self._stretches.append((begin, total))
-        if total <= self.size_bytes and self.blocks:
-            return False
-        places, stretches = self.places, self._stretches
-        self.release()
-        self.blocks, self.places, self._stretches = [_Block(self._take(total))], places, stretches
-        return total > 0
-
     def give_back(self) -> None:
         """Lets the pages go that nobody needs: a forked process that has inherited the mapping would keep them."""
         self._unpin()
-        for storage in self.storages:
-            if storage.is_shared() and storage.nbytes():
-                _C.advise(storage.data_ptr(), storage.nbytes(), "give back")
+        for block in self.blocks:
+            if block.storage.is_shared() and block.size_bytes:
+                _C.advise(block.address, block.size_bytes, "give back")
 
 
 def _unpin(address: int, process: int) -> None:
@@ -302,23 +282,15 @@ def shared_bytes(size: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-class _Pinned(_Memory):
+class _PinnedBlocks(_Memory):
     """Blocks that accelerators can copy to by themselves."""
 
-    def _find(self, sizes: list[int], to_pin: int) -> bool:
-        rooms = [padded(size) for size in sizes]
-        placed = fitted(rooms, [block.size_bytes for block in self.blocks])
-        is_new = placed is None
-        if placed is None:
-            self.release()
-            wanted = blocks_for(rooms)
-            self.blocks = [_Block(pinned_memory(size)) for size in wanted]
-            placed = fitted(rooms, wanted)
-            assert placed is not None
-        self.places = [place if room else (0, 0) for place, room in zip(placed, rooms, strict=True)]
-        if not self.blocks and rooms:  # of tensors without elements only
-            self.blocks = [_Block(_NOTHING)]
-        return is_new
+    def _laid_out(self, sizes: list[int], to_pin: int) -> tuple[list[tuple[int, int]], list[int]]:
+        places, wanted = packed(sizes)
+        return places, wanted or [0] * bool(sizes)  # of tensors without elements only
+
+    def _take(self, size: int) -> Tensor:
+        return pinned_memory(size) if size else _NOTHING
 
     def release(self) -> None:
         had = self.size_bytes > 0
@@ -327,45 +299,27 @@ class _Pinned(_Memory):
             accelerators.active.give_back_pinned()
 
 
-def fitted(sizes: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Where so many bytes go, (block, offset) by size: the largest first, each into the first block that has room.
+def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Blocks of powers of two in which so many bytes each have room, with little left over; and their places.
 
-    None where they do not fit. The same sizes fit into the same blocks again, and into what ``blocks_for`` says.
+    Each goes into the first block that has room, the largest first. A place is the number of the block, and the offset
+    in it.
     """
-    placed = [(0, 0)] * len(sizes)
-    used = [0] * len(blocks)
-    order = _largest_first(sizes)
-    smallest = sizes[order[-1]] if order else 0
-    first = 0  # blocks before it are full
-    for index in order:
-        while first < len(blocks) and blocks[first] - used[first] < smallest:
-            first += 1
-        number = next((n for n in range(first, len(blocks)) if blocks[n] - used[n] >= sizes[index]), None)
-        if number is None:
-            return None
-        placed[index] = (number, used[number])
-        used[number] += sizes[index]
-    return placed
-
-
-def blocks_for(sizes: Sequence[int]) -> list[int]:
-    """Powers of two in which ``fitted`` finds room for so many bytes each, with little left over."""
+    places = [(0, 0)] * len(sizes)
     blocks: list[int] = []
-    left: list[int] = []
-    rest = sum(sizes)
-    for index in _largest_first(sizes):
+    used: list[int] = []
+    rest, first = sum(sizes), 0  # blocks before the first have no room for the smallest
+    order = sorted(filter(sizes.__getitem__, range(len(sizes))), key=lambda index: -sizes[index])
+    for index in order:
         size = sizes[index]
-        number = next((n for n, room in enumerate(left) if room >= size), None)
-        if number is None:
-            most = min(_LARGEST_BLOCK, 1 << (max(rest, 1).bit_length() - 1))
+        while first < len(blocks) and blocks[first] - used[first] < sizes[order[-1]]:
+            first += 1
+        number = next((n for n in range(first, len(blocks)) if blocks[n] - used[n] >= size), len(blocks))
+        if number == len(blocks):
+            most = min(_LARGEST_BLOCK, 1 << (rest.bit_length() - 1))
             blocks.append(max(_SMALLEST_BLOCK, most, 1 << (size - 1).bit_length()))
-            left.append(blocks[-1])
-            number = -1
-        left[number] -= size
+            used.append(0)
+        places[index] = number, used[number]
+        used[number] += size
         rest -= size
-    return blocks
-
-
-def _largest_first(sizes: Sequence[int]) -> list[int]:
-    """Those of any size, by number."""
-    return sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])
+    return places, blocks

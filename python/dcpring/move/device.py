@@ -78,10 +78,6 @@ class Elements:
             self._views[dtype] = self._memory.view(dtype)
         return self._views[dtype]
 
-    def forget(self) -> None:
-        """The tensors that it has been seen as, but for the bytes."""
-        self._views = {self._memory.dtype: self._memory}
-
 
 @dataclass
 class _Side:

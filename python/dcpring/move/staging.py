@@ -103,11 +103,6 @@ class StagingBuffer:
         """What is held now."""
         return self._arena.size_bytes
 
-    @property
-    def is_used(self) -> bool:
-        """Whether anybody still refers to a tensor of the last copy that lies in the buffer's memory."""
-        return self._arena.is_used
-
     def stage(self, state: Any, frozen: Collection[Tensor] | None = None) -> Any:
         """The same tree with every tensor copied to the host, and everything else copied deeply; mappings are dicts.
 
@@ -145,10 +140,14 @@ class StagingBuffer:
         note_copies(signs, hosts)
         return Staged(opened.tree) if self._is_shared and type(opened.tree) is dict else opened.tree
 
-    def release(self) -> None:
-        """Gives the memory back to the system, the pinned memory that torch would keep included."""
+    def release(self, is_free: bool = False) -> None:
+        """Gives the memory back to the system, the pinned memory that torch would keep included.
+
+        Args:
+            is_free: nobody reads the last copy any more, whoever refers to it.
+        """
         self._rooms.clear()
-        self._arena.release()
+        self._arena.release(is_free)
 
     def _fill(self, opened: Opened) -> tuple[dict[int, Sign], list[Tensor]]:
         """Copies. Gives the signs of what may stay as it is, and the copies, by number."""

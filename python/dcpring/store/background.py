@@ -91,9 +91,10 @@ def async_save(
         if checkpoint_id is None:
             raise ValueError("async_save needs a checkpoint_id or a storage_writer: it does not know where to save")
         storage_writer = RingWriter(checkpoint_id)
-    group = None
+    group, ranks = None, 1
     if has_group() and not no_dist:
         group = process_group or dist.group.WORLD
+        ranks = world_size(group)
         if device_of(group) != torch.device("cpu"):
             raise ValueError(
                 "async_save needs a process group with a backend for the CPU, as training uses the others meanwhile: "
@@ -102,7 +103,7 @@ def async_save(
     values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
     lent = RingStager() if stager is None else stager
     copying = lent.begin_copy(values, SideStreams())
-    copying.turn = turn = take_turn(ALONE if group is None else group, 1 if group is None else world_size(group))
+    copying.turn = turn = take_turn(ALONE if group is None else group, ranks)
     writer, chosen = storage_writer, RingSavePlanner() if planner is None else planner
     del values
 

@@ -1,9 +1,8 @@
 """RingStager: copies of states in memory that is kept, made beside training.
 
 The calling thread opens the state; another thread copies the tensors: the one that saves, for ``dcpring.async_save``,
-or else one of the stager's. A buffer is written to again when the save of what it holds is over (``base.order.Turn``),
-or when nobody refers to what lies in it. A copy that no ``async_save`` has asked for has no turn: it is never written
-over while somebody refers to it, and the next copy takes other memory.
+or else one of the stager's. A buffer is written to again when the save of what it holds is over (``base.order.Turn``).
+A copy that no ``async_save`` has asked for has no turn: it is never written over, and the next copy takes other memory.
 
 The end of this file is about the process of torch's that saves in the background. It takes saves in any order, and
 answers whoever reads first, so that it gets them one at a time, whatever their process group.
@@ -132,7 +131,7 @@ class RingStager(AsyncStager):
         be copied, the copy raises the error when it is planned, on all ranks; ``synchronize`` raises it here.
 
         Returns:
-            A Future of the copy. Whoever calls this himself has the copy for as long as he refers to its tensors.
+            A Future of the copy. Whoever calls this himself owns the copy: the next one takes other memory.
 
         Raises:
             RuntimeError: the stager is closed.
@@ -197,7 +196,7 @@ class RingStager(AsyncStager):
                 if slot.copying is not None:
                     futures.wait([slot.copying.copied])  # by the thread that saves it
         for slot in self._slots:
-            slot.buffer.release()
+            slot.buffer.release(slot.is_free)
         self._slots, self._executor, self._last = [], None, None
 
     def __reduce__(self) -> Any:
@@ -254,16 +253,13 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether the buffer may be written to."""
+        """Whether the buffer may be written to: it holds no copy, or the save of the copy is over."""
         copying = self.copying
-        if copying is None:
-            return True
-        is_saved = copying.turn is not None and copying.turn.is_saved
-        return copying.copied.done() and (is_saved or not self.buffer.is_used)
+        return copying is None or (copying.copied.done() and copying.turn is not None and copying.turn.is_saved)
 
     @property
     def is_left(self) -> bool:
-        """Whether nothing will tell when the buffer is free, as no save of the copy is to be expected."""
+        """Whether the buffer belongs to whoever has the copy, as no save of it is to be expected."""
         copying = self.copying
         if copying is None or not copying.copied.done():
             return False
@@ -293,7 +289,7 @@ class TorchSave:
         """The complete copy, as torch's thread gets it."""
         staged = Staged(tree)
         staged.begin = self._begin
-        self.turn.expect(self._seconds)
+        self.turn.expect(staged, self._seconds)
         return staged
 
     def _begin(self) -> None:

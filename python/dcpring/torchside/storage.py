@@ -1,4 +1,4 @@
-"""Memory of tensors: such as other processes can map, and who still uses it."""
+"""Memory of tensors: such as other processes can map, and what refers to memory without keeping it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dcpring.torchside.versions import function
 
 _new_shared: Callable[..., Any] = function("torch.UntypedStorage", "_new_shared_fd_cpu")
 
-_use_count: Callable[[int], int] = function("torch._C", "_storage_Use_Count")
-
 
 def map_shared(descriptor: int, size: int) -> torch.UntypedStorage:
     """The memory of a descriptor, which torch duplicates, and hands to processes that a tensor in it is sent to."""
@@ -24,8 +22,3 @@ def map_shared(descriptor: int, size: int) -> torch.UntypedStorage:
 def weak_reference(storage: torch.UntypedStorage) -> WeakReference:
     """Equal to another one if that is of the same storage, living or dead, and of none that took a dead one's place."""
     return WeakReference(storage)
-
-
-def uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and others refer to a storage."""
-    return _use_count(storage._cdata)

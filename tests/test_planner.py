@@ -26,8 +26,8 @@ import dcpring.move.load.records
 import dcpring.plan.load_planner
 from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.format.metadata import join_metadata, split_metadata
+from dcpring.plan.cache import _caches
 from dcpring.plan.items import ReadItems, _make_item
-from dcpring.plan.outcome import _caches
 
 STRATEGIES = ("balanced", "split", "first_replica", 2, "auto")
 

@@ -1,4 +1,4 @@
-"""Which tensors are the same memory, and whether memory holds their values."""
+"""Which tensors are the same memory, whether memory holds their values, and how the core can take them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcpring import _C
 from dcpring.torchside.tensors import PLAIN_TYPES
 
 NOTHING = torch.empty(0)
@@ -70,3 +71,26 @@ def same_memory(tensors: Mapping[int, Tensor]) -> dict[int, int]:
         if (earlier := first.setdefault(memory_key(tensor), index)) != index:
             same[index] = earlier
     return same
+
+
+# ---- for the core ----
+
+PLAIN, DEVICE, OTHER, LAZY = 0, 1, 2, 3
+"""How the core can take a tensor."""
+
+
+def handles_and_kinds(tensors: list[Tensor]) -> tuple[_C.Tensors, bytes]:
+    """The tensors for the core, and how each can be taken: as it lies in memory, through a copy from its device, only
+    by torch.save, or once it has been made what it stands for: a conjugate or negative view in CPU memory.
+    """
+    lazy = [index for index in lazy_views(tensors) if tensors[index].device.type == "cpu"]
+    strange = {index: OTHER if is_freed(tensors[index]) else LAZY for index in lazy}
+    strange.update((index, OTHER) for index, tensor in enumerate(tensors) if type(tensor) not in PLAIN_TYPES)
+    if not strange:
+        handles = _C.Tensors(tensors)
+        return handles, handles.kinds()
+    handles = _C.Tensors([NOTHING if index in strange else tensor for index, tensor in enumerate(tensors)])
+    kinds = bytearray(handles.kinds())
+    for index, kind in strange.items():
+        kinds[index] = kind
+    return handles, bytes(kinds)

@@ -29,13 +29,13 @@ from dcpring import _C
 from dcpring.base import groups
 from dcpring.base.casts import check_values
 from dcpring.base.joint import GroupChannel, Joint, joined
+from dcpring.base.memory import handles_and_kinds
 from dcpring.base.windows import read_ahead, windows
 from dcpring.errors import CheckpointError
 from dcpring.hf.file_plan import ROUND_BYTES, ROUNDS_IN_MEMORY, Assignment, FileLayout, FileStripes, Laid, SharedStripe
 from dcpring.move import host_memory
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import items_of
-from dcpring.move.save.kinds import handles_and_kinds
 from dcpring.options import IOOptions, IOStats
 from dcpring.plan.run import Save
 from dcpring.plan.save_planner import makes_tensors
@@ -122,7 +122,7 @@ class StripeSaving:
         places = {laid.name: (number, laid) for number, file in enumerate(self._common.files) for laid in file.tensors}
         self._held: list[list[_HeldBox]] = [[] for _ in self._common.files]
         for position in items.tensors:
-            name, (offsets, lengths) = items.name(position), items.box(position)
+            name, (offsets, lengths) = items.names[position], items.box(position)
             if math.prod(lengths) and name not in self._common.omitted:
                 number, laid = places[name]
                 self._held[number].append(_HeldBox(position, offsets, lengths, laid))

@@ -16,6 +16,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from dcpring import _C
+from dcpring.base.memory import PLAIN
 from dcpring.format.ledger import (
     KEPT,
     MOST_MISSES,
@@ -30,7 +31,6 @@ from dcpring.format.ledger import (
 )
 from dcpring.format.metadata import TENSOR
 from dcpring.move.frozen import Sign, forget_expired, sign_of_content
-from dcpring.move.save.kinds import PLAIN
 from dcpring.move.save.saving import Looked, Saving
 
 LEAST_KEPT_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class Keeping:
             self._states[position] = SAMPLED
         rows = self._find_rows(positions)
         if rows is None:
-            self._staying = {position for position in positions if self._is_frozen(self._items.name(position))}
+            self._staying = {position for position in positions if self._is_frozen(self._items.names[position])}
         else:
             self._decide(tensors, self._candidates(positions, rows))
 
@@ -127,7 +127,7 @@ class Keeping:
         if self._wholes is None:
             return
         for position, tensor in zip(looked.positions, looked.tensors, strict=True):
-            name = self._items.name(position)
+            name = self._items.names[position]
             sign = sign_of_content(tensor, self._wholes.get(name, tensor)) if self._is_frozen(name) else None
             if sign is not None:
                 self._contents[position] = sign
@@ -169,7 +169,7 @@ class Keeping:
         found: list[tuple[int, int, int]] = []
         for index, (position, row) in enumerate(zip(positions, rows, strict=True)):
             if row < 0:
-                if self._is_frozen(self._items.name(position)):
+                if self._is_frozen(self._items.names[position]):
                     self._staying.add(position)
             elif states[row] == KEPT:
                 self._rows[position] = row
@@ -220,7 +220,7 @@ class Keeping:
     def _offset(self, position: int, place: Place) -> int | None:
         """Where a tensor's bytes begin in its file; None if these cannot be its own, whatever the ledger says."""
         _, kind, _, _, offset, size, _ = place
-        return offset if kind == TENSOR and size == self._items.planned_bytes(position) else None
+        return offset if kind == TENSOR and size == self._items.sizes[position] else None
 
     # ---- what becomes of them ----
 
@@ -252,7 +252,7 @@ class Keeping:
         """The tensors that may change, and those that are expected to stay, if they have so many bytes."""
         positions = [position for position in self._items.tensors if position not in self._linked]
         staying = [position for position in positions if position in self._staying or position in self._unchanged]
-        if sum(map(self._items.planned_bytes, staying)) < least_bytes:
+        if sum(self._items.sizes[position] for position in staying) < least_bytes:
             return positions, []
         kept = set(staying)
         return [position for position in positions if position not in kept], staying

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dcpring import _C
 from dcpring.errors import CheckpointError
 from dcpring.plan.items import Items, SentItems
 from dcpring.plan.strategy import Choice
@@ -52,6 +53,27 @@ class Reply:
     kept: bytes | None
     choice: Choice
     rank: RankReport
+
+
+@dataclass
+class Outcome:
+    """What comes of merging the plans of all ranks.
+
+    Attributes:
+        choice: the strategy, and why.
+        table: the checkpoint's chunks.
+        items: by rank, the rows of the table that it writes, in order, as uint32.
+        replies: by rank, what is sent back.
+        ranks: the report's part of each.
+        wish: what was asked for; another wish needs another outcome.
+    """
+
+    choice: Choice
+    table: _C.Table
+    items: list[bytes]
+    replies: list[bytes]
+    ranks: list[RankReport]
+    wish: Any
 
 
 def fields_of(plan: Any, base: type) -> dict[str, Any]:

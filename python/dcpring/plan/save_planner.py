@@ -31,10 +31,10 @@ from dcpring.format.lazy import Chunks, LazyMetadata
 from dcpring.names.key_map import KeyMap, KeyMapLike, new_path, one_map
 from dcpring.options import overrides
 from dcpring.plan import replicas, strategy
+from dcpring.plan.cache import PlanCache, cache_of
 from dcpring.plan.flatten import Flat, flatten, open_sharded_tensors, path_code
 from dcpring.plan.items import Items, own_items
-from dcpring.plan.messages import LocalMessage, Reply, RingPlan
-from dcpring.plan.outcome import Cache, Outcome, cache_of
+from dcpring.plan.messages import LocalMessage, Outcome, Reply, RingPlan
 from dcpring.plan.rows import row_of
 from dcpring.plan.run import Save, run_of
 from dcpring.plan.strategy import Choice, Writers
@@ -191,7 +191,7 @@ class RingSavePlanner(DefaultSavePlanner):
         meshes = replicas.partial_meshes(flat.values.values()) if prints else ()
         layout = table.encode()
         save.table, save.digest = table, hashlib.blake2b(layout + repr(ties).encode(), digest_size=16).hexdigest()
-        sent = None if self._plan_caching and self._cache.may_skip(save.digest) else layout
+        sent = None if self._cache is not None and self._cache.may_skip(save.digest) else layout
         told = rank_here(), host_id(), sent, save.digest, prints, self.flatten_state_dict, ties, meshes
         return RingPlan(Items(table), message=LocalMessage(*told), values=flat.values)  # type: ignore[arg-type]
 
@@ -233,7 +233,8 @@ class RingSavePlanner(DefaultSavePlanner):
         message = new_plan.received(Reply, _OWN) if isinstance(new_plan, RingPlan) else None
         if message is None or save.table is None:
             raise CheckpointError(f"{_OWN}: the coordinator does not plan with RingSavePlanner; {_ON_ALL}")
-        items = Items(save.table, self._cache.finish(save.digest, message.kept))
+        cache = self._cache
+        items = Items(save.table, message.kept if cache is None else cache.finish(save.digest, message.kept))
         save.cuts = _cuts_of(items)
         if not save.report.ranks:
             save.report = PlanReport(str(message.choice.writers), message.choice.reason, [message.rank])
@@ -252,38 +253,44 @@ class RingSavePlanner(DefaultSavePlanner):
     # ---- the coordinator ----
 
     @property
-    def _cache(self) -> Cache:
-        """What is kept between saves; with no plan caching nothing."""
-        return cache_of(self._cache_key) if self._plan_caching else Cache()
+    def _cache(self) -> PlanCache | None:
+        """What is kept between saves; None without plan caching."""
+        return cache_of(self._cache_key) if self._plan_caching else None
 
     def _plan_by_tables(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         messages, cache = [_message(rank, plan) for rank, plan in enumerate(all_plans)], self._cache
-        layouts = cache.restore(messages)
+        layouts: list[Any] = [message.layout for message in messages]
+        if cache is not None:
+            layouts = cache.restore(messages)
         outcome = self._outcome(messages, layouts, cache)
+        kept: Sequence[bytes | None] = outcome.replies
+        if cache is not None:
+            kept = cache.keep(layouts, messages, outcome)
         plans: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
-            kept = None if cache.has_reply(rank, messages, outcome) else outcome.replies[rank]
             items: Any = Items(layouts[rank], outcome.replies[rank])
-            reply = Reply(kept, outcome.choice, outcome.ranks[rank])
+            reply = Reply(kept[rank], outcome.choice, outcome.ranks[rank])
             plans.append(RingPlan(items, plan.storage_data, plan.planner_data, message=reply))
-        cache.keep(layouts, messages, outcome)
         self._note_plan(messages, outcome.choice, outcome.ranks, plans)
         flattened = any(message.flattened for message in messages)
         return plans, LazyMetadata(source=Chunks(outcome.table, flattened, items=outcome.items))
 
-    def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: Cache) -> Outcome:
+    def _outcome(self, messages: list[LocalMessage], layouts: list[bytes], cache: PlanCache | None) -> Outcome:
         """Merges, checks and assigns; or the last save's outcome, where nothing has changed."""
         choice = strategy.choose(self.writers, self._save.path)
         wish = (choice.writers, self.split_bytes, tuple(message.host for message in messages))
-        if not any(message.fingerprints for message in messages):
-            known = cache.known_outcome(messages, wish)
-            if known is not None:
-                return replace(known, choice=strategy.as_before(known.choice, choice))
+        is_compared = any(message.fingerprints for message in messages)
+        known = None if cache is None or is_compared else cache.known_outcome(messages, wish)
+        if known is not None:
+            return replace(known, choice=strategy.as_before(known.choice, choice))
         merge = self._merged(messages, layouts)
-        self._compare_replicas(merge, messages)
+        if is_compared:
+            self._compare_replicas(merge, messages)
         with _as_checkpoint_error(f"writers={choice.writers!r} is not possible here"):
             choice = strategy.assign(merge, choice, [message.host for message in messages], self.split_bytes)
-        return Outcome.of(merge, choice, wish)
+        items, replies = zip(*((merge.items(rank), merge.reply(rank)) for rank in range(len(messages))), strict=True)
+        ranks = [RankReport(rank, *sums) for rank, sums in enumerate(merge.sums())]
+        return Outcome(choice, merge.table(), list(items), list(replies), ranks, wish)
 
     def _merged(self, messages: list[LocalMessage], layouts: list[bytes]) -> _C.Merge:
         merge = _C.Merge(len(messages))

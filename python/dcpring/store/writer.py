@@ -349,7 +349,8 @@ class RingWriter(FileSystemWriter):
             self._begin_save()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         save = self._save
-        save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
+        if self.progress:
+            save.meter = start_meter(self.progress, "save", str(self.path), is_coordinator)
         save.events.set_up(is_coordinator, not self.use_collectives)
         if not self.use_collectives:
             members = members_of_caller()

@@ -123,15 +123,17 @@ class Events(Recorded):
         Args:
             phase: that begins with it; "" where it belongs to the one before.
         """
-        tell_host()
+        is_alone = world_size() == 1
+        if not is_alone:
+            tell_host()
         if phase:
             self.begin(phase)
         try:
-            with saying_whose():
+            with contextlib.nullcontext() if is_alone else saying_whose():
                 yield
         except BaseException as error:
             self.fail(error)
-            if world_size() == 1 or _can_travel(error):
+            if is_alone or _can_travel(error):
                 raise
             raise CheckpointError(_text_of(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import io
 from collections.abc import Sequence
@@ -42,64 +43,86 @@ def _check_chunks(items: list[WriteItem], planner: SavePlanner) -> None:
             check_chunk(name, values.get(name), offsets, (0,) * len(lengths), lengths, "RingSavePlanner")
 
 
-class GivenItems:
-    """WriteItems, which the planner resolves one by one.
+class PlanItems(abc.ABC):
+    """The items of a plan, by position.
 
     Attributes:
+        names: the key of each.
+        sizes: bytes of each tensor as it was planned; 0 for objects.
         objects, tensors: the positions of each.
     """
 
-    def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
-        self._items = items
-        self._planner = planner
-        self.objects = [i for i, item in enumerate(items) if item.type == WriteItemType.BYTE_IO]
-        self.tensors = [i for i, item in enumerate(items) if item.type != WriteItemType.BYTE_IO]
-
-    def name(self, position: int) -> str:
-        return self._items[position].index.fqn
+    def __init__(self, names: list[str], sizes: list[int], objects: list[int]) -> None:
+        self.names, self.sizes, self.objects = names, sizes, objects
+        without = set(objects)
+        self.tensors = [position for position in range(len(names)) if position not in without]
 
     def plan(self) -> bytes:
         """What tells the plan from others, 16 bytes; zeros where only its items do."""
         return NO_PLAN
 
+    @abc.abstractmethod
     def identity(self, position: int) -> bytes:
         """What tells a tensor's item from others (``format.ledger``), whatever plan it is in."""
-        data = self._items[position].tensor_data
-        assert data is not None
-        return identity_of(self.name(position), *self.box(position), str(data.properties.dtype))
 
+    @abc.abstractmethod
     def box(self, position: int) -> Box:
         """What a tensor's item is of its tensor."""
-        data = self._items[position].tensor_data
-        assert data is not None
-        return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
 
-    def planned_bytes(self, position: int) -> int:
-        """Of the tensor as it was planned; 0 for objects."""
-        data = self._items[position].tensor_data
-        return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
+    @abc.abstractmethod
     def item(self, position: int) -> WriteItem:
-        return self._items[position]
+        """DCP's item."""
 
+    @abc.abstractmethod
     def resolve(self, positions: Sequence[int]) -> list[Any]:
         """The tensors at these positions."""
-        return [self._planner.resolve_data(self._items[position]) for position in positions]
 
+    @abc.abstractmethod
     def archive(self, position: int) -> bytes:
         """An object as ``torch.save`` writes it."""
-        data: Any = self._planner.resolve_data(self._items[position])
-        if isinstance(data, io.BytesIO):
-            return data.getvalue()
-        raise PlanError(
-            f"cannot save {self.name(position)!r}: Data must be io.BytesIO for BYTE_IO write items, and the planner "
-            f"gave a {type(data)}"
-        )
 
     def kinds_of(self, positions: Sequence[int], tensors: Sequence[Tensor]) -> bytes | None:
         """What each tensor is stored as, for the storage index: opaque where the metadata's shape and dtype do not
         describe it, as a planner's ``resolve_data`` may change both; None: all as they were planned.
         """
+        return None
+
+
+class GivenItems(PlanItems):
+    """WriteItems, which the planner resolves one by one."""
+
+    def __init__(self, items: list[WriteItem], planner: SavePlanner) -> None:
+        objects = [at for at, item in enumerate(items) if item.type == WriteItemType.BYTE_IO]
+        super().__init__([item.index.fqn for item in items], [planned_bytes(item) for item in items], objects)
+        self._items = items
+        self._planner = planner
+
+    def identity(self, position: int) -> bytes:
+        data = self._items[position].tensor_data
+        assert data is not None
+        return identity_of(self.names[position], *self.box(position), str(data.properties.dtype))
+
+    def box(self, position: int) -> Box:
+        data = self._items[position].tensor_data
+        assert data is not None
+        return tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+
+    def item(self, position: int) -> WriteItem:
+        return self._items[position]
+
+    def resolve(self, positions: Sequence[int]) -> list[Any]:
+        return [self._planner.resolve_data(self._items[position]) for position in positions]
+
+    def archive(self, position: int) -> bytes:
+        data: Any = self._planner.resolve_data(self._items[position])
+        if isinstance(data, io.BytesIO):
+            return data.getvalue()
+        raise PlanError(
+            f"cannot save {self.names[position]!r}: Data must be io.BytesIO for BYTE_IO write items, and the planner "
+            f"gave a {type(data)}"
+        )
+
+    def kinds_of(self, positions: Sequence[int], tensors: Sequence[Tensor]) -> bytes | None:
         planned = [self._is_planned(*pair) for pair in zip(positions, tensors, strict=True)]
         return None if all(planned) else bytes(TENSOR if one else OPAQUE for one in planned)
 
@@ -108,8 +131,14 @@ class GivenItems:
         return data is not None and tensor.dtype == data.properties.dtype and tensor.size() == data.chunk.sizes
 
 
-class TableItems:
-    """The same of a compact plan, whose planner hands out what is in the state dict: plain tensors need no item."""
+def planned_bytes(item: WriteItem) -> int:
+    """Of the tensor as it was planned; 0 for objects."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+class TableItems(PlanItems):
+    """A compact plan, whose planner hands out what is in the state dict: plain tensors need no item."""
 
     def __init__(self, items: Items, planner: SavePlanner) -> None:
         self._items = items
@@ -117,18 +146,13 @@ class TableItems:
         self._state_dict: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
         self._rows = rows = [kept if isinstance(kept, int) else kept[0] for kept in items.kept]
         names, types, sizes = items.table.names(), items.table.types(), items.table.sizes()
-        self._names = [names[row] for row in rows]
+        objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
+        super().__init__([names[row] for row in rows], [sizes[row] for row in rows], objects)
         self._scattered = has_scattered(names)
-        self._bytes = [sizes[row] for row in rows]
         self._cut = {position for position, kept in enumerate(items.kept) if not isinstance(kept, int)}
         for position in self._cut:
             whole, part = row_of(items.table, rows[position]), row_of(items.table, items.kept[position])
-            self._bytes[position] = self._bytes[position] // whole.lengths[0] * part.lengths[0]
-        self.objects = [position for position, row in enumerate(rows) if types[row] == BYTES_ROW]
-        self.tensors = [position for position, row in enumerate(rows) if types[row] != BYTES_ROW]
-
-    def name(self, position: int) -> str:
-        return self._names[position]
+            self.sizes[position] = self.sizes[position] // whole.lengths[0] * part.lengths[0]
 
     def plan(self) -> bytes:
         return plan_of(*self._items.encoded())
@@ -146,14 +170,11 @@ class TableItems:
         """By the number of the properties."""
         return [encoded.partition(b"\0")[0].decode() for encoded in self._items.table.properties()]
 
-    def planned_bytes(self, position: int) -> int:
-        return self._bytes[position]
-
     def item(self, position: int) -> WriteItem:
         return self._items.make(position)
 
     def resolve(self, positions: Sequence[int]) -> list[Any]:
-        names, state_dict = self._names, self._state_dict
+        names, state_dict = self.names, self._state_dict
         values = [state_dict[names[position]] for position in positions]
         for index, (value, plain) in enumerate(zip(values, are_plain(values), strict=True)):
             if not plain or (self._cut and positions[index] in self._cut):
@@ -161,7 +182,7 @@ class TableItems:
         return values
 
     def archive(self, position: int) -> bytes:
-        return archive_of(self._state_dict[self._names[position]])
+        return archive_of(self._state_dict[self.names[position]])
 
     def _resolve_one(self, position: int, value: Any) -> Any:
         """Of a DTensor its part on this rank; of what is cut the part that this rank writes; else what stock has."""
@@ -172,10 +193,3 @@ class TableItems:
             _, start, rows = self._items.kept[position]  # type: ignore[misc]
             return tensor.detach().narrow(0, start, rows)
         return tensor
-
-    def kinds_of(self, positions: Sequence[int], tensors: Sequence[Tensor]) -> bytes | None:
-        return None
-
-
-PlanItems = GivenItems | TableItems
-"""The items of a plan, by position."""

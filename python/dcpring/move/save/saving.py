@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcpring import _C
-from dcpring.base.memory import FREED, is_freed, same_memory
+from dcpring.base.memory import DEVICE, FREED, LAZY, OTHER, PLAIN, handles_and_kinds, is_freed, same_memory
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.ledger import Place
@@ -24,7 +24,6 @@ from dcpring.format.metadata import place_at
 from dcpring.move.device import Downloader, HostCopies
 from dcpring.move.objects import PICKLE_CURE, Judge, archive_of
 from dcpring.move.save.items import TableItems, items_of
-from dcpring.move.save.kinds import DEVICE, LAZY, OTHER, PLAIN, handles_and_kinds
 from dcpring.move.save.results import Results, results_of
 from dcpring.options import IOStats
 from dcpring.plan.save_planner import makes_tensors
@@ -78,7 +77,7 @@ class Saving:
         self._path = path
         self._options = options
         self._transforms = transforms
-        self._downloader = Downloader(piece_bytes)
+        self._piece_bytes = piece_bytes
         self._window_bytes = WINDOW_BYTES if makes_tensors(planner) else None
         self._stats = stats
         self._judge = judge
@@ -86,11 +85,10 @@ class Saving:
         self.digests: dict[int, bytes] = {}
         self._digest_key: bytes | None = None
         self._looked: Looked | None = None
-        self._name = ""
         self._written: list[int] = []
 
     def planned_bytes(self) -> int:
-        return sum(map(self.items.planned_bytes, self.items.tensors))
+        return sum(self.items.sizes)
 
     @property
     def knows_tensors(self) -> bool:
@@ -117,13 +115,13 @@ class Saving:
         """Writes a file with what is at these positions. It is durable once these syncs were waited for. With a key
         digests are made of its tensors: plain ones.
         """
-        self._name, self._digest_key = name, digest_key
+        self._digest_key = digest_key
         file = _C.FileWriter(self._path, name, self._size_hint(tensors), self._options)
         try:
             if self._judge is not None and self._judge.objects == "error":  # before anything large is written
                 self._write_pickled(file, objects, self.items.archive)
                 objects = []
-            for window in windows(tensors, self.items.planned_bytes, self._window_bytes):
+            for window in windows(tensors, self.items.sizes.__getitem__, self._window_bytes):
                 self._write_tensors(file, window)
             self._write_pickled(file, objects, self.items.archive)
             file.finish(syncs)
@@ -145,7 +143,7 @@ class Saving:
 
     def _size_hint(self, tensors: list[int]) -> int:
         """Bytes that the file will need, rounded up; the file is cut to its real length in the end."""
-        sizes = list(map(self.items.planned_bytes, tensors))
+        sizes = [self.items.sizes[position] for position in tensors]
         padding = _C.ALIGNMENT_BYTES * sum(size >= _C.LARGE_PAYLOAD_BYTES for size in sizes)
         return sum(sizes) + padding + _RECORD_BYTES * len(sizes)
 
@@ -158,7 +156,7 @@ class Saving:
     def _key_of(self, error: OSError | ValueError) -> str | None:
         """The key that the core's item index stands for."""
         item = getattr(error, "item", None)
-        return self.items.name(self._written[item]) if item is not None and item < len(self._written) else None
+        return self.items.names[self._written[item]] if item is not None and item < len(self._written) else None
 
     # ---- tensors ----
 
@@ -218,12 +216,12 @@ class Saving:
         for position, tensor in zip(positions, tensors, strict=True):
             if not isinstance(tensor, Tensor):
                 raise PlanError(
-                    f"cannot save {self.items.name(position)!r}: Data must be torch.Tensor for non-BYTE_IO write "
+                    f"cannot save {self.items.names[position]!r}: Data must be torch.Tensor for non-BYTE_IO write "
                     f"items, and it is a {type(tensor)}"
                 )
             if tensor.is_meta:
                 raise CheckpointError(
-                    f"cannot save {self.items.name(position)!r}: it is on the meta device and has no data"
+                    f"cannot save {self.items.names[position]!r}: it is on the meta device and has no data"
                 )
         return tensors
 
@@ -240,7 +238,7 @@ class Saving:
 
     def _write_from_device(self, file: _C.FileWriter, positions: list[int], tensors: list[Tensor]) -> None:
         file.overlap()
-        with contextlib.closing(self._downloader.pieces(tensors)) as pieces:
+        with contextlib.closing(Downloader(self._piece_bytes).pieces(tensors)) as pieces:
             for piece in pieces:
                 self._write_piece(file, piece, [positions[index] for index in piece.indices], tensors)
 
@@ -259,7 +257,7 @@ class Saving:
     def _tensor_bytes(self, position: int) -> bytes:
         tensor = self._checked([position], self.items.resolve([position]))[0].detach().cpu()
         if is_freed(tensor):
-            raise CheckpointError(f"cannot save {self.items.name(position)!r}: {FREED}")
+            raise CheckpointError(f"cannot save {self.items.names[position]!r}: {FREED}")
         if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
         return archive_of(tensor)
@@ -279,7 +277,7 @@ class Saving:
 
     def _pickled(self, position: int, pickled: Callable[[int], bytes]) -> bytes:
         """What is written: looked at, and transformed."""
-        name = self.items.name(position)
+        name = self.items.names[position]
         with naming(lambda: f"cannot save {name!r}", PICKLE_CURE):
             data = pickled(position)
         if self._judge is not None:

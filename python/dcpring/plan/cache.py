@@ -1,4 +1,4 @@
-"""What comes out of merging the plans of all ranks, and what is kept of it from save to save.
+"""What RingSavePlanner keeps from save to save, with ``enable_plan_caching``.
 
 Caches are of the module, found by a UUID that is pickled with the planner: DCP's background process gets a copy of the
 planner for each save.
@@ -11,47 +11,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from dcpring import _C
 from dcpring.errors import CheckpointError
-from dcpring.plan.messages import LocalMessage
-from dcpring.plan.strategy import Choice
-from dcpring.report import RankReport
+from dcpring.plan.messages import LocalMessage, Outcome
 
 
 @dataclass
-class Outcome:
-    """A merged plan.
-
-    Attributes:
-        table: the checkpoint's chunks.
-        items: by rank, the rows of the table that it writes, in order, as uint32.
-        replies: by rank, what is sent back.
-        wish: what was asked for; another wish needs another outcome.
-    """
-
-    choice: Choice
-    table: _C.Table
-    items: list[bytes]
-    replies: list[bytes]
-    ranks: list[RankReport]
-    wish: Any
-
-    @classmethod
-    def of(cls, merge: _C.Merge, choice: Choice, wish: Any) -> Outcome:
-        sums = merge.sums()
-        world = range(len(sums))
-        return cls(
-            choice=choice,
-            table=merge.table(),
-            items=[merge.items(rank) for rank in world],
-            replies=[merge.reply(rank) for rank in world],
-            ranks=[RankReport(rank, *sums[rank]) for rank in world],
-            wish=wish,
-        )
-
-
-@dataclass
-class Cache:
+class PlanCache:
     """What is kept between saves, for one planner: its own plan on every rank, and all plans on the coordinator."""
 
     digest: str = ""
@@ -96,13 +61,14 @@ class Cache:
         same = self.outcome is not None and self.outcome.wish == wish
         return self.outcome if same and self.digests == [message.digest for message in messages] else None
 
-    def has_reply(self, place: int, messages: list[LocalMessage], outcome: Outcome) -> bool:
-        if messages[place].layout is not None or self.outcome is None:
-            return False
-        return self.outcome.replies[place] == outcome.replies[place]
-
-    def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: Outcome) -> None:
+    def keep(self, layouts: list[bytes], messages: list[LocalMessage], outcome: Outcome) -> list[bytes | None]:
+        """Keeps what this save came to. Gives the replies, None for those that a rank has of the save before."""
+        before = self.outcome
         self.layouts, self.digests, self.outcome = layouts, [message.digest for message in messages], outcome
+        return [
+            None if message.layout is None and before is not None and before.replies[place] == reply else reply
+            for place, (message, reply) in enumerate(zip(messages, outcome.replies, strict=True))
+        ]
 
 
 def _miss(message: LocalMessage) -> NoReturn:
@@ -114,13 +80,13 @@ def _miss(message: LocalMessage) -> NoReturn:
 
 _MOST_CACHES = 8
 _caches_lock = threading.Lock()
-_caches: OrderedDict[str, Cache] = OrderedDict()
+_caches: OrderedDict[str, PlanCache] = OrderedDict()
 """By planner; the oldest go. Of the module, as a planner that is pickled for every save would lose its own."""
 
 
-def cache_of(key: str) -> Cache:
+def cache_of(key: str) -> PlanCache:
     with _caches_lock:
-        cache = _caches.setdefault(key, Cache())
+        cache = _caches.setdefault(key, PlanCache())
         _caches.move_to_end(key)
         while len(_caches) > _MOST_CACHES:
             _caches.popitem(last=False)

@@ -159,7 +159,7 @@ setup(
             "dcpring._C",
             sources=sorted(str(path) for path in Path("csrc").rglob("*.c")),
             depends=[EXPORTS, *sorted(str(path) for path in Path("csrc").rglob("*.h"))],
-            include_dirs=["csrc/core"],
+            include_dirs=["csrc/core", "csrc/py"],
             define_macros=[("_GNU_SOURCE", None), ("NDEBUG", None)],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread", *WARNINGS, *extra],
             extra_link_args=["-pthread", "-lm", f"-Wl,--version-script={EXPORTS}", *extra],

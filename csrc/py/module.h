@@ -102,6 +102,17 @@ void gil_take(struct gil *gil);
  */
 int gil_turn(size_t turn);
 
+/*
+ * Whose turn it is with an object of which a call lets go of the GIL: one call at a time has it. `what` is the object
+ * in the words of the exception that is set where another has it, or where it is not open.
+ */
+struct turn {
+    bool taken;
+};
+bool turn_is_free(const struct turn *turn, const char *what);
+bool turn_take(struct turn *turn, bool is_open, const char *what);
+static inline void turn_give(struct turn *turn) { turn->taken = false; }
+
 /* ---- watch.c ---- */
 
 /* The core's side of a Watch, borrowed; NULL for None. */
@@ -139,6 +150,8 @@ TYPES(EXTERN_SPEC)
     PART(verify) \
     PART(compare) \
     PART(unpickle) \
+    PART(names) \
+    PART(holds_only) \
     PART(stripe) \
     PART(barrier) \
     PART(elements) \

@@ -1,6 +1,6 @@
 /*
  * The opcodes of a pickle, one after the other, with their arguments. What
- * they mean is not known here: csrc/py/unpickle.c makes objects of them.
+ * they mean is not known here: csrc/py/pickle/unpickle.c makes objects of them.
  *
  * A pickle is untrusted: an argument lies in it, whatever length it claims, or
  * it is damaged. Nothing is allocated, and texts are those of the caller's

@@ -1,8 +1,8 @@
 """Unpickles data, and nothing but data: objects of a checkpoint, and its metadata.
 
 What a pickle names is looked up in the list below, by exact name, and nowhere else: nothing is imported for it. The
-machine that runs pickles (csrc/py/unpickle.c) makes numbers, texts and containers by itself, and comes here for all
-else, so that these are the only things that a pickle can have done:
+machine that runs pickles (csrc/py/pickle/unpickle.c) makes numbers, texts and containers by itself, and comes here for
+all else, so that these are the only things that a pickle can have done:
 
 - ``call`` and ``make``: a function or class of the list, each with a check of its own for the arguments it may have.
   What is in the list stores its arguments; what would call, import, open or evaluate is not in it. Where a real

@@ -17,6 +17,7 @@ BELOW: dict[str, set[str]] = {
     "plan": {"base"},
     "keys": {"base"},
     "tools": {"base", "io", "record"},
+    "ipc": {"base", "io"},
 }
 LIBRARIES = {"liburing.h": {"io"}, "libdeflate.h": {"base"}}
 """Whose headers only these folders include; nobody includes Python's."""

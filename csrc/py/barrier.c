@@ -1,7 +1,7 @@
-/* dcpring._C.barrier_wait and barrier_end: a barrier of processes in shared memory (core/io/barrier.h). */
+/* dcpring._C.barrier_wait and barrier_end: a barrier of processes in shared memory (core/ipc/barrier.h). */
 #include "module.h"
 
-#include "io/barrier.h"
+#include "ipc/barrier.h"
 
 /* The word at the beginning of some memory; NULL, and an error, where there is none. */
 static atomic_uint *word_of(const Py_buffer *memory, unsigned target) {

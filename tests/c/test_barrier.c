@@ -2,7 +2,7 @@
  * A barrier of processes: nobody is let through before all have come, and one that does not come holds nobody up. The
  * processes are threads here, which a sanitizer sees, and once children in memory that is mapped by all.
  */
-#include "io/barrier.h"
+#include "ipc/barrier.h"
 
 #include "check.h"
 

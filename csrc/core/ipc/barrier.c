@@ -1,5 +1,5 @@
 /* A barrier of processes. See barrier.h. */
-#include "io/barrier.h"
+#include "ipc/barrier.h"
 
 #include "io/sys.h"
 

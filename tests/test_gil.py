@@ -116,7 +116,7 @@ def test_syncs_that_are_in_use_are_not_lent_again(other: str, tmp_path: Path) ->
 
     said = _refused(call, others[other])
     syncs.wait()
-    assert said == "the Syncs are in use by another thread"
+    assert said == "the set of syncs is in use by another thread"
 
 
 # ---- what only computes ----

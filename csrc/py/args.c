@@ -109,3 +109,18 @@ int gil_turn(size_t turn) {
     Py_END_ALLOW_THREADS
     return PyErr_CheckSignals();
 }
+
+bool turn_is_free(const struct turn *turn, const char *what) {
+    if (turn->taken)
+        PyErr_Format(PyExc_ValueError, "%s is in use by another thread", what);
+    return !turn->taken;
+}
+
+bool turn_take(struct turn *turn, bool is_open, const char *what) {
+    if (!turn_is_free(turn, what))
+        return false;
+    if (!is_open)
+        PyErr_Format(PyExc_ValueError, "%s is closed", what);
+    turn->taken = is_open;
+    return is_open;
+}

@@ -6,18 +6,17 @@
 struct merge {
     PyObject_HEAD
     struct dr_merge core;
-    bool busy; /* a call is under way, with the GIL released */
+    struct turn turn;
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
 /* Whether a call may begin: `ready` is whether the merge is far enough, `what` what is amiss where it is not. */
 static bool may_begin(const struct merge *self, bool ready, const char *what) {
-    if (self->busy)
-        PyErr_SetString(PyExc_ValueError, "the merge is in use by another thread");
-    else if (!ready)
+    bool is_free = turn_is_free(&self->turn, "the merge");
+    if (is_free && !ready)
         PyErr_SetString(PyExc_ValueError, what);
-    return !self->busy && ready;
+    return is_free && ready;
 }
 
 static PyObject *none_or(PyObject *object, int rc, const struct dr_error *error) {
@@ -26,13 +25,13 @@ static PyObject *none_or(PyObject *object, int rc, const struct dr_error *error)
 
 /* Around a call of the core on so many bytes, or rows of them. */
 static void begin(struct merge *self, struct gil *gil, size_t bytes) {
-    self->busy = true;
+    self->turn.taken = true;
     gil_release_for(gil, bytes);
 }
 
 static void end(struct merge *self, struct gil *gil) {
     gil_take(gil);
-    self->busy = false;
+    turn_give(&self->turn);
 }
 
 static size_t bytes_of_rows(const struct merge *self) { return self->core.row_count * sizeof(struct dr_row); }
@@ -313,9 +312,9 @@ static PyObject *shared(PyObject *object, PyObject *unused) {
     if (merge && !s.unit_of)
         PyErr_NoMemory();
     else if (merge && (s.sets = PyDict_New())) {
-        self->busy = true;
+        self->turn.taken = true;
         ranks = shared_of_ranks(merge, &s, before);
-        self->busy = false;
+        turn_give(&self->turn);
     }
     if (ranks && s.units.failed)
         PyErr_NoMemory();

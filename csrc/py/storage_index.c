@@ -19,11 +19,7 @@ const struct dr_table *table_of(struct module_state *state, PyObject *object) {
 
 const struct dr_storage_index *storage_index_of(struct module_state *state, PyObject *object) {
     struct storage_index *self = wrapped(object, state->storage_index_type, "StorageIndex");
-    if (self && self->busy) {
-        PyErr_SetString(PyExc_ValueError, "the storage index is in use by another thread");
-        return NULL;
-    }
-    return self ? &self->core : NULL;
+    return self && turn_is_free(&self->turn, "the storage index") ? &self->core : NULL;
 }
 
 /* From here to leave() nobody else can use it; NULL with an exception where somebody does. */
@@ -31,11 +27,11 @@ static struct dr_storage_index *enter(PyObject *object) {
     struct storage_index *self = (struct storage_index *)object;
     if (!storage_index_of(state_of(object), object))
         return NULL;
-    self->busy = true;
+    self->turn.taken = true;
     return &self->core;
 }
 
-static void leave(PyObject *object) { ((struct storage_index *)object)->busy = false; }
+static void leave(PyObject *object) { turn_give(&((struct storage_index *)object)->turn); }
 
 static PyObject *storage_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t count;

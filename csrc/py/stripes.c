@@ -12,7 +12,8 @@ struct stripe_file {
     struct dr_output core;
     PyObject *watch; /* which the core writes to, or None */
     uint64_t expected;
-    bool open, busy;
+    bool open;
+    struct turn turn;
     bool removed; /* if it is closed now: it was made, and is not kept */
 };
 
@@ -198,14 +199,9 @@ PyMethodDef stripe_methods[] = {
 
 /* ---- the file ---- */
 
-static bool enter(struct stripe_file *self) {
-    if (!self->open || self->busy) {
-        PyErr_SetString(PyExc_ValueError, self->busy ? "the file is in use by another thread" : "the file is closed");
-        return false;
-    }
-    self->busy = true;
-    return true;
-}
+static const char what_it_is[] = "the file";
+
+static bool enter(struct stripe_file *self) { return turn_take(&self->turn, self->open, what_it_is); }
 
 static int open_core(struct stripe_file *self, const char *directory, const char *name, uint64_t allocated,
                      const struct dr_options *options) {
@@ -324,7 +320,7 @@ static PyObject *write_stripes(PyObject *object, PyObject *args) {
         if (parse_stripes(&job, list, memory) == 0 && parse_patches(&job, boxes, tensors) == 0 &&
             parse_payloads(&job, payloads) == 0)
             result = run_write(self, &job);
-        self->busy = false;
+        turn_give(&self->turn);
     }
     stripe_job_free(&job);
     return result;
@@ -344,7 +340,7 @@ static PyObject *write_at(PyObject *object, PyObject *args) {
         Py_END_ALLOW_THREADS
         if (rc < 0)
             raise_error(state_of(object), &error);
-        self->busy = false;
+        turn_give(&self->turn);
     }
     PyBuffer_Release(&data);
     return rc < 0 ? NULL : Py_NewRef(Py_None);
@@ -362,7 +358,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     if (PyErr_Occurred() || !enter(self))
         return NULL;
     if (syncs_take(state_of(object), set, &syncs) < 0) {
-        self->busy = false;
+        turn_give(&self->turn);
         return NULL;
     }
     DR_NEW_ERROR(error);
@@ -374,7 +370,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     gil_take(&gil);
     syncs_give(set);
     self->removed = rc < 0;
-    self->busy = false;
+    turn_give(&self->turn);
     if (rc < 0)
         return raise_error(state_of(object), &error);
     Py_RETURN_NONE;
@@ -383,8 +379,8 @@ static PyObject *finish(PyObject *object, PyObject *args) {
 static PyObject *close_file(PyObject *object, PyObject *unused) {
     (void)unused;
     struct stripe_file *self = (struct stripe_file *)object;
-    if (self->busy)
-        return PyErr_Format(PyExc_ValueError, "the file is in use by another thread");
+    if (!turn_is_free(&self->turn, what_it_is))
+        return NULL;
     close_core(self);
     Py_RETURN_NONE;
 }

@@ -5,7 +5,7 @@ struct syncs {
     PyObject_HEAD
     struct dr_syncs core;
     PyObject *watch; /* which the spans go to when they are waited for, or None */
-    bool busy;       /* it is taken by a call that has released the GIL */
+    struct turn turn;
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
@@ -19,18 +19,15 @@ int syncs_take(struct module_state *state, PyObject *object, struct dr_syncs **o
         return -1;
     }
     struct syncs *self = (struct syncs *)object;
-    if (self->busy) {
-        PyErr_SetString(PyExc_ValueError, "the Syncs are in use by another thread");
+    if (!turn_take(&self->turn, true, "the set of syncs"))
         return -1;
-    }
-    self->busy = true;
     *out = &self->core;
     return 0;
 }
 
 void syncs_give(PyObject *object) {
     if (object != Py_None)
-        ((struct syncs *)object)->busy = false;
+        turn_give(&((struct syncs *)object)->turn);
 }
 
 static PyObject *syncs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

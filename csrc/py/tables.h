@@ -17,7 +17,7 @@ struct table {
 struct storage_index {
     PyObject_HEAD
     struct dr_storage_index core;
-    bool busy; /* a call that changes it, or reads it without the GIL, is under way */
+    struct turn turn;
 };
 
 PyObject *table_new(struct module_state *state);

@@ -12,20 +12,14 @@ struct writer {
     struct dr_writer *core;
     PyObject *watch; /* which the core writes to, or None */
     PyObject *name;  /* of the file, as a str */
-    bool busy;       /* a call is under way, with the GIL released */
+    struct turn turn;
 };
 
 static struct module_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
-static bool enter(struct writer *self) {
-    if (!self->core || self->busy) {
-        PyErr_SetString(PyExc_ValueError,
-                        self->busy ? "the file writer is in use by another thread" : "the file writer is closed");
-        return false;
-    }
-    self->busy = true;
-    return true;
-}
+static const char what_it_is[] = "the file writer";
+
+static bool enter(struct writer *self) { return turn_take(&self->turn, self->core != NULL, what_it_is); }
 
 /* Opens a file below a directory, both as bytes of the file system. */
 static PyObject *open_writer(PyTypeObject *type, const char *directory, const char *name, PyObject *text,
@@ -197,7 +191,7 @@ static PyObject *write_tensors(PyObject *object, PyObject *args) {
         dr_writer_digest(self->core, key);
         result = write_views(self, tensors, &noting);
         dr_writer_digest(self->core, NULL);
-        self->busy = false;
+        turn_give(&self->turn);
     }
     PyMem_Free(key);
     noting_free(&noting);
@@ -235,7 +229,7 @@ static PyObject *write_bytes(PyObject *object, PyObject *args) {
     PyObject *result = views && sources ? write_buffers(self, list, views, sources, count, noted) : PyErr_NoMemory();
     PyMem_Free(views);
     PyMem_Free(sources);
-    self->busy = false;
+    turn_give(&self->turn);
     return result;
 }
 
@@ -275,7 +269,7 @@ static PyObject *write_part(PyObject *object, PyObject *args) {
                                         : PyErr_Format(PyExc_ValueError, "expected one tensor");
             tensors_free(&tensors);
         }
-        self->busy = false;
+        turn_give(&self->turn);
     }
     noting_free(&noting);
     return result;
@@ -287,7 +281,7 @@ static PyObject *overlap(PyObject *object, PyObject *unused) {
     if (!enter(self))
         return NULL;
     dr_writer_overlap(self->core);
-    self->busy = false;
+    turn_give(&self->turn);
     Py_RETURN_NONE;
 }
 
@@ -298,7 +292,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "|O", &set) || !enter(self))
         return NULL;
     if (syncs_take(state_of(object), set, &syncs) < 0) {
-        self->busy = false;
+        turn_give(&self->turn);
         return NULL;
     }
     DR_NEW_ERROR(error);
@@ -307,7 +301,7 @@ static PyObject *finish(PyObject *object, PyObject *args) {
     int rc = dr_writer_finish(self->core, syncs, &gil.control, &error);
     gil_take(&gil);
     syncs_give(set);
-    self->busy = false;
+    turn_give(&self->turn);
     if (rc < 0)
         return raise_error(state_of(object), &error);
     Py_RETURN_NONE;
@@ -316,8 +310,8 @@ static PyObject *finish(PyObject *object, PyObject *args) {
 static PyObject *close_writer(PyObject *object, PyObject *unused) {
     (void)unused;
     struct writer *self = (struct writer *)object;
-    if (self->busy)
-        return PyErr_Format(PyExc_ValueError, "the file writer is in use by another thread");
+    if (!turn_is_free(&self->turn, what_it_is))
+        return NULL;
     close_core(self);
     Py_RETURN_NONE;
 }
@@ -329,7 +323,7 @@ static PyObject *stats(PyObject *object, PyObject *unused) {
         return NULL;
     struct dr_writer_stats s;
     dr_writer_stats(self->core, &s);
-    self->busy = false;
+    turn_give(&self->turn);
     return Py_BuildValue("(KsO)", (unsigned long long)s.bytes, s.engine ? s.engine : "", s.direct ? Py_True : Py_False);
 }
 

@@ -1,13 +1,14 @@
-/* dcpring._C.release_kept and its like: what is kept between saves and loads (core/io/kept.h). */
+/* dcpring._C.release_kept and its like: what is kept between saves and loads (core/io/thread_pool.h). */
 #include "module.h"
 
-#include "io/kept.h"
+#include "io/engine_cache.h"
+#include "io/thread_pool.h"
 
 static PyObject *release_kept(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     Py_BEGIN_ALLOW_THREADS
-    dr_kept_release();
+    dr_thread_pool_release();
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -15,8 +16,13 @@ static PyObject *release_kept(PyObject *module, PyObject *unused) {
 static PyObject *kept(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    struct dr_kept_amount amount = dr_kept_amount();
-    return Py_BuildValue("(IIn)", amount.engines, amount.threads, (Py_ssize_t)amount.bytes);
+    unsigned threads;
+    struct dr_engine_cache_amount amount;
+    Py_BEGIN_ALLOW_THREADS
+    threads = dr_thread_pool_idle();
+    amount = dr_engine_cache_amount();
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(IIn)", amount.engines, threads, (Py_ssize_t)amount.bytes);
 }
 
 PyMethodDef kept_methods[] = {

@@ -7,7 +7,7 @@
 #include "base/crc.h"
 #include "base/digest.h"
 #include "data/load.h"
-#include "io/kept.h"
+#include "io/thread_pool.h"
 #include "keys/key.h"
 #include "record/record.h"
 
@@ -59,7 +59,7 @@ static int module_exec(PyObject *module) {
     if (add_types(module) < 0)
         return -1;
     static bool registered; /* once for all interpreters of the process, which share what is kept */
-    if (!registered && Py_AtExit(dr_kept_release) == 0)
+    if (!registered && Py_AtExit(dr_thread_pool_release) == 0)
         registered = true;
     for (size_t i = 0; i < sizeof all_methods / sizeof *all_methods; i++)
         if (PyModule_AddFunctions(module, all_methods[i]) < 0)

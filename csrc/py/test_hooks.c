@@ -5,10 +5,10 @@
  */
 #include "module.h"
 
-#include "io/kept.h"
 #include "io/sys.h"
 #include "io/sys_fault.h"
 #include "io/sys_record.h"
+#include "io/thread_pool.h"
 
 #include <dlfcn.h>
 
@@ -90,7 +90,7 @@ static PyObject *keep_for(PyObject *module, PyObject *args) {
     unsigned ms;
     if (!PyArg_ParseTuple(args, "I", &ms))
         return NULL;
-    dr_kept_set_ms(ms);
+    dr_thread_pool_set_idle_ms(ms);
     Py_RETURN_NONE;
 }
 

@@ -47,7 +47,8 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
     make_scratch(has_dir ? argv[2] : NULL);
     unsigned passed = 0, left_out = 0;
     double start = check_seconds();
-    dr_kept_set_ms(CHECK_SECONDS * 1000); /* tests replace dr_sys, which who lets go of something looks at */
+    dr_thread_pool_set_idle_ms(CHECK_SECONDS *
+                               1000); /* tests replace dr_sys, which who lets go of something looks at */
     for (size_t i = 0; i < count; i++) {
         if (!is_wanted(cases[i].name, argv + first, argc - first))
             continue;
@@ -63,7 +64,7 @@ int check_main(int argc, char **argv, const struct check_case *cases, size_t cou
         passed += !skipped;
         left_out += skipped != NULL;
     }
-    dr_kept_release();
+    dr_thread_pool_release();
     printf("%s: %u passed, %u skipped, %.1f s\n", program, passed, left_out, check_seconds() - start);
     return passed == 0 && left_out > 0 ? CHECK_SKIPPED : 0;
 }

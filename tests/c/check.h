@@ -12,7 +12,7 @@
 #define DCPRING_CHECK_H
 
 #include "base/error.h"
-#include "io/kept.h"
+#include "io/thread_pool.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -133,7 +133,7 @@ static inline void *check_alloc(size_t size) {
 
 /* But for those of engines that are kept, which go first. */
 static inline int check_open_descriptors(void) {
-    dr_kept_release();
+    dr_thread_pool_release();
     DIR *dir = opendir("/proc/self/fd");
     CHECK(dir);
     int count = -1; /* opendir's own */

@@ -245,7 +245,7 @@ static void hardly_any_descriptors(void) {
             struct dr_error error;
             begin(&input);
             forget_cached();
-            dr_kept_release();
+            dr_thread_pool_release();
             int lowest = open(check_dir, O_RDONLY);
             close(lowest);
             struct rlimit before = limit_descriptors((rlim_t)(lowest + spare));
@@ -507,7 +507,7 @@ static void load_slices(enum dr_direct direct, bool cached) {
     memset(memory, 0xff, sizeof memory);
     asked = 0;
     submits = in_flight = 0;
-    dr_kept_release();
+    dr_thread_pool_release();
     dr_sys.cached = cached_and_asked;
     dr_sys.uring_submit = counted_submit;
     dr_sys.uring_wait = wait_for_all;

@@ -66,7 +66,7 @@ struct dr_engine_ops {
 struct dr_engine {
     const struct dr_engine_ops *ops;
     const char *asked; /* the method that was asked for */
-    bool failed;       /* once: it is not handed on (kept.h) */
+    bool failed;       /* once: it is not handed on (engine_cache.h) */
     struct dr_pool pool;
     struct dr_request *requests; /* one per buffer */
     struct dr_request **queue;   /* those that are queued, in order; room for one per buffer */

@@ -2,14 +2,16 @@
  * The `threads` method: pread and pwrite in a few threads.
  *
  * The fallback where io_uring is forbidden, and the oracle in tests. The
- * engine's owner queues requests and collects results; each I/O thread takes
- * one request at a time. One mutex guards both queues. Where no thread can be
- * started, the owner transfers itself, as it submits.
+ * engine's owner queues requests and collects results. Each queued request has
+ * a thread of the pool (thread_pool.h), up to a limit; a thread that is done
+ * with one takes the next. One mutex guards both queues. Where no thread can
+ * be had, the owner transfers itself, as it submits.
  */
 #include "base/clock.h"
 #include "base/memory.h"
 #include "io/engine.h"
 #include "io/sys.h"
+#include "io/thread_pool.h"
 
 #include <pthread.h>
 
@@ -22,12 +24,10 @@ struct queue {
 
 struct threads {
     pthread_mutex_t lock;
-    pthread_cond_t todo_changed, done_changed;
+    pthread_cond_t changed; /* a transfer is done, or a thread */
     struct queue todo, done;
-    int *results; /* by request index */
-    bool stop;
-    unsigned count;
-    pthread_t ids[MAX_THREADS];
+    int *results;     /* by request index */
+    unsigned serving; /* threads of the pool that transfer */
 };
 
 static void push(struct queue *queue, struct dr_request *request) {
@@ -49,24 +49,23 @@ static int transfer(const struct dr_request *request) {
                                         : dr_sys.pwrite(request->fd, data, size, offset));
 }
 
-static void *serve(void *argument) {
+/* A job of the thread pool: transfers until there is nothing to do. Once it has let go of the lock the engine may go.
+ */
+static void serve(void *argument) {
     struct threads *threads = argument;
     pthread_mutex_lock(&threads->lock);
-    for (;;) {
-        while (threads->todo.count == 0 && !threads->stop)
-            pthread_cond_wait(&threads->todo_changed, &threads->lock);
-        if (threads->todo.count == 0)
-            break;
+    while (threads->todo.count > 0) {
         struct dr_request *request = pop(&threads->todo);
         pthread_mutex_unlock(&threads->lock);
         int result = transfer(request);
         pthread_mutex_lock(&threads->lock);
         threads->results[request->buffer] = result;
         push(&threads->done, request);
-        pthread_cond_signal(&threads->done_changed);
+        pthread_cond_signal(&threads->changed);
     }
+    threads->serving--;
+    pthread_cond_signal(&threads->changed);
     pthread_mutex_unlock(&threads->lock);
-    return NULL;
 }
 
 static void free_threads(struct threads *threads) {
@@ -79,13 +78,10 @@ static void free_threads(struct threads *threads) {
 static void threads_close(struct dr_engine *engine) {
     struct threads *threads = engine->method;
     pthread_mutex_lock(&threads->lock);
-    threads->stop = true;
-    pthread_cond_broadcast(&threads->todo_changed);
+    while (threads->serving > 0)
+        pthread_cond_wait(&threads->changed, &threads->lock);
     pthread_mutex_unlock(&threads->lock);
-    for (unsigned i = 0; i < threads->count; i++)
-        pthread_join(threads->ids[i], NULL);
-    pthread_cond_destroy(&threads->todo_changed);
-    pthread_cond_destroy(&threads->done_changed);
+    pthread_cond_destroy(&threads->changed);
     pthread_mutex_destroy(&threads->lock);
     free_threads(threads);
 }
@@ -93,19 +89,13 @@ static void threads_close(struct dr_engine *engine) {
 /* A forked child has none of the threads. */
 static void threads_forget(struct dr_engine *engine) { free_threads(engine->method); }
 
-static void start_threads(struct threads *threads, unsigned wanted) {
-    while (threads->count < wanted && dr_sys.thread(&threads->ids[threads->count], serve, threads) == 0)
-        threads->count++;
-}
-
 static int threads_open(struct dr_engine *engine, struct dr_error *error) {
     unsigned depth = engine->pool.count;
     struct threads *threads = dr_calloc(1, sizeof *threads);
     if (!threads)
         return dr_error_memory(error);
     pthread_mutex_init(&threads->lock, NULL);
-    pthread_cond_init(&threads->todo_changed, NULL);
-    dr_clock_cond_init(&threads->done_changed);
+    dr_clock_cond_init(&threads->changed);
     threads->todo = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
     threads->done = (struct queue){.slots = dr_calloc(depth, sizeof(void *)), .size = depth};
     threads->results = dr_calloc(depth, sizeof *threads->results);
@@ -115,25 +105,28 @@ static int threads_open(struct dr_engine *engine, struct dr_error *error) {
         threads_close(engine);
         return dr_error_memory(error);
     }
-    start_threads(threads, depth < MAX_THREADS ? depth : MAX_THREADS);
     return 0;
 }
 
-static void transfer_here(struct threads *threads, struct dr_request *request) {
-    threads->results[request->buffer] = transfer(request);
-    push(&threads->done, request);
+/* With the lock: has one more thread, for the request that was queued last. Gives whether any thread works. */
+static bool is_served(struct threads *threads) {
+    if (threads->serving < MAX_THREADS)
+        threads->serving += dr_thread_pool_run(serve, threads) == 0;
+    return threads->serving > 0;
 }
 
 static unsigned threads_submit(struct dr_engine *engine, struct dr_request *const *requests, unsigned count,
                                struct dr_error *error) {
     (void)error;
     struct threads *threads = engine->method;
-    for (unsigned i = 0; i < count && threads->count == 0; i++)
-        transfer_here(threads, requests[i]);
     pthread_mutex_lock(&threads->lock);
-    for (unsigned i = 0; i < count && threads->count > 0; i++) {
+    for (unsigned i = 0; i < count; i++) {
         push(&threads->todo, requests[i]);
-        pthread_cond_signal(&threads->todo_changed);
+        if (is_served(threads))
+            continue;
+        struct dr_request *request = pop(&threads->todo);
+        threads->results[request->buffer] = transfer(request);
+        push(&threads->done, request);
     }
     pthread_mutex_unlock(&threads->lock);
     return count;
@@ -147,7 +140,7 @@ static int threads_wait(struct dr_engine *engine, unsigned timeout_ms, struct dr
     *request = NULL;
     pthread_mutex_lock(&threads->lock);
     while (threads->done.count == 0 && timeout_ms > 0)
-        if (pthread_cond_timedwait(&threads->done_changed, &threads->lock, &until) != 0)
+        if (pthread_cond_timedwait(&threads->changed, &threads->lock, &until) != 0)
             break;
     if (threads->done.count > 0) {
         *request = pop(&threads->done);

@@ -3,6 +3,7 @@
 
 #include "base/align.h"
 #include "base/memory.h"
+#include "io/engine_cache.h"
 #include "io/file.h"
 #include "io/file_system.h"
 #include "io/sys.h"
@@ -83,7 +84,7 @@ int dr_output_engines(struct dr_output *out, unsigned count, uint64_t expected, 
                                .step = DR_STEP_SET_UP,
                                .worker = out->engine_count,
                                .slot = DR_NO_SLOT};
-        int rc = dr_kept_take(engine, out->options.engine, depth, most, out->options.block_size, error);
+        int rc = dr_engine_cache_take(engine, out->options.engine, depth, most, out->options.block_size, error);
         if (rc < 0)
             return rc;
         dr_watch_note(out->options.watch, span);
@@ -218,7 +219,7 @@ void dr_output_close(struct dr_output *out, bool removed) {
     if (out->owner != dr_process())
         return;
     while (out->engine_count > 0) /* the first, which has spare buffers, is the next to be taken again */
-        dr_kept_give(out->engines[--out->engine_count]);
+        dr_engine_cache_give(out->engines[--out->engine_count]);
     if (out->fd >= 0)
         dr_sys.close(out->fd);
     if (out->created && removed)

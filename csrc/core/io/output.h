@@ -9,7 +9,7 @@
 #ifndef DCPRING_OUTPUT_H
 #define DCPRING_OUTPUT_H
 
-#include "io/kept.h"
+#include "io/engine.h"
 #include "io/options.h"
 #include "io/sync.h"
 #include "io/workers.h"

@@ -3,7 +3,7 @@
 
 #include "base/align.h"
 #include "base/crc.h"
-#include "io/kept.h"
+#include "io/engine_cache.h"
 #include "io/sys.h"
 
 #include <assert.h>
@@ -338,10 +338,10 @@ static int read_blocks(struct stream_run *run, struct dr_engine *engine, struct 
 static int take_engine(struct stream_run *run, struct dr_engine **engine, struct dr_error *error) {
     const struct dr_options *options = run->options;
     DR_NEW_ERROR(why);
-    int rc = dr_kept_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
+    int rc = dr_engine_cache_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
     if (rc < 0 && dr_input_is_lack(&why) && dr_input_make_room(run->stream->input)) {
         dr_error_clear(&why);
-        rc = dr_kept_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
+        rc = dr_engine_cache_take(engine, options->engine, run->depth, run->most, options->block_size, &why);
     }
     if (rc >= 0 || (dr_input_is_lack(&why) && atomic_load(&run->engine)))
         return 0;
@@ -363,7 +363,7 @@ static int work(void *context, unsigned index, struct dr_error *error) {
     dr_engine_drain(engine);
     for (unsigned i = 0; i < engine->pool.count; i++) /* what was in flight when it was stopped */
         release_block(run, &engine->requests[i]);
-    dr_kept_give(engine);
+    dr_engine_cache_give(engine);
     return rc;
 }
 

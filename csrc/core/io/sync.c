@@ -3,8 +3,8 @@
 
 #include "base/memory.h"
 #include "io/file_system.h"
-#include "io/kept.h"
 #include "io/sys.h"
+#include "io/thread_pool.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -121,7 +121,7 @@ static int begin(struct dr_syncs *syncs, const struct dr_syncing *what, const ch
     syncs->pending_count++;
     if (!syncs->pending)
         syncs->pending = sync;
-    if (is_in_memory(syncs, path) || dr_kept_run(run_sync, sync) < 0)
+    if (is_in_memory(syncs, path) || dr_thread_pool_run(run_sync, sync) < 0)
         run_sync(sync);
     return 0;
 }

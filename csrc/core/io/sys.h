@@ -4,7 +4,7 @@
  * `dr_sys` holds the real calls. Tests replace the whole table to fail or
  * shorten the Nth call (sys_fault.c); nothing else writes to it, and it is
  * only replaced while no writer or load is alive, and no thread is about to
- * let go of what is kept (kept.h).
+ * let go of what is kept (engine_cache.h).
  *
  * Each entry returns a result >= 0, or -errno.
  */

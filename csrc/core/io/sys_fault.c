@@ -2,8 +2,8 @@
 #include "io/sys_fault.h"
 
 #include "base/memory.h"
-#include "io/kept.h"
 #include "io/sys.h"
+#include "io/thread_pool.h"
 
 #include <liburing.h>
 #include <stdatomic.h>
@@ -99,7 +99,7 @@ static bool memory_fails(void) { return hit("malloc") && armed.err != 0; }
 
 void dr_fault_arm(const struct dr_fault *fault) {
     if (!fault->warm)
-        dr_kept_release();
+        dr_thread_pool_release();
     armed = *fault;
     if (fault->call) {
         strncpy(armed_call, fault->call, sizeof armed_call - 1);

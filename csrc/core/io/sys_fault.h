@@ -19,7 +19,8 @@ struct dr_fault {
     int err;           /* the errno to fail with (allocations just fail); 0 shortens transfers to half instead, if
                           there is no delay */
     unsigned delay_ms; /* before the call */
-    bool warm; /* what is kept of engines and threads (kept.h) stays: else calls are counted from a cold start */
+    bool
+        warm; /* what is kept of engines and threads (engine_cache.h) stays: else calls are counted from a cold start */
 };
 
 void dr_fault_arm(const struct dr_fault *fault);

@@ -1,7 +1,7 @@
 /* Workers for the length of one call. See workers.h. */
 #include "io/workers.h"
 
-#include "io/kept.h"
+#include "io/thread_pool.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -91,7 +91,7 @@ static unsigned start(struct team *team, unsigned count, int (*work)(void *, uns
         struct worker *worker = &team->each[started];
         *worker = (struct worker){workers, started, work, context};
         pthread_mutex_lock(&workers->lock);
-        rc = dr_kept_run(run_worker, worker);
+        rc = dr_thread_pool_run(run_worker, worker);
         workers->running += rc == 0;
         pthread_mutex_unlock(&workers->lock);
     }

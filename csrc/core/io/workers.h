@@ -1,5 +1,5 @@
 /*
- * Workers for the length of one call, in threads that are kept (kept.h).
+ * Workers for the length of one call, in threads that are kept (thread_pool.h).
  *
  * dr_workers_run lets the workers begin and, in the calling thread, asks the
  * caller's poll function every few milliseconds whether to go on; that is how

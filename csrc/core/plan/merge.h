@@ -145,8 +145,8 @@ int dr_merge_assign(struct dr_merge *merge, const struct dr_assignment *assignme
 int dr_merge_reply(const struct dr_merge *merge, uint32_t rank, struct dr_buffer *out, struct dr_error *error);
 
 /* The same, taken apart: `kept` is called for every item to be written, in order of rows; start 0, rows -1: whole. */
-typedef int dr_kept(void *context, size_t row, int64_t start, int64_t rows);
-int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+typedef int dr_reply_row(void *context, size_t row, int64_t start, int64_t rows);
+int dr_reply_read(const void *data, size_t size, size_t row_count, dr_reply_row *kept, void *context,
                   struct dr_error *error);
 
 /* The pieces that a rank writes, as indices of merge->pieces in the order of dr_reply_read; *count of them. */

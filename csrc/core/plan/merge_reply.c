@@ -68,7 +68,7 @@ static bool next_piece(struct dr_bytes *bytes, size_t row_count, uint64_t piece[
     return !bytes->bad;
 }
 
-int dr_reply_read(const void *data, size_t size, size_t row_count, dr_kept *kept, void *context,
+int dr_reply_read(const void *data, size_t size, size_t row_count, dr_reply_row *kept, void *context,
                   struct dr_error *error) {
     struct dr_bytes bytes = {data, (const uint8_t *)data + size, false};
     if (dr_bytes_varint(&bytes) != row_count || bytes.bad)

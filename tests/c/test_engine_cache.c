@@ -2,7 +2,8 @@
  * What is kept between files, saves and loads: what is handed on is as new, is bounded, goes after a while and when it
  * is asked to, and is left alone by a forked child.
  */
-#include "io/kept.h"
+#include "io/engine_cache.h"
+#include "io/thread_pool.h"
 
 #include "check.h"
 #include "io/sys.h"
@@ -23,13 +24,16 @@ static size_t method_count(void) { return sample_has_uring() ? 2 : 1; }
 
 static void do_nothing(void *argument) { atomic_fetch_add((atomic_uint *)argument, 1); }
 
-/* Begins with one thread, and nothing else. */
+/* Begins with one thread, and nothing else: one that has just done its job may still be on its way to wait. */
 static void start_afresh(void) {
     static atomic_uint done;
-    dr_kept_release();
+    for (unsigned quiet = 0; quiet < 20; quiet = dr_thread_pool_idle() > 0 ? 0 : quiet + 1) {
+        dr_thread_pool_release();
+        usleep(1000);
+    }
     atomic_store(&done, 0);
-    CHECK_EQ(dr_kept_run(do_nothing, &done), 0);
-    while (dr_kept_amount().threads == 0)
+    CHECK_EQ(dr_thread_pool_run(do_nothing, &done), 0);
+    while (dr_thread_pool_idle() == 0)
         usleep(100);
     CHECK_EQ(atomic_load(&done), 1);
 }
@@ -37,7 +41,7 @@ static void start_afresh(void) {
 static struct dr_engine *take(const char *method, unsigned depth, unsigned most, size_t size) {
     DR_NEW_ERROR(error);
     struct dr_engine *engine;
-    CHECK_OK(dr_kept_take(&engine, method, depth, most, size, &error), &error);
+    CHECK_OK(dr_engine_cache_take(&engine, method, depth, most, size, &error), &error);
     CHECK_EQ(engine->pool.free_count, engine->pool.count);
     CHECK_EQ(engine->in_flight, 0);
     CHECK(!engine->watch && !engine->failed);
@@ -73,38 +77,38 @@ static void the_same_again(void) {
         struct dr_engine *first = take(methods[m], 2, 4, SIZE), *second = take(methods[m], 2, 4, SIZE);
         CHECK(first != second);
         CHECK_EQ(use(first, fd), 0);
-        dr_kept_give(first);
-        CHECK_EQ(dr_kept_amount().engines, 1);
-        CHECK_EQ(dr_kept_amount().bytes, 2 * SIZE);
+        dr_engine_cache_give(first);
+        CHECK_EQ(dr_engine_cache_amount().engines, 1);
+        CHECK_EQ(dr_engine_cache_amount().bytes, 2 * SIZE);
         CHECK(take(methods[m], 1, 2, SIZE) == first);
         CHECK_EQ(use(first, fd), 0);
-        dr_kept_give(second);
-        dr_kept_give(first);
+        dr_engine_cache_give(second);
+        dr_engine_cache_give(first);
         struct dr_engine *third = take(methods[m], 1, 1, SIZE), *fourth = take(methods[m], 3, 4, SIZE);
         struct dr_engine *fifth = take(methods[m], 1, 8, 2 * SIZE);
-        CHECK_EQ(dr_kept_amount().engines, 2); /* too deep, not deep enough, other blocks: new ones were made */
-        dr_kept_give(third);
-        dr_kept_give(fourth);
-        dr_kept_give(fifth);
-        CHECK_EQ(dr_kept_amount().engines, 5);
+        CHECK_EQ(dr_engine_cache_amount().engines, 2); /* too deep, not deep enough, other blocks: new ones were made */
+        dr_engine_cache_give(third);
+        dr_engine_cache_give(fourth);
+        dr_engine_cache_give(fifth);
+        CHECK_EQ(dr_engine_cache_amount().engines, 5);
         CHECK(take(methods[m], 1, 8, SIZE) == third); /* the smallest that does */
         dr_engine_close(third);
     }
     close(fd);
-    dr_kept_release();
-    CHECK_EQ(dr_kept_amount().engines + dr_kept_amount().threads, 0);
+    dr_thread_pool_release();
+    CHECK_EQ(dr_engine_cache_amount().engines + dr_thread_pool_idle(), 0);
 }
 
 static void auto_takes_its_own(void) {
     start_afresh();
     struct dr_engine *engine = take("auto", 1, 1, SIZE);
-    dr_kept_give(engine);
+    dr_engine_cache_give(engine);
     CHECK(take(engine->ops->name, 1, 1, SIZE) == engine);
-    dr_kept_give(engine);
+    dr_engine_cache_give(engine);
     struct dr_engine *other = take(strcmp(engine->ops->name, "uring") == 0 ? "threads" : "auto", 1, 1, SIZE);
     CHECK((other == engine) == (strcmp(engine->ops->name, "threads") == 0));
-    dr_kept_give(other);
-    dr_kept_release();
+    dr_engine_cache_give(other);
+    dr_thread_pool_release();
 }
 
 /* What has failed is not handed on, and what somebody has not given back neither. */
@@ -125,14 +129,14 @@ static void only_what_is_as_new(void) {
         dr_fault_arm(&faults[i]);
         CHECK_INT(use(engine, fd), <, 0);
         CHECK_INT(dr_fault_disarm(), >, 0);
-        dr_kept_give(engine);
-        CHECK_EQ(dr_kept_amount().engines, 0);
+        dr_engine_cache_give(engine);
+        CHECK_EQ(dr_engine_cache_amount().engines, 0);
     }
     start_afresh();
     struct dr_engine *engine = take("threads", 2, 2, SIZE);
     CHECK(dr_engine_take(engine));
-    dr_kept_give(engine);
-    CHECK_EQ(dr_kept_amount().engines, 0);
+    dr_engine_cache_give(engine);
+    CHECK_EQ(dr_engine_cache_amount().engines, 0);
     close(fd);
 }
 
@@ -158,7 +162,7 @@ static void nothing_in_flight_is_handed_on(void) {
                                            .user = fds};
             CHECK_OK(dr_engine_submit(engine, request, &error), &error);
         }
-        dr_kept_give(engine);
+        dr_engine_cache_give(engine);
         CHECK(take(methods[m], 2, 2, SIZE) == engine);
         for (int i = 0; i < 2; i++)
             CHECK(!dr_engine_take(engine)->user);
@@ -170,24 +174,24 @@ static void nothing_in_flight_is_handed_on(void) {
 }
 
 static void bounded(void) {
-    enum { MORE = DR_KEPT_ENGINES + 3 };
+    enum { MORE = DR_CACHED_ENGINES + 3 };
     struct dr_engine *engines[MORE];
     start_afresh();
     for (int i = 0; i < MORE; i++)
         engines[i] = take("threads", 1, 1, SIZE);
     for (int i = 0; i < MORE; i++)
-        dr_kept_give(engines[i]);
-    CHECK_EQ(dr_kept_amount().engines, DR_KEPT_ENGINES);
+        dr_engine_cache_give(engines[i]);
+    CHECK_EQ(dr_engine_cache_amount().engines, DR_CACHED_ENGINES);
     for (int i = 0; i < 5; i++)
         engines[i] = take("threads", 4, 4, 4 * SIZE);
     for (int i = 0; i < 5; i++) {
-        dr_kept_give(engines[i]);
-        CHECK_INT(dr_kept_amount().bytes, <=, DR_KEPT_BYTES);
+        dr_engine_cache_give(engines[i]);
+        CHECK_INT(dr_engine_cache_amount().bytes, <=, DR_CACHED_BYTES);
     }
-    CHECK_EQ(dr_kept_amount().engines, 4); /* the oldest have gone for them */
-    dr_kept_give(take("threads", 17, 17, 4 * SIZE));
-    CHECK_EQ(dr_kept_amount().engines, 4); /* too large to be kept at all */
-    dr_kept_release();
+    CHECK_EQ(dr_engine_cache_amount().engines, 4); /* the oldest have gone for them */
+    dr_engine_cache_give(take("threads", 17, 17, 4 * SIZE));
+    CHECK_EQ(dr_engine_cache_amount().engines, 4); /* too large to be kept at all */
+    dr_thread_pool_release();
 }
 
 /* Jobs that all run at once, so that each has a thread. */
@@ -207,7 +211,7 @@ static void run_together(unsigned count) {
     pthread_barrier_init(&together.barrier, NULL, count);
     atomic_init(&together.left, count);
     for (unsigned i = 0; i < count; i++)
-        CHECK_EQ(dr_kept_run(meet, &together), 0);
+        CHECK_EQ(dr_thread_pool_run(meet, &together), 0);
     while (atomic_load(&together.left) > 0)
         usleep(100);
     pthread_barrier_destroy(&together.barrier);
@@ -224,20 +228,20 @@ static unsigned threads_of_process(void) {
 }
 
 static void threads_are_kept(void) {
-    dr_kept_release();
+    dr_thread_pool_release();
     unsigned before = threads_of_process();
     for (int round = 0; round < 20; round++) {
         run_together(4);
-        while (dr_kept_amount().threads < 4)
+        while (dr_thread_pool_idle() < 4)
             usleep(100);
     }
-    CHECK_EQ(dr_kept_amount().threads, 4);
+    CHECK_EQ(dr_thread_pool_idle(), 4);
     CHECK_INT(threads_of_process(), <=, before + 4);
-    run_together(DR_KEPT_THREADS + 10);
-    while (threads_of_process() > before + DR_KEPT_THREADS)
+    run_together(DR_IDLE_THREADS + 10);
+    while (threads_of_process() > before + DR_IDLE_THREADS)
         usleep(100);
-    CHECK_EQ(dr_kept_amount().threads, DR_KEPT_THREADS);
-    dr_kept_release();
+    CHECK_EQ(dr_thread_pool_idle(), DR_IDLE_THREADS);
+    dr_thread_pool_release();
     while (threads_of_process() > before) /* one that was joined may be seen for a moment */
         usleep(100);
 }
@@ -257,42 +261,42 @@ static void signals_are_not_taken(void) {
 }
 
 static void gone_after_a_while(void) {
-    dr_kept_release();
+    dr_thread_pool_release();
     unsigned before = threads_of_process();
     int descriptors = check_open_descriptors();
-    dr_kept_set_ms(50);
+    dr_thread_pool_set_idle_ms(50);
     for (size_t m = 0; m < method_count(); m++) {
         run_together(3);
         for (int i = 0; i < 3; i++)
-            dr_kept_give(take(methods[m], 1, 1, SIZE));
-        while (dr_kept_amount().engines + dr_kept_amount().threads > 0)
+            dr_engine_cache_give(take(methods[m], 1, 1, SIZE));
+        while (dr_engine_cache_amount().engines + dr_thread_pool_idle() > 0)
             usleep(1000);
         while (threads_of_process() > before)
             usleep(100);
     }
-    dr_kept_give(take("threads", 1, 1, SIZE)); /* with no thread yet: one is begun, which lets go of it */
-    while (dr_kept_amount().engines + dr_kept_amount().threads > 0)
+    dr_engine_cache_give(take("threads", 1, 1, SIZE)); /* with no thread yet: one is begun, which lets go of it */
+    while (dr_engine_cache_amount().engines + dr_thread_pool_idle() > 0)
         usleep(1000);
     while (threads_of_process() > before)
         usleep(100);
-    dr_kept_set_ms(DR_KEPT_MS);
+    dr_thread_pool_set_idle_ms(DR_IDLE_MS);
     CHECK_EQ(check_open_descriptors(), descriptors);
 }
 
 /* An engine that was given back later than the last thread had work. */
 static void the_last_thread_waits(void) {
-    dr_kept_release();
-    dr_kept_set_ms(300);
+    dr_thread_pool_release();
+    dr_thread_pool_set_idle_ms(300);
     struct dr_engine *engine = take("threads", 1, 1, SIZE);
     run_together(1);
     usleep(200000);
-    dr_kept_give(engine);
+    dr_engine_cache_give(engine);
     usleep(200000);
-    if (dr_kept_amount().engines > 0) /* else it was a busy machine's */
-        CHECK_EQ(dr_kept_amount().threads, 1);
-    while (dr_kept_amount().engines + dr_kept_amount().threads > 0)
+    if (dr_engine_cache_amount().engines > 0) /* else it was a busy machine's */
+        CHECK_EQ(dr_thread_pool_idle(), 1);
+    while (dr_engine_cache_amount().engines + dr_thread_pool_idle() > 0)
         usleep(1000);
-    dr_kept_set_ms(DR_KEPT_MS);
+    dr_thread_pool_set_idle_ms(DR_IDLE_MS);
 }
 
 static int descriptors_of_child(void) {
@@ -315,19 +319,19 @@ static void child_leaves_it_alone(void) {
         start_afresh();
         struct dr_engine *first = take(methods[m], 2, 2, SIZE), *second = take(methods[m], 2, 2, SIZE);
         CHECK_EQ(use(first, fd), 0);
-        dr_kept_give(first);
-        dr_kept_give(second);
+        dr_engine_cache_give(first);
+        dr_engine_cache_give(second);
         pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            bool good = dr_kept_amount().engines == 0 && dr_kept_amount().threads == 0;
+            bool good = dr_engine_cache_amount().engines == 0 && dr_thread_pool_idle() == 0;
             good = good && descriptors_of_child() == before;
 #ifndef __SANITIZE_THREAD__ /* which cannot start threads in such a child */
             start_afresh();
             struct dr_engine *own = take(methods[m], 2, 2, SIZE);
             good = good && use(own, fd) == 0;
-            dr_kept_give(own);
-            dr_kept_release();
+            dr_engine_cache_give(own);
+            dr_thread_pool_release();
 #endif
             _exit(good ? 0 : 1);
         }
@@ -338,11 +342,11 @@ static void child_leaves_it_alone(void) {
         CHECK_EQ(use(second, fd), 0); /* its buffers are still registered */
         CHECK(take(methods[m], 2, 2, SIZE) == first);
         CHECK_EQ(use(first, fd), 0);
-        dr_kept_give(first);
-        dr_kept_give(second);
+        dr_engine_cache_give(first);
+        dr_engine_cache_give(second);
         close(fd);
     }
-    dr_kept_release();
+    dr_thread_pool_release();
 }
 
 /* Many threads take, use, and give at once, while things go for their age. */
@@ -352,18 +356,18 @@ static void *take_and_give(void *argument) {
     for (int i = 0; i < 200; i++) {
         struct dr_engine *engine = take(method, 1 + (unsigned)i % 2, 2, SIZE);
         CHECK_EQ(use(engine, fd), 0);
-        dr_kept_give(engine);
+        dr_engine_cache_give(engine);
         if (i % 50 == 49)
             run_together(2);
         if (i % 100 == 99)
-            dr_kept_release();
+            dr_thread_pool_release();
     }
     close(fd);
     return NULL;
 }
 
 static void many_at_once(void) {
-    dr_kept_set_ms(1);
+    dr_thread_pool_set_idle_ms(1);
     for (size_t m = 0; m < method_count(); m++) {
         pthread_t threads[4];
         for (int i = 0; i < 4; i++)
@@ -371,8 +375,8 @@ static void many_at_once(void) {
         for (int i = 0; i < 4; i++)
             pthread_join(threads[i], NULL);
     }
-    dr_kept_set_ms(DR_KEPT_MS);
-    dr_kept_release();
+    dr_thread_pool_set_idle_ms(DR_IDLE_MS);
+    dr_thread_pool_release();
 }
 
 /* Calls that set up are made for the first file, and for none after it. */
@@ -387,7 +391,7 @@ static void of_two_files_one_is_set_up(void) {
                                  .checksum = true};
     uint8_t *ones = check_alloc(5000000);
     memset(ones, 0xff, 5000000);
-    dr_kept_release();
+    dr_thread_pool_release();
     for (int round = 0; round < 6; round++) {
         DR_NEW_ERROR(error);
         struct dr_writer *writer;
@@ -407,7 +411,7 @@ static void of_two_files_one_is_set_up(void) {
         CHECK_EQ(st.st_size, source.size);
     }
     free(ones);
-    dr_kept_release();
+    dr_thread_pool_release();
 }
 
 CHECK_MAIN({"the_same_again", the_same_again}, {"auto_takes_its_own", auto_takes_its_own},

@@ -33,8 +33,8 @@ from dcpring import (
     RingWriter,
     Sharded,
 )
+from dcpring.format.manifest import MANIFEST_KEY
 from dcpring.move.staging import StagingBuffer
-from dcpring.resume.manifest import MANIFEST_KEY
 
 # ---- one process ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import dcpring
 from dcpring.base.text import visible
 from dcpring.cli._app import make_parser
 from dcpring.cli._output import Output
+from dcpring.format.outline import DTYPE_BYTES
 
 COMMANDS = sorted(make_parser()[1].parsers)
 
@@ -149,6 +151,49 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "dcpring" in done.stdout, done.stderr
+
+
+WITHOUT_TORCH = """
+import json, sys
+from dcpring.cli import main
+statuses = [main(command.split()) for command in json.load(sys.stdin)]
+assert not any(statuses), statuses
+assert "torch" not in sys.modules, "torch has been imported"
+"""
+
+
+@pytest.mark.parametrize("writer", ["stock", "ring"])
+def test_looking_at_checkpoints_needs_no_torch(tmp_path: Path, writer: str) -> None:
+    """Its import takes seconds, and a look at names and sizes none."""
+    path, page = tmp_path / "step-1", tmp_path / "page.html"
+    storage = FileSystemWriter(path) if writer == "stock" else dcpring.RingWriter(path)
+    dcp.save(
+        {"model": {"w": torch.ones(3, 4), "h": torch.ones(2).half()}, "step": 7}, storage_writer=storage, no_dist=True
+    )
+    commands = ["ls", "ls --json", "ls --files", "keys", "keys --json", "verify", "verify --quick", f"report -o {page}"]
+    given = [f"{command} {path}" for command in commands] + [f"diff --quick {path} {path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=json.dumps(given), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and page.exists(), done.stderr
+    assert "[3, 4]" in done.stdout and "float32" in done.stdout
+
+
+def test_the_step_that_a_checkpointer_noted_needs_no_torch(tmp_path: Path) -> None:
+    dcpring.Checkpointer(tmp_path, {"model": torch.nn.Linear(2, 2)}).save(5)
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    given = json.dumps([f"ls {tmp_path / 'step-5'}"])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "step 5, 1 rank saved" in done.stdout, done.stderr
+
+
+def test_every_dtype_of_torch_is_known_without_it() -> None:
+    found = {
+        str(value).removeprefix("torch."): value.itemsize
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    }
+    assert found.items() <= DTYPE_BYTES.items()
 
 
 def test_names_that_are_imported_when_asked_for() -> None:

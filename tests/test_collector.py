@@ -25,7 +25,7 @@ from dcpring import (
     Sharded,
     empty_cache,
 )
-from dcpring.sources.contents import Slice, open_contents
+from dcpring.sources.contents import open_contents
 from dcpring.tools.inspect.verify import verify
 
 State = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ WORK: dict[str, Callable[[Path, State], Any]] = {
     ),
     "Checkpointer, save": _checkpointer,
     "Checkpointer, load": _checkpointer,
-    "contents": lambda at, state: open_contents(at / "ours").read_all([Slice("plain")]),
+    "contents": lambda at, state: open_contents(at / "ours").read("plain"),
     "verify": lambda at, state: verify(at / "ours"),
 }
 

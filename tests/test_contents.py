@@ -35,7 +35,7 @@ def test_entries_and_whole_tensors(tmp_path: Path, writer: str) -> None:
     assert set(contents) == {f"model.{name}" for name in state} | {"step"}
     for name, tensor in state.items():
         entry = contents[f"model.{name}"]
-        assert (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert (entry.shape, f"torch.{entry.dtype}") == (tuple(tensor.shape), str(tensor.dtype))
         assert _kinds.raw(contents.read(f"model.{name}")) == _kinds.raw(tensor)
     assert contents["step"].shape is None
     assert torch.load(contents.read_object("step")) == 7

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(args: argparse.Namespace, out: Output) -> int:
-    from dcpring.move.objects import TO_A_COMMAND, refused_text
+    from dcpring.format.archive import TO_A_COMMAND, refused_text
     from dcpring.tools.inspect.inventory import take_inventory
     from dcpring.tools.inspect.select import check_patterns, key_filter
 
@@ -174,11 +174,7 @@ def _kind(entry: Entry, refused: Mapping[str, str]) -> tuple[str, str]:
     """Shape and dtype as they are shown; of an object that a load refuses, what it holds."""
     if entry.shape is None:
         return "object", refused.get(entry.key, "-")
-    return str(list(entry.shape)), _dtype(entry)
-
-
-def _dtype(entry: Entry) -> str:
-    return str(entry.dtype).removeprefix("torch.")
+    return str(list(entry.shape)), entry.dtype or "-"
 
 
 # ---- the tree ----
@@ -329,7 +325,7 @@ def _key_document(item: Listed, refused: Mapping[str, str]) -> dict[str, Any]:
         "key": entry.key,
         "kind": "object" if entry.shape is None else "tensor",
         "shape": None if entry.shape is None else list(entry.shape),
-        "dtype": None if entry.dtype is None else _dtype(entry),
+        "dtype": entry.dtype,
         "bytes": entry.nbytes,
         "chunks": len(entry.records),
         "ranks": item.ranks,

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcpring import _C
 from dcpring.base.collector import collection_paused
-from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.metadata import Parts, load_metadata, metadata_id, unpickle_metadata
+from dcpring.errors import CheckpointError
+from dcpring.format.metadata import Parts, decode_index, decode_tables, load_metadata, metadata_id, unpickle_metadata
 from dcpring.format.properties import decode_properties, pickled_fragment
 from dcpring.format.unpickler import Trust
 from dcpring.torchside.dcp import restore_strides
@@ -72,25 +72,9 @@ def _pickled_properties(encoded: bytes) -> bytes:
     return pickled_fragment(decode_properties(encoded))
 
 
-def _decoded(tables: bytes | memoryview) -> tuple[_C.Table, _C.StorageIndex]:
-    """Of what ``Chunks.index`` has made. Raises ValueError."""
-    size = int.from_bytes(tables[:8], "little")
-    return _C.decode_table(tables[8 : 8 + size]), _C.decode_storage_index(tables[8 + size :])
-
-
 def _chunks_of(tables: bytes, mappings: bool) -> Chunks:
-    table, storage = _decoded(tables)
+    table, storage = decode_index(tables)
     return Chunks(table, mappings, storage)
-
-
-_TABLE_MAGIC, _PLACES_MAGIC = b"DRT\x01", b"DRP\x01"
-
-
-def has_known_tables(parts: Parts) -> bool:
-    """Whether a metadata file has tables of this version; the pickle says the same as any."""
-    size = int.from_bytes(parts.tables[:8], "little")
-    magics = bytes(parts.tables[8:12]), bytes(parts.tables[8 + size : 12 + size])
-    return parts.trailer is not None and magics == (_TABLE_MAGIC, _PLACES_MAGIC)
 
 
 class StoredChunks(Chunks):
@@ -100,12 +84,7 @@ class StoredChunks(Chunks):
     """
 
     def __init__(self, parts: Parts, path: Path, trusted: Trust, safe_globals: Sequence[Any]) -> None:
-        try:
-            table, storage = _decoded(parts.tables)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
-        if len(table) != len(storage):
-            raise CorruptCheckpointError("the checkpoint's metadata is damaged (its tables do not fit)", str(path))
+        table, storage = decode_tables(parts, path)
         super().__init__(table, True, storage)
         self._load = functools.partial(
             unpickle_metadata, parts.pickled, path, trusted=trusted, safe_globals=safe_globals

@@ -1,4 +1,4 @@
-"""Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it.
+"""Reading and writing ``.metadata``: the stock pickle, checked, with a trailer behind it. Only the pickle needs torch.
 
 Behind the pickle's STOP, where every unpickler stops reading, come the ranks' ledgers (``format.ledger``), the index
 (what the pickle says in compact form, for fast reading), neither of which is always there, and the trailer: a JSON
@@ -16,18 +16,19 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.collector import as_old, collection_paused
 from dcpring.base.files import read_regular
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from dcpring.format.unpickler import RefusedError, Safe, Trust, unpickle, warn_of
-from dcpring.torchside import dcp
-from dcpring.torchside.dcp import StorageInfo, StoredProperties
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from dcpring.format.unpickler import Trust
+    from dcpring.torchside.dcp import StorageInfo
 
 METADATA_NAME = ".metadata"
 _MAGIC = b"dcpring\x01"
@@ -82,6 +83,8 @@ RING_VERSION = 1
 
 def storage_info(placed: Placed) -> StorageInfo:
     """As DCP has it, with a plain tuple ``ring`` of what else is known, which stock ignores."""
+    from dcpring.torchside.dcp import StorageInfo
+
     info = StorageInfo(placed.file, placed.offset, placed.length)
     if placed.descriptors:
         info.transform_descriptors = placed.descriptors
@@ -158,6 +161,8 @@ class Trailer:
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
+    from dcpring.torchside import dcp
+
     with collection_paused():
         return dcp.pickled(metadata)
 
@@ -211,17 +216,54 @@ def split_metadata(data: bytes, path: Path) -> Parts:
     return Parts(body[:at], body[start:end], trailer, ledgers)
 
 
+_TABLE_MAGIC, _PLACES_MAGIC = b"DRT\x01", b"DRP\x01"
+
+
+def has_known_tables(parts: Parts) -> bool:
+    """Whether a metadata file has tables of this version; the pickle says the same as any."""
+    size = int.from_bytes(parts.tables[:8], "little")
+    magics = bytes(parts.tables[8:12]), bytes(parts.tables[8 + size : 12 + size])
+    return parts.trailer is not None and magics == (_TABLE_MAGIC, _PLACES_MAGIC)
+
+
+def decode_index(index: bytes | memoryview) -> tuple[_C.Table, _C.StorageIndex]:
+    """The tables in what stands between pickle and trailer. Raises ValueError where they are damaged."""
+    size = int.from_bytes(index[:8], "little")
+    return _C.decode_table(index[8 : 8 + size]), _C.decode_storage_index(index[8 + size :])
+
+
+def decode_tables(parts: Parts, path: Path) -> tuple[_C.Table, _C.StorageIndex]:
+    """A metadata file's tables: the chunks, and where each is stored.
+
+    Raises:
+        CorruptCheckpointError: they are damaged.
+    """
+    try:
+        table, storage = decode_index(parts.tables)
+        if len(table) != len(storage):
+            raise ValueError("its tables do not fit")
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the checkpoint's metadata is damaged ({error})", str(path)) from error
+    return table, storage
+
+
 # ---- the pickle ----
 
 
 class _TrustingUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        from torch.distributed.checkpoint.metadata import TensorProperties
+
+        from dcpring.torchside.dcp import StoredProperties
+
         found = super().find_class(module, name)
         return StoredProperties if found is TensorProperties else found
 
 
 def unpickle_safely(data: memoryview, path: Path, safe_globals: Iterable[Any]) -> Any:
     """Whatever was pickled, if it is data."""
+    from dcpring.format.unpickler import RefusedError, Safe, unpickle
+
     try:
         return unpickle(data, Safe(safe_globals))
     except RefusedError as error:
@@ -257,6 +299,11 @@ def unpickle_metadata(
 
 
 def _unpickled(pickled: memoryview, path: Path, trusted: Trust, safe_globals: Iterable[Any]) -> Metadata:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from dcpring.format.unpickler import RefusedError, Safe, unpickle, warn_of
+    from dcpring.torchside import dcp
+
     if trusted == "warn":
         try:
             metadata = unpickle(pickled, Safe(safe_globals))

@@ -14,16 +14,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dcpring import _C
 from dcpring.base import strict_json
 from dcpring.base.files import read_regular
 from dcpring.errors import CheckpointError
 from dcpring.names.diff import compressed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
 
 __all__ = ["KeyMapLike", "KeyTable"]
 
@@ -324,6 +325,8 @@ def rename_metadata(metadata: Metadata, names: Mapping[str, str], *, storage: bo
         names: the new name of each.
         storage: whether to rename ``storage_data`` too, or leave it out.
     """
+    from torch.distributed.checkpoint.metadata import Metadata  # the command line answers without torch
+
     planner_data = metadata.planner_data
     if isinstance(planner_data, Mapping):
         planner_data = {

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from dcpring import _C
 from dcpring.errors import CheckpointError
 from dcpring.format.properties import RowProperties
-from dcpring.plan.rows import Kept, row_of
-from dcpring.plan.table import BYTES_ROW, NAME_ROW, TENSOR_ROW
+from dcpring.plan.rows import BYTES_ROW, NAME_ROW, TENSOR_ROW, Kept, row_of
 
 Item = TypeVar("Item")
 

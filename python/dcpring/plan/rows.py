@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from dcpring import _C
 
+BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
+"""Kinds of rows, as the core numbers them."""
+
 Kept = int | tuple[int, int, int]
 """What a rank writes of its table: a row, or of one that is cut its number, the first row of elements, how many."""
 

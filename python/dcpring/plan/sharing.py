@@ -19,8 +19,8 @@ import torch
 
 from dcpring import _C
 from dcpring.errors import CheckpointError
+from dcpring.plan.rows import TENSOR_ROW
 from dcpring.plan.strategy import BALANCED
-from dcpring.plan.table import TENSOR_ROW
 
 Share = Literal["auto", "host", "all", "off"]
 

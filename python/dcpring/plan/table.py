@@ -20,14 +20,11 @@ from dcpring.errors import CheckpointError, PlanError, naming
 from dcpring.format.properties import encode_properties
 from dcpring.plan.flatten import Flat, Path, path_code
 from dcpring.plan.placements import Part, parts_of, tensor_at
-from dcpring.plan.rows import row_of
+from dcpring.plan.rows import SHARD_ROW, TENSOR_ROW, row_of
 from dcpring.torchside import versions
 from dcpring.torchside.composed import Composed, properties_of_dtype
 from dcpring.torchside.dcp import HAS_STRIDES, create_chunk_list, create_write_items, plans_for_itself, properties_of
 from dcpring.torchside.tensors import ShardedTensor, StridedShard, are_plain, global_size, is_plain, local_tensor
-
-BYTES_ROW, TENSOR_ROW, SHARD_ROW, NAME_ROW = range(4)
-"""Types of rows, as the core numbers them."""
 
 HASHED, DIVISIBLE = 1, 2
 """Flags of rows, as the core numbers them."""

@@ -30,6 +30,7 @@ from dcpring.base.joint import is_damage
 from dcpring.base.ranks import Operation, Ranks
 from dcpring.base.text import spans
 from dcpring.errors import CheckpointError, CorruptCheckpointError
+from dcpring.format.manifest import MANIFEST_KEY, Manifest
 from dcpring.format.metadata import METADATA_NAME
 from dcpring.hf import exports
 from dcpring.hf.writer import RingHFWriter
@@ -40,7 +41,7 @@ from dcpring.resume import trees
 from dcpring.resume.background import BackgroundSaves, SaveHandle, wait_for_copy
 from dcpring.resume.components import Component, Member, SaveCheck, some_are
 from dcpring.resume.disks import CURE, Disks
-from dcpring.resume.manifest import MANIFEST_KEY, Manifest, Stored
+from dcpring.resume.manifest import Stored
 from dcpring.resume.recognise import as_component, model_of, with_joined_parts
 from dcpring.resume.reports import ResumeReport, report_of
 from dcpring.resume.restore import Restore

@@ -7,13 +7,11 @@ programs; their components are the first parts of the names, and models may lie 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from dcpring.base import strict_json
 from dcpring.base.text import ranks
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.manifest import MANIFEST_KEY, Manifest
 from dcpring.format.metadata import TENSOR, Placed, placed_of
 from dcpring.format.unpickler import RefusedError, Safe, unpickle
 from dcpring.resume import trees
@@ -32,8 +30,6 @@ from dcpring.store.once_reader import OnceReader
 from dcpring.store.reader import RingReader
 from dcpring.torchside.dcp import load, own_errors, set_element
 
-MANIFEST_KEY = "dcpring"
-MANIFEST_VERSION = 1
 PER_RANK = "per_rank"
 
 Path = tuple[str | int, ...]
@@ -47,42 +43,6 @@ _RANK = re.compile(r"(?:dp_)?rank_(\d+)")
 def rank_key(rank: int) -> str:
     """Where the state of a rank lies below its component."""
     return f"rank_{rank}"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a Checkpointer notes in the checkpoint.
-
-    Attributes:
-        step: of the training.
-        world_size: ranks that saved.
-        components: by name: ``kind``, ``type``, and what that kind has to say (``meshes``, ``world_size``, ...).
-        version: of this format.
-    """
-
-    step: int
-    world_size: int
-    components: dict[str, dict[str, Any]] = field(default_factory=dict)
-    version: int = MANIFEST_VERSION
-
-    def dump(self) -> str:
-        return json.dumps(vars(self), sort_keys=True)
-
-    @staticmethod
-    def parse(text: Any, path: str) -> Manifest:
-        try:
-            manifest = Manifest(**strict_json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) is damaged: {error}", path) from error
-        if manifest.version != MANIFEST_VERSION:
-            raise CorruptCheckpointError(
-                f"the manifest has version {manifest.version}, this dcpring knows {MANIFEST_VERSION}", path
-            )
-        components = manifest.components if isinstance(manifest.components, dict) else {"": None}
-        kinds = [isinstance(entry, dict) and entry.get("kind") for entry in components.values()]
-        if not isinstance(manifest.world_size, int) or manifest.world_size < 1 or not all(kinds):
-            raise CorruptCheckpointError(f"the manifest (key {MANIFEST_KEY!r}) contradicts itself: {text}", path)
-        return manifest
 
 
 class Stored:

@@ -1,7 +1,8 @@
 """A checkpoint looked at from outside, without a state dict: what is in it, where it lies, and any part of it.
 
 It is one of DCP's, or safetensors. Whoever wrote it, its entries look the same here. Nothing in it is believed:
-metadata goes through the restricted unpickler, and parts are read as a load reads, with all its checks.
+metadata goes through restricted unpicklers, and parts are read as a load reads, with all its checks. All that looks at
+checkpoints stands on this: it opens those of DCP without torch, which is imported when a tensor is to be read.
 """
 
 from __future__ import annotations
@@ -12,38 +13,37 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpring import _C
 from dcpring.base.collector import as_old
-from dcpring.base.files import read_regular
+from dcpring.base.files import names_in, read_regular
 from dcpring.base.windows import windows
 from dcpring.errors import CheckpointError, CorruptCheckpointError
-from dcpring.format.lazy import Chunks, StoredChunks, has_known_tables
-from dcpring.format.metadata import BYTES, METADATA_NAME, Parts, Placed, Trailer, placed_of, split_metadata
-from dcpring.format.metadata import unpickle_metadata as unpickle
-from dcpring.format.model_files import Model, is_model, rank_of_shard, read_model
-from dcpring.format.properties import decode_properties
-from dcpring.format.unpickler import Safe
+from dcpring.format.archive import is_plainly_data, pickle_of
+from dcpring.format.metadata import (
+    BYTES,
+    METADATA_NAME,
+    Parts,
+    Placed,
+    Trailer,
+    decode_tables,
+    has_known_tables,
+    placed_of,
+    split_metadata,
+)
+from dcpring.format.outline import DTYPE_BYTES, DtypeName, outline, plain_value
+from dcpring.format.zip import wrong_archive
 from dcpring.move.crc import RunningCrcs
-from dcpring.move.load import loader
-from dcpring.move.load.task import Inputs, Origin, Rules, Task
-from dcpring.move.load.wanted import Stored, Wanted, wanted_by_item
-from dcpring.move.objects import refusal
+from dcpring.move.load.inputs import Inputs
 from dcpring.options import IOOptions, IOStats
-from dcpring.plan.pieces import overlap_of
-from dcpring.plan.rows import row_of
-from dcpring.plan.run import Load
-from dcpring.plan.table import BYTES_ROW
+from dcpring.plan.rows import BYTES_ROW, row_of
 from dcpring.store import layout
-from dcpring.store.headers import chunks_of
-from dcpring.torchside.tensors import narrowed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dcpring.format.model_files import Model
 
 _INT = {int}
 
@@ -74,44 +74,39 @@ class Entry(NamedTuple):
     Attributes:
         key: its name.
         shape: of the tensor, in elements; None for an object.
-        dtype: of the tensor; None for an object.
+        dtype: of the tensor, as torch calls it ("float32"); None for an object.
         records: its chunks, or the object.
-        layout: of the tensor; what is not ``torch.strided`` can only be read as an object.
+        layout: of the tensor; what is not "strided" can only be read as an object.
     """
 
     key: str
     shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    dtype: str | None
     records: Sequence[Record]
-    layout: torch.layout = torch.strided
+    layout: str = "strided"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; 0 of an object."""
+        return 0 if self.dtype is None else DTYPE_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements; of an object those of its record."""
-        if self.shape is None or self.dtype is None:
+        if self.shape is None:
             return sum(record.place.length for record in self.records)
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Slice(NamedTuple):
-    """A part of a tensor.
-
-    Attributes:
-        key: of the tensor.
-        offsets: where the part begins, in elements; None: at the beginning.
-        lengths: of the part, in elements; None: all that there is behind ``offsets``.
-    """
-
-    key: str
-    offsets: Sequence[int] | None = None
-    lengths: Sequence[int] | None = None
+        return math.prod(self.shape) * self.itemsize
 
 
 @functools.lru_cache(1 << 16)
 def rank_of_file(name: str) -> int | None:
     """The rank that wrote a data file of any format, by its name; None for other names."""
     rank = layout.rank_of_file(name)
-    return rank_of_shard(name) if rank is None else rank
+    if rank is None and name.endswith(".safetensors"):
+        from dcpring.format.model_files import rank_of_shard
+
+        return rank_of_shard(name)
+    return rank
 
 
 @dataclass
@@ -173,6 +168,8 @@ class Contents(Mapping[str, Entry]):
         """These files, which stay open from the first reading on."""
         return Inputs(str(self.directory), list(self.files), self.model.files.links if self.model else None)
 
+    # ---- reading ----
+
     def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """A part of a tensor, in CPU memory.
 
@@ -185,45 +182,28 @@ class Contents(Mapping[str, Entry]):
             CorruptCheckpointError: bytes are damaged or missing, or no chunk has some of them.
             OSError: with errno and path.
         """
-        (part,) = self.read_all([Slice(key, offsets, lengths)])
-        return part
+        from dcpring.sources import parts
 
-    def read_all(self, parts: Sequence[Slice]) -> list[Tensor]:
-        """Parts of tensors, in CPU memory: as ``read``, but one read for all, which many small ones need."""
-        places: list[tuple[str, tuple[int, ...], Tensor]] = []
-        for key, offsets, lengths in parts:
-            entry = self.entries[key]
-            assert entry.shape is not None and entry.dtype is not None
-            start = tuple(offsets or (0,) * len(entry.shape))
-            size = tuple(s - o for s, o in zip(entry.shape, start, strict=True)) if lengths is None else tuple(lengths)
-            places.append((key, start, _empty(key, size, entry.dtype)))
-        self.read_into(places)
-        return [tensor for _, _, tensor in places]
+        entry = self.entries[key]
+        shape = entry.shape or ()
+        start = tuple(offsets or (0,) * len(shape))
+        size = tuple(s - o for s, o in zip(shape, start, strict=True)) if lengths is None else tuple(lengths)
+        tensor = parts.empty(key, size, parts.dtype_of(entry.dtype))
+        self.read_into([(key, start, tensor)])
+        return tensor
 
-    def read_into(self, parts: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
+    def read_into(self, wanted: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
         """Reads parts of any number of tensors at once.
 
         Args:
-            parts: for each the key, where the part begins (in elements), and a CPU tensor of the part's shape and of
+            wanted: for each the key, where the part begins (in elements), and a CPU tensor of the part's shape and of
                 the stored dtype, which is filled.
 
         Raises: as ``read``.
         """
-        items: list[ReadItem] = []
-        wanted: list[Wanted] = []
-        for number, (key, start, part) in enumerate(parts):
-            entry, size = self.entries[key], tuple(part.shape)
-            overlaps = ((record, overlap_of(record.offsets, record.lengths, start, size)) for record in entry.records)
-            # A chunk that is listed twice is read once.
-            found = {overlap[1:]: (record, overlap) for record, overlap in overlaps if overlap}
-            if not _C.tiles(size, list(found)):
-                where = f"of shape {list(entry.shape or ())} at {list(start)}"
-                raise CorruptCheckpointError(f"{key!r}: its chunks do not make up the tensor {where}", str(self.path))
-            for record, overlap in found.values():
-                stored: Stored = None if entry.dtype is None else (record.lengths, entry.dtype)
-                items.append(_read_item(key, number, *overlap))
-                wanted.append(wanted_by_item(items[-1], record.place, stored))
-        self._load(_Into([part for _, _, part in parts]), items, wanted)
+        from dcpring.sources.parts import read_into
+
+        read_into(self, wanted)
 
     def read_object(self, key: str) -> io.BytesIO:
         """An object as it was pickled: checked to be plain data, unless the checkpoint is trusted."""
@@ -231,13 +211,9 @@ class Contents(Mapping[str, Entry]):
 
     def read_objects(self, keys: Sequence[str]) -> list[io.BytesIO]:
         """As ``read_object``, but one read for all."""
-        into = _Into([])
-        nothing = torch.Size(())
-        indices = [MetadataIndex(key, index=number) for number, key in enumerate(keys)]
-        items = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in indices]
-        places = [self.entries[key].records[0].place for key in keys]
-        self._load(into, items, [wanted_by_item(item, place, None) for item, place in zip(items, places, strict=True)])
-        return [into.objects[number] for number in range(len(keys))]
+        from dcpring.sources.parts import read_objects
+
+        return read_objects(self, keys)
 
     def refused(self, keys: Iterable[str] | None = None) -> dict[str, str]:
         """The objects that a load by default would refuse, with what they hold: they need ``safe_globals``.
@@ -249,13 +225,44 @@ class Contents(Mapping[str, Entry]):
         """
         chosen = self.entries if keys is None else keys
         small = [key for key in chosen if self._is_small_object(self.entries[key])]
+        suspects = []
+        for batch in windows(small, lambda key: self.entries[key].nbytes, _OBJECT_BATCH_BYTES):
+            archives = self._archives(batch)
+            suspects += [key for key, data in zip(batch, archives, strict=True) if not is_plainly_data(data)]
+        return self._refused(suspects) if suspects else {}
+
+    def plain_value(self, key: str) -> Any:
+        """An object that names nothing, as a text does; whatever the checkpoint is trusted with.
+
+        Raises:
+            CorruptCheckpointError: it is another, or damaged.
+        """
+        place = self.entries[key].records[0].place
+        (data,) = self._archives([key])
+        try:
+            wrong = wrong_archive(io.BytesIO(data))
+            pickled = None if wrong else pickle_of(memoryview(data))
+            if pickled is None:
+                raise ValueError(wrong or "its archive has no pickle")
+            return plain_value(pickled)
+        except ValueError as error:
+            file = str(self.directory / place.file)
+            raise CorruptCheckpointError(f"{key!r} cannot be read: {error}", file, place.offset) from error
+
+    def _refused(self, keys: list[str]) -> dict[str, str]:
+        """Of objects that name something, as a load looks at them."""
+        from dcpring.format.unpickler import Safe
+        from dcpring.move.objects import refusal
+
         raw = replace(self, trusted=True, options=IOOptions(checksum=False), stats=IOStats())
         safe, found = Safe(), {}
-        for batch in windows(small, lambda key: self.entries[key].nbytes, _OBJECT_BATCH_BYTES):
-            for key, archive in raw._readable(batch):
-                name = refusal(archive.getvalue(), safe)
-                if name:
-                    found[key] = name
+        for key in keys:
+            try:
+                name = refusal(raw.read_object(key).getvalue(), safe)
+            except (CheckpointError, OSError):
+                continue
+            if name:
+                found[key] = name
         return found
 
     def _is_small_object(self, entry: Entry) -> bool:
@@ -264,66 +271,15 @@ class Contents(Mapping[str, Entry]):
         pickled = entry.shape is None or (len(records) == 1 and records[0].place.kind == BYTES)
         return len(records) == 1 and pickled and records[0].place.length <= _LARGEST_OBJECT_BYTES
 
-    def _readable(self, keys: list[str]) -> Iterator[tuple[str, io.BytesIO]]:
-        """The archives of objects, one by one where one of them cannot be read."""
+    def _archives(self, keys: Sequence[str]) -> list[bytes]:
+        """Records as they lie in their files, one by one where one of them cannot be read: b"" of that."""
+        places = [self.entries[key].records[0].place for key in keys]
+        numbers = self.inputs.numbers
         try:
-            yield from zip(keys, self.read_objects(keys), strict=True)
-        except (CheckpointError, OSError):
-            if len(keys) > 1:
-                for key in keys:
-                    yield from self._readable([key])
-
-    def _load(self, into: _Into, items: list[ReadItem], wanted: list[Wanted]) -> None:
-        origin = Origin(str(self.directory), inputs=self.inputs, sums=self.sums)
-        rules = Rules(self.options, self.trusted, transforms=FileSystemReader(self.directory).transforms)
-        task = Task(into, items.__getitem__, origin, rules, self.stats, Load())
-        loader.load(task, dict(enumerate(wanted)))
-
-
-class _Into(LoadPlanner):
-    """Loads into tensors, which items tell by their number, and keeps objects."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self.objects: dict[int, io.BytesIO] = {}
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def create_local_plan(self) -> Any: ...
-    def create_global_plan(self, global_plan: Any) -> Any: ...
-    def finish_plan(self, central_plan: Any) -> Any: ...
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.index or 0] = value
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self._tensors[read_item.dest_index.index or 0]
-        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-
-def _empty(key: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.empty(size, dtype=dtype)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{key!r}: no tensor of {list(size)} {dtype} can be made") from error
-
-
-def _read_item(
-    key: str,
-    target: int,
-    in_record: tuple[int, ...],
-    in_part: tuple[int, ...],
-    lengths: tuple[int, ...],
-) -> ReadItem:
-    return ReadItem(
-        LoadItemType.TENSOR,
-        MetadataIndex(key, index=target),
-        torch.Size(in_part),
-        MetadataIndex(key),
-        torch.Size(in_record),
-        torch.Size(lengths),
-    )
+            ranges = [(numbers[place.file], place.offset, place.length, None) for place in places]
+            return list(_C.load_bytes(self.inputs.core, ranges, IOOptions().for_core(False))[0])
+        except (CheckpointError, OSError, ValueError, OverflowError):
+            return [b""] if len(keys) == 1 else [data for key in keys for data in self._archives([key])]
 
 
 # ---- opening ----
@@ -345,8 +301,16 @@ def open_contents(
         CorruptCheckpointError, UntrustedCheckpointError, OSError: as for ``RingReader``.
     """
     directory = Path(checkpoint)
-    if rank is None and is_model(directory):
-        return _contents_of_model(read_model(directory), options or IOOptions())
+    if rank is None and not _has_metadata(directory):
+        from dcpring.format.model_files import is_model, read_model
+        from dcpring.store.headers import chunks_of
+
+        if is_model(directory):
+            model = read_model(directory)
+            chunks = chunks_of(model)
+            assert chunks.storage is not None
+            entries = as_old(functools.partial(_entries_of_tables, chunks.table, chunks.storage))
+            return Contents(model.files.directory, model.path, None, "", entries, options or IOOptions(), model=model)
     path = directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank))
     try:
         data = read_regular(path)
@@ -357,17 +321,15 @@ def open_contents(
     return Contents(directory, path, parts.trailer, version, entries, options or IOOptions(), trusted)
 
 
-def _contents_of_model(model: Model, options: IOOptions) -> Contents:
-    entries = as_old(lambda: _entries_of_tables(chunks_of(model)))
-    return Contents(model.files.directory, model.path, None, "", entries, options, model=model)
+def _has_metadata(directory: Path) -> bool:
+    return directory.is_dir() and any(name.endswith(METADATA_NAME) for name in names_in(directory))
 
 
 def _entries_of(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:
     """The entries, and the version of DCP's format."""
     if parts.trailer is not None and has_known_tables(parts):
-        return _entries_of_tables(StoredChunks(parts, path, trusted, ())), parts.trailer.version
-    metadata = unpickle(parts.pickled, path, trusted=trusted)
-    return checked_entries(metadata, path), str(getattr(metadata, "version", None) or "")
+        return _entries_of_tables(*decode_tables(parts, path)), parts.trailer.version
+    return entries_of_pickle(parts, path, trusted)
 
 
 def open_all(checkpoint: str | Path, *, rank: int | None = None, trusted: bool = False) -> list[Contents]:
@@ -379,10 +341,8 @@ def open_all(checkpoint: str | Path, *, rank: int | None = None, trusted: bool =
     return [open_contents(directory, rank=each, trusted=trusted) for each in sorted(ranks)]
 
 
-def _entries_of_tables(chunks: Chunks) -> dict[str, Entry]:
-    table, storage = chunks.table, chunks.storage
-    assert storage is not None
-    properties_of = [decode_properties(encoded) for encoded in table.properties()]
+def _entries_of_tables(table: _C.Table, storage: _C.StorageIndex) -> dict[str, Entry]:
+    properties = list(map(_named, table.properties()))
     entries: dict[str, Entry] = {}
     for index in range(len(table)):
         row = row_of(table, index)
@@ -396,49 +356,75 @@ def _entries_of_tables(chunks: Chunks) -> dict[str, Entry]:
         elif is_object:
             entries[key] = Entry(key, None, None, [record])
         else:
-            described = properties_of[row.properties]
-            entries[key] = Entry(key, row.size, described.dtype, [record], described.layout)
+            dtype, layout_name = properties[row.properties]
+            entries[key] = Entry(key, row.size, dtype, [record], layout_name)
     return entries
 
 
-def checked_entries(metadata: Metadata, path: Path) -> dict[str, Entry]:
+def _named(properties: bytes) -> tuple[str, str]:
+    """The dtype and the layout in a table's properties."""
+    dtype, layout_name, _ = (part.decode("ascii", "replace") for part in properties.split(b"\0", 2))
+    if not dtype.startswith("torch.") or dtype[6:] not in DTYPE_BYTES:
+        raise CheckpointError(f"the metadata has a tensor of {dtype!r:.100}, which this dcpring does not know")
+    return dtype[6:], layout_name.removeprefix("torch.")
+
+
+def entries_of_pickle(parts: Parts, path: Path, trusted: bool) -> tuple[dict[str, Entry], str]:
+    """The entries that a metadata file's pickle has, and the version of DCP's format.
+
+    Raises:
+        CorruptCheckpointError, UntrustedCheckpointError: as for ``RingReader``.
+    """
+    metadata: Any = outline(parts.pickled)
+    if metadata is None:
+        from dcpring.format.metadata import unpickle_metadata
+
+        metadata = unpickle_metadata(parts.pickled, path, trusted=trusted)
     try:
-        return _entries_of_objects(metadata, path)
+        return _entries_of_objects(metadata, path), str(getattr(metadata, "version", None) or "")
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"the checkpoint's metadata contradicts itself ({error})", str(path)) from error
 
 
-def _entries_of_objects(metadata: Metadata, path: Path) -> dict[str, Entry]:
-    stored = {(index.fqn, index.offset): info for index, info in (metadata.storage_data or {}).items()}
+def _entries_of_objects(metadata: Any, path: Path) -> dict[str, Entry]:
+    storage = getattr(metadata, "storage_data", None) or {}
+    stored = {(index.fqn, index.offset): info for index, info in storage.items()}
 
-    def place(key: str, offsets: torch.Size | None) -> Placed:
+    def place(key: str, offsets: tuple[int, ...] | None) -> Placed:
         return placed_of(stored.get((key, offsets), stored.get((key, None))), key, str(path))
 
     entries: dict[str, Entry] = {}
     for key, value in metadata.state_dict_metadata.items():
         if type(key) is not str:
             raise ValueError(f"a key is {key!r:.200}, which is no str")
-        if isinstance(value, TensorStorageMetadata):
-            shape, dtype = tuple(value.size), value.properties.dtype
+        if type(value).__name__ == "TensorStorageMetadata":
+            shape, dtype = tuple(value.size), _dtype_name(key, value.properties.dtype)
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
-            _check_tensor(key, shape, dtype, boxes)
-            records = [Record(*box, place(key, torch.Size(box[0]))) for box in boxes]
-            entries[key] = Entry(key, shape, dtype, records, value.properties.layout)
+            _check_tensor(key, shape, DTYPE_BYTES[dtype], boxes)
+            records = [Record(*box, place(key, box[0])) for box in boxes]
+            entries[key] = Entry(key, shape, dtype, records, str(value.properties.layout).removeprefix("torch."))
         else:
             entries[key] = Entry(key, None, None, [Record((), (), place(key, None))])
     return entries
 
 
+def _dtype_name(key: str, dtype: Any) -> str:
+    """By ``outline``, or torch's own."""
+    name = str(dtype).removeprefix("torch.")
+    is_dtype = type(dtype) is DtypeName or (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype")
+    if not is_dtype or name not in DTYPE_BYTES:
+        raise ValueError(f"{key!r:.200} has the dtype {dtype!r:.200}")
+    return name
+
+
 def _check_tensor(
-    key: str, shape: tuple[Any, ...], dtype: Any, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    key: str, shape: tuple[Any, ...], itemsize: int, boxes: list[tuple[tuple[Any, ...], tuple[Any, ...]]]
 ) -> None:
     """Raises ValueError for what no tensor can be."""
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key!r:.200} has the dtype {dtype!r:.200}")
     for numbers in (shape, *(part for box in boxes for part in box)):
         if not set(map(type, numbers)) <= _INT or min(numbers, default=0) < 0 or len(numbers) != len(shape):
             raise ValueError(f"{key!r:.200} has a size or an offset that is no number, or below 0, or one too many")
     # In this order: the product of very many or very long numbers takes for ever.
     is_long = len(shape) > _MOST_DIMENSIONS or max(shape, default=0) >= 1 << 63
-    if is_long or math.prod(shape) * dtype.itemsize >= 1 << 63:
+    if is_long or math.prod(shape) * itemsize >= 1 << 63:
         raise ValueError(f"{key!r:.200} has a size that no tensor can have")

@@ -31,6 +31,7 @@ from dcpring.plan.flatten import path_code
 from dcpring.plan.table import Chunk, table_of_chunks
 from dcpring.sources.beside import directory_beside, writing
 from dcpring.sources.contents import Contents, Entry, open_contents
+from dcpring.sources.parts import dtype_of
 from dcpring.sources.stream import (
     PLAIN_DTYPES,
     Path,
@@ -118,13 +119,14 @@ def _not_in_parts(contents: Contents) -> set[str]:
 
 
 def _item(entry: Entry, path: Path, whole: bool) -> SourceItem:
-    is_plain = entry.layout == torch.strided and entry.dtype in PLAIN_DTYPES
+    dtype = None if entry.dtype is None or entry.layout != "strided" else dtype_of(entry.dtype)
     # RingWriter leaves to torch.save what is not elements side by side: it stays as it is.
-    if not is_plain or any(record.place.kind == BYTES and not record.place.descriptors for record in entry.records):
+    is_pickled = any(record.place.kind == BYTES and not record.place.descriptors for record in entry.records)
+    if dtype not in PLAIN_DTYPES or is_pickled:
         return SourceItem(entry.key, entry.key, path)
     # What is empty lies where the next begins, in a file of safetensors.
     place = tuple((record.offsets, record.place.file, record.place.offset) for record in entry.records if entry.nbytes)
-    return SourceItem(entry.key, entry.key, path, entry.shape, entry.dtype, entry.dtype, place or None, whole)
+    return SourceItem(entry.key, entry.key, path, entry.shape, dtype, dtype, place or None, whole)
 
 
 # ---- writing ----

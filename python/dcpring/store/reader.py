@@ -27,8 +27,8 @@ from dcpring.base.joint import Joint
 from dcpring.base.order import wait_for_turn
 from dcpring.base.whose import here
 from dcpring.errors import CheckpointError
-from dcpring.format.lazy import LazyMetadata, StoredChunks, has_known_tables
-from dcpring.format.metadata import METADATA_NAME, split_metadata, unpickle_metadata
+from dcpring.format.lazy import LazyMetadata, StoredChunks
+from dcpring.format.metadata import METADATA_NAME, has_known_tables, split_metadata, unpickle_metadata
 from dcpring.format.model_files import is_model, may_be_several
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES
 from dcpring.format.unpickler import Trust, checked_globals

@@ -28,6 +28,7 @@ from dcpring.base.groups import agree_among, world_size
 from dcpring.base.order import ranks_now, require_group, wait_for_turn
 from dcpring.base.pickling import pickles
 from dcpring.errors import CheckpointError
+from dcpring.format.archive import refused_text
 from dcpring.format.lazy import LazyMetadata
 from dcpring.format.metadata import (
     METADATA_NAME,
@@ -38,7 +39,7 @@ from dcpring.format.metadata import (
 )
 from dcpring.format.unpickler import Safe, checked_globals
 from dcpring.move.device import DEFAULT_PIECE_BYTES
-from dcpring.move.objects import Judge, ObjectPolicy, refusals, refused_text
+from dcpring.move.objects import Judge, ObjectPolicy, refusals
 from dcpring.move.pending import Pending
 from dcpring.move.save.items import PlanItems
 from dcpring.move.save.results import Results, note_places, results_by_rank

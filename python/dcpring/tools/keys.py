@@ -90,12 +90,14 @@ def saved_key_map(checkpoint: str | os.PathLike[str], rank: int | None = None) -
         CorruptCheckpointError: the metadata is damaged, or something else is in a file's place.
         ValueError: the file with the map is damaged.
     """
-    from dcpring.format.model_files import is_model
-
     directory = Path(checkpoint)
-    if rank is None and is_model(directory):
-        return None
-    trailer = read_trailer(directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank)))
+    path = directory / (METADATA_NAME if rank is None else layout.rank_metadata_name(rank))
+    if rank is None and not path.exists():
+        from dcpring.format.model_files import is_model
+
+        if is_model(directory):
+            return None
+    trailer = read_trailer(path)
     tables = load_tables(directory / layout.table_name(rank))
     return None if trailer is None else tables.get(trailer.save_id)
 

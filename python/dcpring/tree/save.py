@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dcpring.errors import CheckpointError
+from dcpring.format.archive import refused_text
+from dcpring.format.manifest import MANIFEST_KEY
 from dcpring.format.unpickler import Safe
-from dcpring.move.objects import ObjectPolicy, refusals, refused_text
+from dcpring.move.objects import ObjectPolicy, refusals
 from dcpring.plan.flatten import Flat, Path, flat_of
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.resume import trees
-from dcpring.resume.manifest import MANIFEST_KEY
 from dcpring.store.writer import RingWriter
 from dcpring.torchside import dcp
 from dcpring.torchside.dcp import own_errors, plans_for_itself

@@ -25,8 +25,9 @@ from dcpring.move import device
 from dcpring.move.crc import RunningCrcs, buffer_at
 from dcpring.move.device import Uploader
 from dcpring.move.load.explain import Explainer
+from dcpring.move.load.inputs import Inputs
 from dcpring.move.load.targets import bump_versions, is_plain_memory
-from dcpring.move.load.task import Inputs, Task
+from dcpring.move.load.task import Task
 from dcpring.move.load.wanted import (
     BoxRead,
     CompactPlan,

@@ -30,9 +30,10 @@ from dcpring.move import device
 from dcpring.move.load.executor import Executor
 from dcpring.move.load.explain import Explainer
 from dcpring.move.load.handon import Exchange, read_pieces, take_pieces
+from dcpring.move.load.inputs import Inputs
 from dcpring.move.load.records import Records
 from dcpring.move.load.targets import Targets, check_chunks
-from dcpring.move.load.task import Inputs, Task
+from dcpring.move.load.task import Task
 from dcpring.move.load.wanted import BoxRead, CompactPlan, Payload, QuantisedPayload, Wanted, read_bytes
 from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
 from dcpring.plan.pieces import Piece

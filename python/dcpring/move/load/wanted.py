@@ -30,8 +30,7 @@ from dcpring.move import device
 from dcpring.plan.items import ReadItems
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner
 from dcpring.plan.pieces import range_of_box
-from dcpring.plan.rows import row_of
-from dcpring.plan.table import BYTES_ROW
+from dcpring.plan.rows import BYTES_ROW, row_of
 from dcpring.torchside.dcp import StorageInfo
 from dcpring.torchside.tensors import narrowed
 

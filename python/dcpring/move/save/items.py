@@ -18,9 +18,9 @@ from dcpring.format.metadata import OPAQUE, TENSOR
 from dcpring.move.objects import archive_of
 from dcpring.plan.items import Items
 from dcpring.plan.placements import check_chunk
-from dcpring.plan.rows import row_of
+from dcpring.plan.rows import BYTES_ROW, row_of
 from dcpring.plan.save_planner import RingSavePlanner, makes_tensors
-from dcpring.plan.table import BYTES_ROW, has_scattered, memory_of_row
+from dcpring.plan.table import has_scattered, memory_of_row
 from dcpring.torchside.tensors import are_plain
 
 

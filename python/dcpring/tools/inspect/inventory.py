@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import re
@@ -15,11 +14,9 @@ from typing import NamedTuple
 
 from dcpring.base.files import special_kind, with_cure
 from dcpring.errors import CheckpointError
+from dcpring.format.manifest import MANIFEST_KEY, Manifest
 from dcpring.format.metadata import referenced_files
-from dcpring.format.unpickler import Safe
-from dcpring.move.objects import load
 from dcpring.report import step_of
-from dcpring.resume.manifest import MANIFEST_KEY, Manifest
 from dcpring.sources.contents import Contents, Entry, Record, open_all, rank_of_file
 from dcpring.store import layout
 
@@ -250,9 +247,8 @@ def _manifest(contents: Contents) -> Manifest | None:
         return None
     if entry.nbytes > _MOST_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest (key {MANIFEST_KEY!r}) has {entry.nbytes} bytes")
-    # Never trusted: what is no plain data is refused.
-    stream = dataclasses.replace(contents, trusted=False).read_object(MANIFEST_KEY)
-    return Manifest.parse(load(stream, Safe()).value, str(contents.path))
+    text = contents.plain_value(MANIFEST_KEY)
+    return Manifest.parse(text, str(contents.path))
 
 
 # ---- files ----
@@ -262,7 +258,7 @@ _LEADS_OUT = "a symbolic link that leads out of the checkpoint"
 
 def payload_bytes(entry: Entry, record: Record) -> int:
     """Bytes of a chunk's elements, or of an object's record."""
-    return record.place.length if entry.dtype is None else math.prod(record.lengths) * entry.dtype.itemsize
+    return record.place.length if entry.dtype is None else math.prod(record.lengths) * entry.itemsize
 
 
 def _data_file(name: str, there: Mapping[str, os.stat_result | str]) -> DataFile:

@@ -72,7 +72,7 @@ def _document(inventory: Inventory, shares: Shares) -> dict[str, Any]:
     shown, rest = shares.items[:MOST_KEYS], shares.items[MOST_KEYS:]
     dtypes: Counter[str] = Counter()
     for item in shares.items:
-        dtypes[_dtype(item)] += item.entry.nbytes
+        dtypes[item.entry.dtype or "object"] += item.entry.nbytes
     return {
         "checkpoint": visible(str(inventory.directory)),
         "origin": inventory.origin,
@@ -83,7 +83,7 @@ def _document(inventory: Inventory, shares: Shares) -> dict[str, Any]:
         "items": [
             [
                 visible(item.entry.key),
-                _dtype(item),
+                item.entry.dtype or "object",
                 None if item.entry.shape is None else list(item.entry.shape),
                 item.entry.nbytes,
                 len(item.entry.records),
@@ -102,7 +102,3 @@ def _document(inventory: Inventory, shares: Shares) -> dict[str, Any]:
 
 def _parts(file: DataFile) -> list[tuple[str, int]]:
     return [(visible(name), size) for name, size in file.components.most_common(8)]
-
-
-def _dtype(item: Listed) -> str:
-    return "object" if item.entry.dtype is None else str(item.entry.dtype).removeprefix("torch.")

@@ -8,39 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcpring import _C
 from dcpring.base.collector import collection_paused
 from dcpring.base.files import names_in, open_regular, read_regular, special_kind
 from dcpring.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from dcpring.format.archive import TO_A_COMMAND, refused_text
 from dcpring.format.boxes import wrong_boxes
-from dcpring.format.lazy import StoredChunks, has_known_tables
 from dcpring.format.metadata import (
     METADATA_NAME,
     MOST_DIMENSIONS,
-    Parts,
     block_count,
+    has_known_tables,
     split_metadata,
-    unpickle_metadata,
-    unpickle_safely,
 )
-from dcpring.format.model_files import Model
 from dcpring.format.zip import wrong_archive
-from dcpring.move.load.task import Inputs
-from dcpring.move.objects import TO_A_COMMAND, refused_text
+from dcpring.move.load.inputs import Inputs
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
-from dcpring.sources.contents import Contents, Entry, Record, checked_entries, open_all, rank_of_file
-from dcpring.store.layout import rank_of_metadata
-from dcpring.store.rank_metadata import refuse_mixed, refuse_stale
-from dcpring.watch.progress import progress_bar
+from dcpring.sources.contents import Contents, Entry, Record, entries_of_pickle, open_all, rank_of_file
+from dcpring.store import layout
+
+if TYPE_CHECKING:
+    from dcpring.format.model_files import Model
 
 __all__ = ["Problem", "VerifyReport", "verify"]
 
@@ -54,6 +52,9 @@ _END = 1 << 63
 
 _SMALL_BYTES = 1 << 16
 """Where a record has less on average, the time is that of records and not of bytes."""
+
+_LEAST_WATCHED_BYTES = 64 << 20
+"""From which on there is a progress bar, which needs torch."""
 
 _SPECIAL = "not a regular file"
 
@@ -182,8 +183,14 @@ def verify(
     with collection_paused():
         for part in parts:
             records.add(part)
-    with progress_bar("verify", report.bytes, enabled=progress and not quick) as bar:
-        records.check((options or IOOptions()).for_core(sync=False, watch=bar.watch))
+    core = functools.partial((options or IOOptions()).for_core, False)
+    if progress and not quick and report.bytes > _LEAST_WATCHED_BYTES:
+        from dcpring.watch.progress import progress_bar
+
+        with progress_bar("verify", report.bytes) as bar:
+            records.check(core(bar.watch))
+    else:
+        records.check(core(None))
     for part in parts:
         report.problems += _metadata_problems(part, trusted)
         report.refused |= part.refused()
@@ -263,10 +270,9 @@ class _Records:
             self._keys[index].append(entry.key)
             return
         file = self._files.setdefault(place.file, len(self._files))
-        dtype = None if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-        what = (place.payload_offset, place.payload_bytes, place.crcs, dtype, record.lengths, bool(place.descriptors))
+        what = (place.payload_offset, place.payload_bytes, place.crcs, entry.dtype, record.lengths)
         kind = place.kind if self._model is None else _RAW
-        self._items.append((file, kind, place.offset, place.length, *what))
+        self._items.append((file, kind, place.offset, place.length, *what, bool(place.descriptors)))
         self._keys.append([entry.key])
         self._records.append((entry, record))
         self._report.bytes += place.length
@@ -439,32 +445,14 @@ def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | 
     if not has_known_tables(parts):
         yield None, "it has tables of a version that this dcpring does not know; only its pickle was checked"
         return
-    if _is_made_of_tables(parts, contents.path):
-        return
     try:
-        pickled = checked_entries(unpickle_metadata(parts.pickled, contents.path, trusted=trusted), contents.path)
+        pickled, _ = entries_of_pickle(parts, contents.path, trusted)
     except CheckpointError as error:
         yield None, f"its pickle, which stock DCP reads, is damaged: {error}"
         return
     for key in dict.fromkeys([*contents, *pickled]):
         if contents.entries.get(key) != pickled.get(key):
             yield key, "the metadata's pickle and its tables say different things of it"
-
-
-_LAST_FIELDS = b"\x8c\x0cstorage_meta"
-"""Where in a pickle that dcpring made the fields begin that the tables do not have."""
-
-
-def _is_made_of_tables(parts: Parts, path: Path) -> bool:
-    """Whether the pickle is, byte for byte, what the core makes of the tables: then it need not be read."""
-    pickled = bytes(parts.pickled)
-    fields = pickled[pickled.rfind(_LAST_FIELDS) :].removesuffix(b"ub.")
-    try:
-        last = unpickle_safely(memoryview(b"\x80\x04}(" + fields + b"u."), path, ())
-        made = StoredChunks(parts, path, False, ()).pickled(last["storage_meta"], last["version"])
-    except Exception:  # it was made in another way, or is damaged: reading it tells
-        return False
-    return made == pickled
 
 
 def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str]) -> Iterator[Problem]:
@@ -479,11 +467,15 @@ def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str
     if unused:
         size = format_bytes(sum(unused.values()))
         notes.append(f"{_count(len(unused), 'data file')} ({size}) that no key is in, left by other saves")
+    if not layout.rank_metadata_files(directory):
+        return
+    from dcpring.store.rank_metadata import refuse_mixed, refuse_stale
+
     try:
         refuse_stale(directory)
         if parts[0].path.name != METADATA_NAME:
             for part in parts:
-                refuse_mixed(directory, rank_of_metadata(part.path.name) or 0)
+                refuse_mixed(directory, layout.rank_of_metadata(part.path.name) or 0)
     except CheckpointError as error:
         yield Problem(None, parts[0].path.name, -1, 0, str(error))
 

@@ -32,10 +32,10 @@ _MOST_PROBLEMS = 20
 
 _COLUMNS = ("key", "differ", "of", "largest", "relative", "at", "A", "B", "NaN in A", "in B")
 
-_NAN_COLUMNS = (8, 9)
+_FEW_COLUMNS = (0, 1, 3, 6, 7)
+"""Those of a terminal that is narrower than this, so that keys are not folded."""
 
-_FIRST_TO_GO = ((4,), (6, 7), (2,))
-"""Columns that a narrow screen goes without, so that keys are not folded."""
+_WIDE = 120
 
 DESCRIPTION = """\
 Compares two checkpoints: keys, shapes, dtypes and values, whatever the sharding of each, stock's or dcpring's.
@@ -142,7 +142,8 @@ def _print_tensors(out: Output, diffs: Sequence[TensorDiff]) -> None:
     if out.interactive and len(diffs) > _ROWS_ON_SCREEN:
         shown = sorted(diffs, key=lambda diff: -diff.relative)[:_ROWS_ON_SCREEN]
     rows = [_tensor_row(diff) for diff in shown]
-    chosen = _fitting(out, rows)
+    is_narrow = out.interactive and out.screen[0] < _WIDE
+    chosen = _FEW_COLUMNS if is_narrow else tuple(range(len(_COLUMNS)))
     out.table(
         [_COLUMNS[n] for n in chosen],
         ([row[n] for n in chosen] for row in rows),
@@ -152,18 +153,6 @@ def _print_tensors(out: Output, diffs: Sequence[TensorDiff]) -> None:
     )
     if len(shown) < len(diffs):
         out.note(f"the {len(shown)} with the largest relative differences of {len(diffs)}; a pipe gets all")
-
-
-def _fitting(out: Output, rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns that fit on the screen; in a pipe, all."""
-    chosen = list(range(len(_COLUMNS)))
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    has_nan = any(row[n] != "0" for row in rows for n in _NAN_COLUMNS)
-    for group in _FIRST_TO_GO if has_nan else (_NAN_COLUMNS, *_FIRST_TO_GO):
-        if not out.interactive or sum(widths[n] + 2 for n in chosen) <= out.screen[0]:
-            break
-        chosen = [n for n in chosen if n not in group]
-    return chosen
 
 
 def _tensor_row(diff: TensorDiff) -> tuple[str, ...]:

@@ -274,8 +274,8 @@ class Contents(Mapping[str, Entry]):
     def _archives(self, keys: Sequence[str]) -> list[bytes]:
         """Records as they lie in their files, one by one where one of them cannot be read: b"" of that."""
         places = [self.entries[key].records[0].place for key in keys]
-        numbers = self.inputs.numbers
         try:
+            numbers = self.inputs.numbers
             ranges = [(numbers[place.file], place.offset, place.length, None) for place in places]
             return list(_C.load_bytes(self.inputs.core, ranges, IOOptions().for_core(False))[0])
         except (CheckpointError, OSError, ValueError, OverflowError):

@@ -181,30 +181,18 @@ class _Trace:
     path: Path
     rank: int
     world_size: int
-    process: tuple[str, int]
-    parent: tuple[str, int]
     notes: list[str]
     parts: list[RankTrace] = field(default_factory=list)
 
-    def is_of_same_run(self, other: _Trace) -> bool:
-        if {part.identity for part in self.parts} & {part.identity for part in other.parts}:
-            return True
-        if self.rank == other.rank:  # of one process, or of DCP's process in the background and its parent
-            return self.process in (other.process, other.parent) or self.parent == other.process
-        times = [(min(p.begin for p in one.parts), max(p.end for p in one.parts)) for one in (self, other) if one.parts]
-        overlap = len(times) == 2 and times[0][0] < times[1][1] and times[1][0] < times[0][1]
-        return self.world_size == other.world_size and overlap
-
 
 def read_operations(paths: Sequence[Path]) -> tuple[list[Operation], list[str]]:
-    """The operations of a run, in their order, and what the traces say is not in them.
+    """The operations of a run, or of several, in their order, and what the traces say is not in them.
 
     Raises:
-        CheckpointError: a file is no trace of dcpring, or damaged; or the traces are not of one run.
+        CheckpointError: a file is no trace of dcpring, or damaged.
         OSError: one cannot be read.
     """
     traces = [_read(path) for path in dict.fromkeys(paths)]
-    _refuse_mixed(traces)
     given = frozenset(trace.rank for trace in traces)
     operations: list[Operation] = []
     by_identity: dict[str, Operation] = {}
@@ -236,19 +224,6 @@ def _fits(stray: Operation, other: Operation) -> bool:
     return same and len(stray.parts) == 1 and stray.begin < other.end and other.begin < stray.end
 
 
-def _refuse_mixed(traces: Sequence[_Trace]) -> None:
-    run, rest = list(traces[:1]), list(traces[1:])
-    for _ in range(len(traces)):
-        found = [trace for trace in rest if any(trace.is_of_same_run(one) for one in run)]
-        run += found
-        rest = [trace for trace in rest if trace not in found]
-    if rest:
-        raise CheckpointError(
-            f"{rest[0].path} is of another run than {run[0].path}: they have no save or load in common. "
-            "Give the traces of one run"
-        )
-
-
 # ---- a file ----
 
 
@@ -277,10 +252,9 @@ class _Bad(ValueError):
 
 
 def _trace(path: Path, about: dict[str, Any], events: list[Any]) -> _Trace:
-    host, rank = _typed(about, "host", str), _number(about, "rank", _MOST_RANKS)
-    process, parent = (_number(about, name, _LATEST) for name in ("process", "parent"))
     notes = [note for note in _typed(about, "notes", list) if isinstance(note, str)]
-    trace = _Trace(path, rank, _number(about, "world_size", _MOST_RANKS), (host, process), (host, parent), notes)
+    rank = _number(about, "rank", _MOST_RANKS)
+    trace = _Trace(path, rank, _number(about, "world_size", _MOST_RANKS), notes)
     if rank >= trace.world_size:
         raise _Bad(f"it is of rank {rank} of {trace.world_size}")
     if not all(isinstance(event, dict) for event in events):

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcpring.base import groups
 from dcpring.base.files import replace_file
 
 logger = logging.getLogger("dcpring")
@@ -331,6 +330,8 @@ _files_lock = threading.Lock()
 
 def trace_file(path: str, in_background: bool = False) -> TraceFile:
     """This rank's: "t.json" is "t.3.json" on rank 3 of several; "t.3.background.json" in DCP's background process."""
+    from dcpring.base import groups  # which needs torch: `dcpring trace` reads traces without
+
     rank, world_size = groups.rank_in(), groups.world_size()
     own = Path(path).absolute()
     middle = (f".{rank}" if world_size > 1 else "") + (_SAVED_IN_BACKGROUND if in_background else "")

@@ -369,39 +369,11 @@ def _in_words(what: str, err: int, crcs: tuple[int, int] | None) -> str:
     return f"{what} (CRC-32 is {crcs[1]:08x}, was {crcs[0]:08x})" if crcs else what
 
 
-class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file = open_regular(path)
-        self._offset, self._length, self._at = offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        count: int = self._file.readinto(view)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _wrong_archive(path: Path, offset: int, length: int) -> str:
     try:
-        with _Slice(path, offset, length) as part, io.BufferedReader(part) as file:
-            return wrong_archive(file)
+        with open_regular(path) as file:
+            file.seek(offset)
+            return wrong_archive(io.BytesIO(file.read(length)))
     except OSError as error:
         return f"its zip archive cannot be read: {error}"
 

@@ -35,7 +35,8 @@ from dcpring.move.load.inputs import Inputs
 from dcpring.options import IOOptions
 from dcpring.report import format_bytes, format_table
 from dcpring.sources.contents import Contents, Entry, Record, entries_of_pickle, open_all, rank_of_file
-from dcpring.store import layout
+from dcpring.store.layout import rank_of_metadata
+from dcpring.store.rank_metadata import refuse_mixed, refuse_stale
 
 if TYPE_CHECKING:
     from dcpring.format.model_files import Model
@@ -439,15 +440,11 @@ def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str
     if unused:
         size = format_bytes(sum(unused.values()))
         notes.append(f"{_count(len(unused), 'data file')} ({size}) that no key is in, left by other saves")
-    if not layout.rank_metadata_files(directory):
-        return
-    from dcpring.store.rank_metadata import refuse_mixed, refuse_stale
-
     try:
         refuse_stale(directory)
         if parts[0].path.name != METADATA_NAME:
             for part in parts:
-                refuse_mixed(directory, layout.rank_of_metadata(part.path.name) or 0)
+                refuse_mixed(directory, rank_of_metadata(part.path.name) or 0)
     except CheckpointError as error:
         yield Problem(None, parts[0].path.name, -1, 0, str(error))
 

@@ -333,7 +333,7 @@ class Interrupted(Exception):
         self.error = error
 
 
-class Held:
+class HeldInterrupt:
     """Ctrl-C is noted while this is entered, and handled at its end, or by ``hear`` when it is urgent.
 
     Python raises KeyboardInterrupt between any two steps, so also after one of the two collectives of a gather: the
@@ -344,7 +344,7 @@ class Held:
         self._handler: Any = None
         self._times: list[float] = []
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldInterrupt:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler) and threading.current_thread() is threading.main_thread():
             self._handler = handler
@@ -371,7 +371,9 @@ _unfinished: list[tuple[dist.Work, Any]] = []
 """Collectives that were left, with all that they use: their group, too, must not go before they have ended."""
 
 
-def gather(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[], None] | None = None) -> list[bytes]:
+def gather(
+    group: dist.ProcessGroup, data: bytes, held: HeldInterrupt, look: Callable[[], None] | None = None
+) -> list[bytes]:
     """The bytes of all ranks of a group.
 
     Args:
@@ -392,7 +394,9 @@ def gather(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[],
     return [(head + tail)[8:size] for head, tail, size in zip(heads, tails, sizes, strict=True)]
 
 
-def common_bits(group: dist.ProcessGroup, data: bytes, held: Held, look: Callable[[], None] | None = None) -> bytes:
+def common_bits(
+    group: dist.ProcessGroup, data: bytes, held: HeldInterrupt, look: Callable[[], None] | None = None
+) -> bytes:
     """The bits that all ranks of a group have set, of as many bytes on each. Else as ``gather``."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
     work = dist.all_reduce(own, dist.ReduceOp.BAND, group=group, async_op=True)
@@ -400,7 +404,7 @@ def common_bits(group: dist.ProcessGroup, data: bytes, held: Held, look: Callabl
     return own.cpu().numpy().tobytes()
 
 
-def _waiting(held: Held, look: Callable[[], None] | None) -> Callable[[], None]:
+def _waiting(held: HeldInterrupt, look: Callable[[], None] | None) -> Callable[[], None]:
     """What is called in the wait for a collective."""
     forget_finished()
     looked = time.monotonic()

@@ -106,7 +106,7 @@ class Channel(Protocol):
 
     group: dist.ProcessGroup | None
 
-    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+    def gather(self, data: bytes, is_first: bool, held: groups.HeldInterrupt) -> list[bytes]:
         """The bytes of all ranks. Raises Lost where the others cannot be reached, and Interrupted as a gather does."""
         ...
 
@@ -121,7 +121,7 @@ class GroupChannel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: dist.ProcessGroup | None = group
 
-    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+    def gather(self, data: bytes, is_first: bool, held: groups.HeldInterrupt) -> list[bytes]:
         assert self.group is not None
         try:
             return groups.gather(self.group, data, held)
@@ -169,10 +169,10 @@ class Joint:
         Args:
             is_last: the operation is over then; what is raised later is not told, as nobody listens.
         """
-        with groups.Held() as held:
+        with groups.HeldInterrupt() as held:
             return self._gather(held, label, value, is_last)
 
-    def _gather(self, held: groups.Held, label: str, value: T, is_last: bool = False) -> list[T]:
+    def _gather(self, held: groups.HeldInterrupt, label: str, value: T, is_last: bool = False) -> list[T]:
         words = self._exchange(Word(self._call, label, None, value), held)
         self._is_told = True
         if any(word.failure for word in words):
@@ -193,7 +193,7 @@ class Joint:
         what = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
         own = failure_of(error, what)
         try:
-            with groups.Held() as held:
+            with groups.HeldInterrupt() as held:
                 words = self._exchange(Word(self._call, "", own), held)
                 self._is_told = True
         except Lost:
@@ -205,7 +205,7 @@ class Joint:
             return error  # of the caller, on all ranks alike
         return together(_failures(words))
 
-    def _exchange(self, word: Word, held: groups.Held) -> list[Word]:
+    def _exchange(self, word: Word, held: groups.HeldInterrupt) -> list[Word]:
         data = pickle.dumps(word)
         is_first, self._is_first = self._is_first, False
         self._is_told = False

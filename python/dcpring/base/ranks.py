@@ -128,7 +128,7 @@ class Ranks:
 
     # ---- the channel ----
 
-    def gather(self, data: bytes, is_first: bool, held: groups.Held) -> list[bytes]:
+    def gather(self, data: bytes, is_first: bool, held: groups.HeldInterrupt) -> list[bytes]:
         if not self._members:
             return [data]
         if is_first and self.group is None:
@@ -141,11 +141,11 @@ class Ranks:
         self._connect_again()  # one has given the group up after this one's part in the last operation was over
         return self._run(groups.gather, data, held)
 
-    def common_bits(self, data: bytes, held: groups.Held) -> bytes:
+    def common_bits(self, data: bytes, held: groups.HeldInterrupt) -> bytes:
         """The bits that all have set, which are about to ask for that."""
         return self._run(groups.common_bits, data, held) if self._members else data
 
-    def _run(self, collective: Callable[..., R], data: bytes, held: groups.Held) -> R:
+    def _run(self, collective: Callable[..., R], data: bytes, held: groups.HeldInterrupt) -> R:
         if self.group is None:
             raise Lost(self._lost)
         try:
@@ -263,7 +263,7 @@ class Operation(Joint):
 
     def common_bits(self, label: str, data: bytes) -> bytes:
         """The bits that all ranks have set, of as many bytes on each: so much is sent, however many ranks there are."""
-        with groups.Held() as held:
+        with groups.HeldInterrupt() as held:
             self._gather(held, label, None)
             return self._ranks.common_bits(data, held)
 
@@ -280,7 +280,7 @@ class Operation(Joint):
         """
         is_begun = False
         try:
-            with groups.Held() as held:  # whose end raises Ctrl-C when the others may be on their way into DCP
+            with groups.HeldInterrupt() as held:  # whose end raises Ctrl-C when the others may be on their way into DCP
                 is_begun = any(self._gather(held, label, is_wanted))
             if not is_begun:
                 return None

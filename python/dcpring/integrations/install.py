@@ -169,7 +169,7 @@ def tried_out() -> dict[str, bool]:
     return found
 
 
-class _State:
+class _Installed:
     """What is installed in this process.
 
     Attributes:
@@ -279,7 +279,7 @@ def _call_after_loading(loader: Any, call: Any) -> None:
     loader.exec_module = exec_module
 
 
-_state = _State()
+_state = _Installed()
 
 
 def is_asked_for() -> bool:

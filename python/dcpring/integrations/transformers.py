@@ -111,7 +111,7 @@ class RingCheckpoint(TrainerCallback):
             "optimizer": kwargs["optimizer"],
             "scheduler": getattr(scheduler, "scheduler", scheduler),  # accelerate's holds torch's
             "rng": self._rng,
-            _STATE: _State(trainer),
+            _STATE: _TrainerState(trainer),
         }
         if trainer.accelerator.scaler is not None:
             components["scaler"] = Replicated(trainer.accelerator.scaler)
@@ -150,7 +150,7 @@ class RingCheckpoint(TrainerCallback):
 _STATE = "trainer"
 
 
-class _State(Replicated):
+class _TrainerState(Replicated):
     """What the Trainer writes into its ``trainer_state.json``. It is rank 0's: others have other clocks."""
 
     def collect(self, member: Member) -> tuple[dict[str, str], str]:

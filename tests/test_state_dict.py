@@ -400,18 +400,13 @@ def test_frozen_parameters_are_left_out_and_not_missed() -> None:
         dcpring.set_model_state_dict(model, state)
 
 
-def test_submodules() -> None:
-    model = torch.compile(Net())
-    block = model._orig_mod.block
-    with pytest.warns(FutureWarning):
-        state = dcpring.get_model_state_dict(model, submodules={block})
-    assert list(state) == [f"block.{name}" for name in block.state_dict()]
-    short = StateDictOptions(keep_submodule_prefixes=False)
-    with pytest.warns(FutureWarning):
-        inner = dcpring.get_model_state_dict(model, submodules={block}, options=short)
-    assert list(inner) == list(block.state_dict())
-    with pytest.warns(FutureWarning):
-        dcpring.set_model_state_dict(model, {block: inner}, options=StateDictOptions(strict=False))
+def test_submodules_are_refused() -> None:
+    """Stock has deprecated them."""
+    model = Net()
+    with pytest.raises(TypeError, match="choose from the state dict"):
+        dcpring.get_model_state_dict(model, submodules={model.block})
+    with pytest.raises(TypeError, match="a dict by submodules is not taken"):
+        dcpring.set_model_state_dict(model, {model.block: model.block.state_dict()})
 
 
 def test_all_mismatches_are_named() -> None:

@@ -87,7 +87,7 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
     return wrapper if wrapper and modules.children(module).get(wrapper.attribute) is not None else None
 
 
-class _View(NamedTuple):
+class _NamesView(NamedTuple):
     """How a model is looked at.
 
     Attributes:
@@ -100,7 +100,7 @@ class _View(NamedTuple):
     cleared: frozenset[nn.Module]
 
 
-def _hidden_children(module: nn.Module, view: _View) -> dict[str, bool]:
+def _hidden_children(module: nn.Module, view: _NamesView) -> dict[str, bool]:
     """The children whose names are no part of canonical names, and whether raw names lack them too."""
     hidden: dict[str, bool] = {}
     modified = getattr(module, view.modifiers, None)
@@ -194,7 +194,7 @@ class _Branch:
     def add(self, name: str, kind: int = _C.KEY_PLAIN) -> _Branch:
         return self.children.setdefault(name, _Branch(kind))
 
-    def grow(self, module: nn.Module, view: _View) -> bool:
+    def grow(self, module: nn.Module, view: _NamesView) -> bool:
         """Adds what is below a module, which this stands for; False when there is nothing worth listing."""
         hidden = _hidden_children(module, view)
         owns = any(not hooked for hooked in hidden.values())
@@ -259,7 +259,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _entries(
-    module: nn.Module, view: _View, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
+    module: nn.Module, view: _NamesView, path: str = "", raw: str = "", chain: tuple[str, ...] = ()
 ) -> Iterator[NamedTensor]:
     """The tensors that ``state_dict()`` shows, in its order; a flat parameter (FSDP1) as the parameters in it."""
     hidden = _hidden_children(module, view)
@@ -290,7 +290,7 @@ class ModelKeys:
 
     nodes: list[_Node]
     entries: list[NamedTensor]
-    view: _View
+    view: _NamesView
     names: list[str] = field(init=False)
     slots: dict[Tensor, list[list[str]]] = field(init=False)
 
@@ -317,10 +317,6 @@ class ModelKeys:
         """Raw names of canonical ones: what ``load_state_dict`` takes. Raises what ``canonical`` does."""
         return _C.raw_keys(self.nodes, canonical)
 
-    def prefix(self, raw_module: str) -> str:
-        """The canonical name of a module, with a dot behind it; "" for the root."""
-        return self.canonical([_join(raw_module, "_")])[0].removesuffix("_")
-
 
 def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys:
     """Walks through a model once. What FSDP2 has gathered is resharded, as ``state_dict()`` would do it.
@@ -333,19 +329,10 @@ def model_keys(model: nn.Module, modifiers: str = "_fqn_modifiers") -> ModelKeys
     modules.reshard(model)
     # FSDP1's own hooks look its parameters up by raw names: nothing may be renamed before them.
     has_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    view = _View(modifiers, frozenset(() if has_fsdp1 else _below_hooks(model)))
+    view = _NamesView(modifiers, frozenset(() if has_fsdp1 else _below_hooks(model)))
     root = _Branch()
     root.grow(model, view)
     return ModelKeys(root.nodes(), list(_entries(model, view)), view)
-
-
-def raw_module_names(module: nn.Module, view: _View, raw: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules, under the names that raw names of their tensors begin with."""
-    yield raw, module
-    hidden = _hidden_children(module, view)
-    for name, child in modules.children(module).items():
-        if child is not None:
-            yield from raw_module_names(child, view, raw if hidden.get(name) else _join(raw, name))
 
 
 # ---- tensors that wrap tensors ----

@@ -45,6 +45,11 @@ def _as_tuple(optimizers: _Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return found
 
 
+def _refuse_submodules(submodules: set[nn.Module] | None) -> None:
+    if submodules:
+        raise TypeError("submodules= is not taken; choose from the state dict by the beginning of its keys")
+
+
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -52,16 +57,16 @@ def get_model_state_dict(
 
     Args:
         model: wrapped in whatever ways.
-        submodules: only what is in these modules; deprecated, as in stock.
+        submodules: not taken; stock has deprecated it.
         options: stock's; see ``torch.distributed.checkpoint.state_dict.StateDictOptions``.
 
     Raises:
         ValueError: two tensors would have one name; the message names both.
     """
+    _refuse_submodules(submodules)
     with requested(model, options) as request:
-        state = get_model(request, submodules)
-        if not submodules:
-            check_not_empty(request, state)
+        state = get_model(request)
+        check_not_empty(request, state)
         return state
 
 
@@ -100,7 +105,7 @@ def get_optimizer_state_dict(
     Args:
         model: the model that the optimizers are for.
         optimizers: one or several.
-        submodules: has no effect, as in stock.
+        submodules: not taken; stock has deprecated it, and does nothing with it.
         options: stock's; ``flatten_optimizer_state_dict`` gives one level of keys.
 
     Nothing of the optimizers or the model is changed. One that has no state yet is given in the dict what a step with
@@ -110,6 +115,7 @@ def get_optimizer_state_dict(
         RuntimeError: an optimizer has a parameter that is not the model's, or its class has a state dict of its own
             form, or it has no state yet and copies of it cannot take a step.
     """
+    _refuse_submodules(submodules)
     with requested(model, options) as request:
         return get_optimizers(request, _as_tuple(optimizers))
 
@@ -149,10 +155,10 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``get_model_state_dict`` and ``get_optimizer_state_dict`` in one call."""
+    _refuse_submodules(submodules)
     with requested(model, options) as request:
-        state = get_model(request, submodules)
-        if not submodules:
-            check_not_empty(request, state)
+        state = get_model(request)
+        check_not_empty(request, state)
         return state, get_optimizers(request, _as_tuple(optimizers)) if optimizers else {}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dcpring.torchside.optim import GROUPS, PARAMS, STATE
 
 
-class Loaded:
+class LoadedState:
     """An optimizer state dict that was given, nested or flattened, with a lookup for each thing that is in it."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:

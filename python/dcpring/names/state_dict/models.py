@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from dcpring.errors import KeyMismatchError
 from dcpring.names.diff import describe_names
 from dcpring.names.state_dict.request import Request
-from dcpring.names.wrapping import ModelKeys, cleared_names, plain_tensor, raw_module_names
+from dcpring.names.wrapping import ModelKeys, cleared_names, plain_tensor
 from dcpring.torchside import state_dict as stock
 from dcpring.torchside.groups import device_of
 from dcpring.torchside.modules import copy_metadata
@@ -21,14 +20,12 @@ from dcpring.torchside.state_dict import IncompatibleKeys
 
 
 @torch.no_grad()
-def get_model(request: Request, submodules: set[nn.Module] | None) -> dict[str, Any]:
+def get_model(request: Request) -> dict[str, Any]:
     info = request.info
     with info.fsdp_context(), cleared_names(request.keys.view.cleared):
         raw = stock.state_dict_fn(request.model, "state_dict")()
     names = request.keys.canonical(list(raw))
     state: dict[str, Any] = OrderedDict(zip(names, map(plain_tensor, raw.values()), strict=True))
-    if submodules:
-        state = _only_submodules(request, state, submodules)
     if info.ignore_frozen_params:
         for name in _frozen(request.keys):
             state.pop(name, None)
@@ -42,49 +39,6 @@ def _frozen(keys: ModelKeys) -> Iterator[str]:
     for tensor, slots in keys.slots.items():
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             yield from (name for slot in slots for name in slot)
-
-
-def _submodule_prefixes(request: Request, submodules: Iterable[nn.Module]) -> dict[nn.Module, list[str]]:
-    """The canonical prefixes of modules, which may be at several places."""
-    wanted = set(submodules)
-    found: dict[nn.Module, list[str]] = {module: [] for module in wanted}
-    for raw, module in raw_module_names(request.model, request.keys.view):
-        if module in wanted:
-            found[module].append(request.keys.prefix(raw))
-    return found
-
-
-def _only_submodules(request: Request, state: dict[str, Any], submodules: set[nn.Module]) -> dict[str, Any]:
-    warnings.warn(
-        "submodules= is deprecated, as in stock DCP; filter the state dict by its keys instead",
-        FutureWarning,
-        stacklevel=4,
-    )
-    prefixes = sorted({prefix for found in _submodule_prefixes(request, submodules).values() for prefix in found})
-    kept: dict[str, Any] = {}
-    for name, value in state.items():
-        for prefix in prefixes:
-            if name.startswith(prefix):
-                kept[name if request.info.keep_submodule_prefixes else name.removeprefix(prefix)] = value
-    return kept
-
-
-def _flat_model_dict(request: Request, state: Mapping[Any, Any]) -> dict[str, Any]:
-    """A copy of what was given, with the deprecated form (a dict by submodule) made flat."""
-    if not state or not isinstance(next(iter(state)), nn.Module):
-        return dict(state)
-    warnings.warn(
-        "a dict by submodules is deprecated, as in stock DCP; put the prefixes into the keys",
-        FutureWarning,
-        stacklevel=4,
-    )
-    prefixes = _submodule_prefixes(request, state)
-    return {
-        prefix + name: value
-        for module, inner in state.items()
-        for prefix in prefixes[module]
-        for name, value in inner.items()
-    }
 
 
 def _accept_names(request: Request, state: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +103,9 @@ def check_not_empty(request: Request, state: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def set_model(request: Request, given: Mapping[Any, Any]) -> IncompatibleKeys:
     info = request.info
-    state = _flat_model_dict(request, given)
+    if any(isinstance(name, nn.Module) for name in given):
+        raise TypeError("a dict by submodules is not taken; put the names of the submodules in front of the keys")
+    state = dict(given)
     if not state and not info.broadcast_from_rank0:
         return IncompatibleKeys([], [])
     state = _accept_names(request, state)

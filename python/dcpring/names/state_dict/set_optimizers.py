@@ -17,7 +17,7 @@ from dcpring.names.first_step import (
     is_fresh,
     load_own_state_dict,
 )
-from dcpring.names.state_dict.loaded import Loaded
+from dcpring.names.state_dict.loaded import LoadedState
 from dcpring.names.state_dict.optimizers import get_optimizers, optimizer_names
 from dcpring.names.state_dict.request import Request, listed
 from dcpring.torchside import state_dict as stock
@@ -40,7 +40,7 @@ class _Names(list[Any]):
         return list(self)
 
 
-class _Group(NamedTuple):
+class _OwnGroup(NamedTuple):
     """A parameter group on its way into the optimizer: ``names`` as they will be, ``sources`` as they were saved."""
 
     options: dict[str, Any]
@@ -48,7 +48,7 @@ class _Group(NamedTuple):
     sources: list[str]
 
 
-def _pick(names: list[str], loaded: Loaded, options: Iterable[str]) -> str:
+def _pick(names: list[str], loaded: LoadedState, options: Iterable[str]) -> str:
     """Which of the names of tied parameters was saved; the first when none was."""
     if len(names) == 1:
         return names[0]
@@ -66,17 +66,17 @@ def _expected_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[st
         return None
 
 
-def _split(request: Request, optimizer: torch.optim.Optimizer, loaded: Loaded) -> dict[str, Any]:
+def _split(request: Request, optimizer: torch.optim.Optimizer, loaded: LoadedState) -> dict[str, Any]:
     """What of the loaded state is this optimizer's, in its order."""
     state: dict[str, Any] = {}
-    groups: list[_Group] = []
+    groups: list[_OwnGroup] = []
     missing: list[str] = []
     incomplete: dict[Tensor, str] = {}
     slots = iter(optimizer_names(request, optimizer))
     expected = _expected_state(optimizer)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != PARAMS}
-        groups.append(_Group(options, [], []))
+        groups.append(_OwnGroup(options, [], []))
         for param in group[PARAMS]:
             for names in next(slots):
                 source = _pick(names, loaded, options)
@@ -111,7 +111,7 @@ def _words_of_stock(missing: list[str]) -> str:
     return f"Missing optimizer state for parameter '{states[0]}' in checkpoint. " if states else ""
 
 
-def _cure_of_groups(missing: list[str], loaded: Loaded) -> str:
+def _cure_of_groups(missing: list[str], loaded: LoadedState) -> str:
     """What to do where the state of parameters is there, but they are in no group."""
     if not loaded.nested or not any(key.startswith(f"{GROUPS}.") for key in missing):
         return ""
@@ -121,7 +121,7 @@ def _cure_of_groups(missing: list[str], loaded: Loaded) -> str:
     )
 
 
-def _empty_groups(groups: list[_Group], loaded: Loaded) -> dict[int, int]:
+def _empty_groups(groups: list[_OwnGroup], loaded: LoadedState) -> dict[int, int]:
     """Which saved group without parameters goes to which of the optimizer's: the first to the first, and so on."""
     empty = [index for index, group in enumerate(groups) if not group.names]
     saved = [index for index, group in enumerate(loaded.groups) if not group[PARAMS]]
@@ -136,7 +136,9 @@ def _empty_groups(groups: list[_Group], loaded: Loaded) -> dict[int, int]:
     return dict(zip(empty, saved, strict=True))
 
 
-def _with_options(group: _Group, loaded: Loaded, empty: int | None, missing: list[str], strict: bool) -> dict[str, Any]:
+def _with_options(
+    group: _OwnGroup, loaded: LoadedState, empty: int | None, missing: list[str], strict: bool
+) -> dict[str, Any]:
     """The group as it was saved: its learning rate and so on. Names of parameters stay those of this optimizer."""
     own_names = {name: value for name, value in group.options.items() if name == PARAM_NAMES}
     if loaded.nested:
@@ -171,7 +173,7 @@ def same_value(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _refuse_mixed(group: _Group, saved: list[dict[str, Any]], strict: bool) -> None:
+def _refuse_mixed(group: _OwnGroup, saved: list[dict[str, Any]], strict: bool) -> None:
     for name in {name for one in saved[1:] for name in one} - {PARAMS, PARAM_NAMES}:
         if all(same_value(one.get(name), saved[0].get(name)) for one in saved[1:]):
             continue
@@ -229,7 +231,7 @@ def set_optimizers(request: Request, optimizers: tuple[torch.optim.Optimizer, ..
             "The option indicates that model state_dict is required to save, or load but optim state_dict is empty. "
             f"{dict(given)}"
         )
-    loaded = Loaded(given)
+    loaded = LoadedState(given)
     for optimizer in optimizers:
         state: dict[str, Any] = {}
         if given:

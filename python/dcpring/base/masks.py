@@ -23,8 +23,3 @@ def zeros(marks: bytes) -> bytes:
 def both(a: bytes, b: bytes) -> bytes:
     """What is in both of two masks."""
     return (int.from_bytes(a) & int.from_bytes(b)).to_bytes(len(a))
-
-
-def either(a: bytes, b: bytes) -> bytes:
-    """What is in one of two masks, or in both."""
-    return (int.from_bytes(a) | int.from_bytes(b)).to_bytes(len(a))

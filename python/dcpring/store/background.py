@@ -1,8 +1,8 @@
 """``async_save``: a save in the background, in a thread of its own.
 
 The calling thread opens the state, and takes the save's turn in its process group. The thread copies the tensors into
-a buffer of a stager's, waits for the turns before it, and saves the copy as ``dcp.save`` would. The thread belongs to
-this one save, and owns the copy until that is over.
+a buffer, of a stager's or of its own, waits for the turns before it, and saves the copy as ``dcp.save`` would. The
+thread belongs to this one save, and owns the copy until that is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcpring.base.groups import has_group, world_size
 from dcpring.base.order import ALONE, take_turn
 from dcpring.base.untold import BackgroundTask
-from dcpring.move.staging import SideStreams
+from dcpring.move.staging import Copying, SideStreams, StagingBuffer
 from dcpring.plan.save_planner import RingSavePlanner
 from dcpring.store.stager import RingStager
 from dcpring.store.writer import RingWriter
@@ -101,8 +101,11 @@ def async_save(
                 'call init_process_group("cpu:gloo,cuda:nccl"), or give process_group=dist.new_group(backend="gloo")'
             )
     values = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
-    lent = RingStager() if stager is None else stager
-    copying = lent.begin_copy(values, SideStreams())
+    buffer = StagingBuffer()
+    if stager is None:
+        copying = Copying.of(buffer, values, SideStreams(), None)
+    else:
+        copying = stager.begin_copy(values, SideStreams())
     copying.turn = turn = take_turn(ALONE if group is None else group, ranks)
     writer, chosen = storage_writer, RingSavePlanner() if planner is None else planner
     del values
@@ -115,8 +118,7 @@ def async_save(
             return dcp.save(copied, writer, chosen, group)
         finally:
             turn.end()
-            if lent is not stager:
-                lent.close()
+            buffer.release()
 
     response = AsyncSaveResponse(copying.copied)
     try:

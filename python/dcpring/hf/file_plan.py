@@ -68,6 +68,11 @@ class Laid(NamedTuple):
         """How many blocks of the CRC grid it touches."""
         return (self.end - 1) // STRIPE_BYTES - self.begin // STRIPE_BYTES + 1 if self.size_bytes else 0
 
+    @property
+    def most_crcs(self) -> int:
+        """How many it touches at most, wherever it begins."""
+        return (self.size_bytes - 2) // STRIPE_BYTES + 2 if self.size_bytes else 0
+
 
 @dataclass(frozen=True)
 class FileLayout:

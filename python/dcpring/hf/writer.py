@@ -299,22 +299,17 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         return groups
 
     def _place(self, name: str, tensors: list[Laid], model: _PlannedModel) -> None:
-        """Adds a file whose header has room for all CRCs. How many there are depends on where the tensors begin."""
+        """Adds a file. Its header has room for as many CRCs as the tensors can have, wherever they begin."""
         entries = safetensors.header_entries(((each.stored, each.dtype, each.shape) for each in tensors), _CURES)
         bare_bytes = len(self._header(entries, model, dict.fromkeys((each.stored for each in tensors), ""), 1))
-        head_bytes = 0
-        while True:
-            at, laid = head_bytes, []
-            for each in tensors:
-                laid.append(each._replace(begin=at))
-                at += each.size_bytes
-            digits = 8 * sum(each.crc_count for each in laid) if self.options.checksum else 0
-            needed = -(-(bare_bytes + digits) // _C.ALIGNMENT_BYTES) * _C.ALIGNMENT_BYTES
-            if needed <= head_bytes:
-                model.layouts.append(FileLayout(name, head_bytes, laid))
-                model.entries.append(entries)
-                return
-            head_bytes = needed
+        digits = 8 * sum(each.most_crcs for each in tensors) if self.options.checksum else 0
+        at = head_bytes = -(-(bare_bytes + digits) // _C.ALIGNMENT_BYTES) * _C.ALIGNMENT_BYTES
+        laid = []
+        for each in tensors:
+            laid.append(each._replace(begin=at))
+            at += each.size_bytes
+        model.layouts.append(FileLayout(name, head_bytes, laid))
+        model.entries.append(entries)
 
     def _header(self, entries: bytes, model: _PlannedModel, crcs: Mapping[str, str], alignment: int) -> bytes:
         notes = safetensors.header_notes({"format": "pt"}, model.ties, crcs if self.options.checksum else None)

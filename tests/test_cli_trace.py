@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from _traces import START, made, slow_sync, write
 
 from dcpring import RingReader, RingWriter
-from dcpring.tools.traces import Operation, phases, read_operations, slowest_file
+from dcpring.tools.traces import TracedOperation, phases, read_operations, slowest_file
 
 
-def _read(folder: Path, traces: list[dict[str, Any]]) -> Operation:
+def _read(folder: Path, traces: list[dict[str, Any]]) -> TracedOperation:
     operations, _ = read_operations(write(folder, traces))
     assert len(operations) == 1
     return operations[0]

@@ -14,7 +14,7 @@ from dcpring.errors import CheckpointError
 from dcpring.report import format_bytes
 
 if TYPE_CHECKING:
-    from dcpring.tools.traces import Operation, Phase
+    from dcpring.tools.traces import Phase, TracedOperation
 
 _DESCRIPTION = """\
 Reads the traces that RingWriter(trace="t.json"), RingReader(trace=...) or the environment variable DCPRING_TRACE have
@@ -78,7 +78,7 @@ def _files(given: Path) -> list[Path]:
     return found
 
 
-def _chosen(operations: Sequence[Operation], number: int | None) -> Sequence[int]:
+def _chosen(operations: Sequence[TracedOperation], number: int | None) -> Sequence[int]:
     if number is None:
         return range(1, len(operations) + 1)
     if number > len(operations):
@@ -86,7 +86,7 @@ def _chosen(operations: Sequence[Operation], number: int | None) -> Sequence[int
     return [number]
 
 
-def _show(number: int, one: Operation, out: Output) -> None:
+def _show(number: int, one: TracedOperation, out: Output) -> None:
     from dcpring.tools.traces import phases, slowest_file
 
     took = f"{_seconds(one.end - one.begin)} s, {ranks(len(one.parts))}"
@@ -119,7 +119,7 @@ def _row(phase: Phase, known: Sequence[int], are_many: bool) -> list[str]:
     return [phase.name, *cells, f"rank {phase.slowest}", _seconds(sum(phase.waited.values())), parts]
 
 
-def _failures(operation: Operation) -> dict[int, str]:
+def _failures(operation: TracedOperation) -> dict[int, str]:
     return {rank: part.failed for rank, part in sorted(operation.parts.items()) if part.failed}
 
 
@@ -127,7 +127,7 @@ def _seconds(micros: int) -> str:
     return f"{micros / 1e6:.3f}"
 
 
-def _as_json(number: int, one: Operation) -> dict[str, Any]:
+def _as_json(number: int, one: TracedOperation) -> dict[str, Any]:
     from dcpring.tools.traces import phases, slowest_file
 
     slowest = slowest_file(one)

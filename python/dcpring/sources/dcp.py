@@ -35,10 +35,10 @@ from dcpring.sources.parts import dtype_of
 from dcpring.sources.stream import (
     PLAIN_DTYPES,
     Path,
-    Run,
     Source,
     SourceItem,
     SourcePart,
+    StreamedPart,
     TargetPart,
     first_names,
     stream,
@@ -213,7 +213,7 @@ class DcpTarget:
             self._write_objects(file, source, objects)
         self.files.append(name)
 
-    def _write_runs(self, file: _C.FileWriter, runs: list[Run]) -> None:
+    def _write_runs(self, file: _C.FileWriter, runs: list[StreamedPart]) -> None:
         run, storage = runs[0], _C.StorageIndex(len(runs))
         if run.is_whole:
             file.write_tensors(_C.Tensors([run.part.tensor for run in runs]), storage)

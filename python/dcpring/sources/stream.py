@@ -160,7 +160,7 @@ class TargetPart(NamedTuple):
         return math.prod(self.lengths) * self.item.dtype.itemsize
 
 
-class Run(NamedTuple):
+class StreamedPart(NamedTuple):
     """A piece, or the next part of one that is larger than a window.
 
     Attributes:
@@ -215,19 +215,19 @@ def _windows(pieces: Iterable[TargetPart]) -> Iterator[list[_Box]]:
 
 
 @dataclass
-class _Slot:
+class _StreamWindow:
     """One of the two windows in memory."""
 
     stored: Buffer = field(default_factory=lambda: Buffer(WINDOW_BYTES))
     cast: Buffer | None = None
 
-    def read(self, source: Source, window: list[_Box]) -> list[Run]:
+    def read(self, source: Source, window: list[_Box]) -> list[StreamedPart]:
         self.stored.clear()
         parts = [self._part(box) for box in window]
         source.read(parts)
         if self.cast is not None:
             self.cast.clear()
-        return [Run(box.piece, box.start, self._cast(part)) for box, part in zip(window, parts, strict=True)]
+        return [StreamedPart(box.piece, box.start, self._cast(part)) for box, part in zip(window, parts, strict=True)]
 
     def _part(self, box: _Box) -> SourcePart:
         item = box.piece.item
@@ -246,14 +246,14 @@ class _Slot:
         return SourcePart(item, part.offsets, tensor, memory)
 
 
-def stream(source: Source, pieces: Iterable[TargetPart]) -> Iterator[list[Run]]:
+def stream(source: Source, pieces: Iterable[TargetPart]) -> Iterator[list[StreamedPart]]:
     """The data of tensors, in order: many small pieces at once, or one part of a large one.
 
     What is yielded is good until the next is asked for.
     """
-    slots = itertools.cycle([_Slot(), _Slot()])
+    slots = itertools.cycle([_StreamWindow(), _StreamWindow()])
 
-    def read(window: list[_Box]) -> list[Run]:
+    def read(window: list[_Box]) -> list[StreamedPart]:
         return next(slots).read(source, window)
 
     with contextlib.closing(read_ahead("dcpring-read", _windows(pieces), read)) as reading:

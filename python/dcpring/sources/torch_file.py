@@ -38,10 +38,10 @@ from dcpring.sources.stream import (
     WINDOW_BYTES,
     DictKey,
     Path,
-    Run,
     Source,
     SourceItem,
     SourcePart,
+    StreamedPart,
     TargetPart,
     first_names,
     stream,
@@ -63,7 +63,7 @@ _MOST_LEAVES = 1 << 21
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
-class _ZipEntry(NamedTuple):
+class _StoredEntry(NamedTuple):
     """A stored entry of the zip file: the data of a storage, or what describes them."""
 
     offset: int
@@ -72,10 +72,10 @@ class _ZipEntry(NamedTuple):
     is_data: bool = True
 
 
-class _View(NamedTuple):
+class _TensorView(NamedTuple):
     """A tensor in a record; offset and strides in elements."""
 
-    record: _ZipEntry
+    record: _StoredEntry
     offset: int
     stride: tuple[int, ...]
 
@@ -105,9 +105,9 @@ class TorchSource:
         self._trusted = trusted
         self._options = IOOptions().for_core(False)
         self._records = _records(path)
-        self._views: dict[str, _View] = {}
+        self._views: dict[str, _TensorView] = {}
         self._sums = RunningCrcs()
-        self._checked: set[_ZipEntry] = set()
+        self._checked: set[_StoredEntry] = set()
         self._held: tuple[str, Tensor] | None = None
         self.notes: Mapping[str, str] = {}
         self.unreadable: Mapping[str, str] = {}
@@ -194,13 +194,13 @@ class TorchSource:
         place = (view.record.offset, view.offset, view.stride)
         return SourceItem(name, name, path, tuple(value.shape), value.dtype, value.dtype, place)
 
-    def _view(self, name: str, tensor: Tensor) -> _View:
+    def _view(self, name: str, tensor: Tensor) -> _TensorView:
         storage = tensor.untyped_storage()
         offset, size = self._place_of(storage), storage.nbytes()
         record = self._records.get(offset, _NOWHERE.record)
         if size == 0 and self._maps:  # of which nothing is mapped
-            record = _ZipEntry(0, 0, 0)
-        view = _View(record, int(tensor.storage_offset()), tensor.stride())
+            record = _StoredEntry(0, 0, 0)
+        view = _TensorView(record, int(tensor.storage_offset()), tensor.stride())
         if record.size != size or record is _NOWHERE.record:
             raise self._damaged(name, "the zip file has no data where its pickle says")
         reach = view.offset + sum((n - 1) * s for n, s in zip(tensor.shape, view.stride, strict=True)) + 1
@@ -283,7 +283,7 @@ class TorchSource:
         if not self._sums.add(item.source, bounds[0] * item.stored.itemsize, part.memory, size, view.record.crc):
             raise self._wrong_sum(item.source, view.record)
 
-    def _check_record(self, whose: str, record: _ZipEntry) -> None:
+    def _check_record(self, whose: str, record: _StoredEntry) -> None:
         if record in self._checked:
             return
         for start in range(0, record.size, WINDOW_BYTES):
@@ -293,7 +293,7 @@ class TorchSource:
                 raise self._wrong_sum(whose, record)
         self._checked.add(record)
 
-    def _wrong_sum(self, whose: str, record: _ZipEntry) -> CorruptCheckpointError:
+    def _wrong_sum(self, whose: str, record: _StoredEntry) -> CorruptCheckpointError:
         return self._damaged(whose, "its CRC-32 does not match", record.offset)
 
     def _whole(self, item: SourceItem) -> Tensor:
@@ -311,7 +311,7 @@ class TorchSource:
         return self._held[1]
 
 
-_NOWHERE = _View(_ZipEntry(-1, -1, 0), 0, ())
+_NOWHERE = _TensorView(_StoredEntry(-1, -1, 0), 0, ())
 """Of what is no plain tensor."""
 
 
@@ -356,7 +356,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _records(path: FilePath) -> dict[int, _ZipEntry]:
+def _records(path: FilePath) -> dict[int, _StoredEntry]:
     """The stored entries of a zip file, by where their data begin."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -368,7 +368,7 @@ def _records(path: FilePath) -> dict[int, _ZipEntry]:
                 file.seek(info.header_offset)
                 name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-                found[start] = _ZipEntry(start, info.file_size, info.CRC, "/data/" in info.filename)
+                found[start] = _StoredEntry(start, info.file_size, info.CRC, "/data/" in info.filename)
             size = file.seek(0, io.SEEK_END)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise CorruptCheckpointError(f"the zip file is damaged ({error})", str(path)) from error
@@ -536,7 +536,7 @@ class TorchTarget:
                 )
             file.write_bytes([self._zip.directory()])
 
-    def _write_runs(self, file: _C.FileWriter, runs: list[Run], number: int) -> int:
+    def _write_runs(self, file: _C.FileWriter, runs: list[StreamedPart], number: int) -> int:
         """Writes payloads, and what belongs around them; returns the number of the next."""
         data: list[Any] = []
         for run in runs:

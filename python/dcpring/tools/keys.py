@@ -136,7 +136,7 @@ def _placement(tensor: Any) -> str:
 
 
 @dataclass
-class Origin:
+class WrapperOrigin:
     """A part of names that is, or may be, a wrapper's.
 
     Attributes:
@@ -183,7 +183,7 @@ class KeyReport:
     """
 
     rows: list[KeyLine]
-    origins: list[Origin]
+    origins: list[WrapperOrigin]
     clashes: dict[str, list[str]]
     collisions: dict[str, list[str]] = field(default_factory=dict)
     unused: list[Rule] = field(default_factory=list)
@@ -236,7 +236,7 @@ def _several(new: Iterable[str | None], old: Iterable[str]) -> dict[str, list[st
     return {name: keys for name, keys in owners.items() if len(keys) > 1}
 
 
-def _origins(names: Iterable[str]) -> list[Origin]:
+def _origins(names: Iterable[str]) -> list[WrapperOrigin]:
     counts: Counter[str] = Counter()
     places: dict[str, dict[str, None]] = defaultdict(dict)
     for name in names:
@@ -247,7 +247,7 @@ def _origins(names: Iterable[str]) -> list[Origin]:
                 counts[part] += 1
                 places[part][".".join(parts[: parts.index(part) + 1])] = None
     return [
-        Origin(part, wrapper.origin, wrapper.certain, counts[part], list(places[part]))
+        WrapperOrigin(part, wrapper.origin, wrapper.certain, counts[part], list(places[part]))
         for part, wrapper in WRAPPER_PARTS.items()
         if part in counts
     ]

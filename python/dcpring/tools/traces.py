@@ -27,7 +27,7 @@ _WAITS = ("gather", "scatter")
 """How the names of phases begin in which a rank only waits for others."""
 
 
-class Span(NamedTuple):
+class TraceEvent(NamedTuple):
     """From when to when a rank was at something.
 
     Attributes:
@@ -64,12 +64,12 @@ class RankTrace:
     begin: int
     end: int
     failed: str = ""
-    spans: list[Span] = field(default_factory=list)
-    io: list[Span] = field(default_factory=list)
+    spans: list[TraceEvent] = field(default_factory=list)
+    io: list[TraceEvent] = field(default_factory=list)
 
 
 @dataclass
-class Operation:
+class TracedOperation:
     """A save or a load of a run.
 
     Attributes:
@@ -122,7 +122,7 @@ class Phase(NamedTuple):
     parts: dict[str, int]
 
 
-def phases(operation: Operation) -> list[Phase]:
+def phases(operation: TracedOperation) -> list[Phase]:
     """The phases in which a rank worked, in the coordinator's order, then those that only others have.
 
     Staging, which precedes a background save and holds up training, counts as one.
@@ -136,7 +136,7 @@ def phases(operation: Operation) -> list[Phase]:
     return [_phase(operation, name, of_ranks) for name, of_ranks in took.items()]
 
 
-def _phase(operation: Operation, name: str, took: dict[int, int]) -> Phase:
+def _phase(operation: TracedOperation, name: str, took: dict[int, int]) -> Phase:
     slowest = max(took, key=lambda rank: (took[rank], -rank))
     waited = {rank: took[slowest] - took.get(rank, 0) for rank in operation.parts if rank != slowest}
     within = [(s.begin, s.end) for s in operation.parts[slowest].spans if s.kind == "phase" and s.name == name]
@@ -157,9 +157,9 @@ def _length(times: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def slowest_file(operation: Operation) -> tuple[int, str, int, int] | None:
+def slowest_file(operation: TracedOperation) -> tuple[int, str, int, int] | None:
     """The file that took longest from its first block to its last sync: rank, name, microseconds, bytes moved."""
-    files: dict[tuple[int, str], list[Span]] = {}
+    files: dict[tuple[int, str], list[TraceEvent]] = {}
     for rank, part in operation.parts.items():
         for span in part.io:
             if span.file:
@@ -185,7 +185,7 @@ class _Trace:
     parts: list[RankTrace] = field(default_factory=list)
 
 
-def read_operations(paths: Sequence[Path]) -> tuple[list[Operation], list[str]]:
+def read_operations(paths: Sequence[Path]) -> tuple[list[TracedOperation], list[str]]:
     """The operations of a run, or of several, in their order, and what the traces say is not in them.
 
     Raises:
@@ -194,12 +194,12 @@ def read_operations(paths: Sequence[Path]) -> tuple[list[Operation], list[str]]:
     """
     traces = [_read(path) for path in dict.fromkeys(paths)]
     given = frozenset(trace.rank for trace in traces)
-    operations: list[Operation] = []
-    by_identity: dict[str, Operation] = {}
+    operations: list[TracedOperation] = []
+    by_identity: dict[str, TracedOperation] = {}
     for part, world_size in [(part, trace.world_size) for trace in traces for part in trace.parts]:
         operation = by_identity.get(part.identity)
         if operation is None or part.rank in operation.parts:
-            operation = Operation(part.kind, part.checkpoint, part.identity, world_size, given=given)
+            operation = TracedOperation(part.kind, part.checkpoint, part.identity, world_size, given=given)
             operations.append(operation)
             by_identity.setdefault(part.identity, operation)
         operation.parts[part.rank] = part
@@ -207,9 +207,9 @@ def read_operations(paths: Sequence[Path]) -> tuple[list[Operation], list[str]]:
     return operations, [f"{trace.path}: {note}" for trace in traces for note in trace.notes]
 
 
-def _join_strays(operations: list[Operation]) -> list[Operation]:
+def _join_strays(operations: list[TracedOperation]) -> list[TracedOperation]:
     """A rank that fails before the plans are scattered never learns the operation's identity: it is found by time."""
-    joined: list[Operation] = []
+    joined: list[TracedOperation] = []
     for operation in sorted(operations, key=lambda operation: -len(operation.parts)):
         home = next((other for other in joined if _fits(operation, other)), None)
         if home is None or operation.world_size == 1:
@@ -219,7 +219,7 @@ def _join_strays(operations: list[Operation]) -> list[Operation]:
     return joined
 
 
-def _fits(stray: Operation, other: Operation) -> bool:
+def _fits(stray: TracedOperation, other: TracedOperation) -> bool:
     same = (stray.kind, stray.checkpoint) == (other.kind, other.checkpoint) and not stray.parts.keys() & other.parts
     return same and len(stray.parts) == 1 and stray.begin < other.end and other.begin < stray.end
 
@@ -274,7 +274,7 @@ def _trace(path: Path, about: dict[str, Any], events: list[Any]) -> _Trace:
     return trace
 
 
-def _part(rank: int, span: Span, args: dict[str, Any]) -> RankTrace:
+def _part(rank: int, span: TraceEvent, args: dict[str, Any]) -> RankTrace:
     kind, is_coordinator = _typed(args, "kind", str), _typed(args, "coordinator", bool)
     if kind not in ("save", "load"):
         raise _Bad(f"an operation is a {kind!r}")
@@ -282,9 +282,9 @@ def _part(rank: int, span: Span, args: dict[str, Any]) -> RankTrace:
     return RankTrace(rank, *texts, is_coordinator, span.begin, span.end, span.failed)
 
 
-def _span(event: dict[str, Any]) -> Span:
+def _span(event: dict[str, Any]) -> TraceEvent:
     args, begin = _typed(event, "args", dict), _number(event, "ts", _LATEST)
-    return Span(
+    return TraceEvent(
         name=_typed(event, "name", str),
         kind=_typed(event, "cat", str),
         begin=begin,

@@ -41,7 +41,7 @@ from dcpring import (
 )
 from dcpring.base import groups, ranks
 from dcpring.base.joint import Joint
-from dcpring.move.load import handon
+from dcpring.move.load import peers
 from dcpring.torchside.dcp import drops_metadata_errors
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep
@@ -63,7 +63,7 @@ class Step(NamedTuple):
         is_entry: of a function: its first line.
         when: -1: no other rank is waiting yet; 1: all ranks have told each other that they are done; 0: between these.
             In a thread of its own others wait from the beginning.
-        has_met: all ranks have come to hand on.
+        has_met: all ranks have come to share.
     """
 
     file: str
@@ -286,7 +286,7 @@ def record(call: Callable[[], None]) -> list[Step]:
         mock.patch.object(_DistWrapper, "__init__", begins(wrapper, tracer.begin)),
         mock.patch.object(Joint, "settle", ends(settle)),
         mock.patch.object(groups.Meeting, "wait", met(groups.Meeting.wait)),
-        mock.patch.object(handon, "MEET_SECONDS", 60.0),
+        mock.patch.object(peers, "MEET_SECONDS", 60.0),
     ):
         outcome = attempt(call, tracer)
     assert not outcome.error, outcome.error
@@ -326,7 +326,7 @@ def every_step(folder: Path, name: str, every_line: bool, log: Path) -> tuple[in
     for number, (rank, step) in enumerate(todo):
         if dist.get_rank() == 0:
             log.write_text(f"{number} of {len(todo)}: {step} on rank {rank}")
-        handon.MEET_SECONDS = 10.0 if step.has_met else 0.2  # who raises before does not come
+        peers.MEET_SECONDS = 10.0 if step.has_met else 0.2  # who raises before does not come
         found = gathered(attempt(call, Tracer(step) if rank == dist.get_rank() else None))
         raised += found[rank].has_raised
         wrong = problem(step, rank, found)

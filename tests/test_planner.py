@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dcpring.move.load.handon
+import dcpring.move.load.peers
 import dcpring.move.load.records
 import dcpring.plan.load_planner
 from dcpring import _C, CheckpointError, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
@@ -476,7 +476,7 @@ def failing_reader(path: str, share: str, hosts: str) -> str:
 @pytest.mark.parametrize(("share", "hosts"), (("host", "aaa"), ("all", "abc")))
 def test_a_reader_that_fails_leaves_nobody_waiting(tmp_path: Path, share: str, hosts: str) -> None:
     for message in _distributed.run(3, failing_reader, str(tmp_path), share, hosts, timeout=60):
-        assert "a rank has failed that hands on what it reads: rank 1: " in message
+        assert "a rank has failed that shares what it reads: rank 1: " in message
         assert "'b' (rank 1): bytes" in message and "are damaged (CRC-32 is" in message
 
 

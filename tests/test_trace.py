@@ -288,7 +288,7 @@ def test_ranks_write_a_trace_each_and_agree_on_what_it_is_of(tmp_path: Path) -> 
     assert _phases(save.parts[0]) == SAVE
     assert _phases(save.parts[1]) == ["local plan", "scatter plans", "write"]
     names = {span.name for span in load.parts[1].spans}
-    assert {"hand-on round 1", "wait for all"} <= names
+    assert {"peer sharing, round 1", "wait for all"} <= names
 
 
 def test_what_failed_on_one_rank_is_seen_in_the_traces_of_all(tmp_path: Path) -> None:

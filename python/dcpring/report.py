@@ -204,7 +204,7 @@ class ReadReport:
         own_bytes: wanted from files that a rank of this number wrote.
         other_bytes: wanted from files that others wrote.
         read_bytes: that it read from files; None before, on other ranks, and where the storage does not tell.
-        sent_bytes: that it read and handed on to others; likewise.
+        sent_bytes: that it read and shared with others; likewise.
         received_bytes: that others read for it; likewise.
     """
 
@@ -221,7 +221,7 @@ class LoadReport:
     """A load's plan. ``print`` it.
 
     Attributes:
-        share: how ranks hand on what several of them need: "host", "all" or "off".
+        share: how ranks share what several of them need: "host", "all" or "off".
         ranks: all ranks on the coordinator, elsewhere only this one; empty for storage that does not tell.
     """
 

@@ -104,7 +104,7 @@ def load_pretrained(
             model's own ``_init_weights`` (transformers; that of the part that the module is in, where the parts of a
             model have each their own), else the module's ``reset_parameters``.
         process_group: the ranks; None for all.
-        share: how the ranks of a host hand on what they read, as for ``RingLoadPlanner``.
+        share: how the ranks of a host share what they read, as for ``RingLoadPlanner``.
         name, variant: which of several models in a directory of safetensors, as for ``RingHFWriter``.
         reader_options: for ``RingReader``. ``dequantize`` is float32 here if not given, which is then cast to the
             model's dtypes, unless the model has float8 or uint8 tensors of its own.

@@ -52,13 +52,13 @@ logger = logging.getLogger("dcpring")
 
 @dataclass
 class RingLoadPlan(LoadPlan):
-    """A LoadPlan whose items stay in C, and on their rank: pickled, it holds what is needed for handing on.
+    """A LoadPlan whose items stay in C, and on their rank: pickled, it holds what peer sharing needs.
 
     Attributes:
         chunks: the checkpoint's; only on its own rank.
         reads: the rank's part of the report.
         source: of which save the rank has read the metadata, and where.
-        needs: what the rank will read, where ranks hand on.
+        needs: what the rank will read, where ranks share.
         sharing: the coordinator's reply to that.
         pieces: what each row of the needs stands for; only on its own rank.
     """
@@ -91,18 +91,18 @@ class RingLoadPlanner(DefaultLoadPlanner):
         flatten_state_dict: see ``DefaultLoadPlanner``.
         flatten_sharded_tensors: likewise.
         allow_partial_load: likewise.
-        process_group: the ranks of the load, by which they hand on what several of them need. Without it every rank
+        process_group: the ranks of the load, which read once what several of them need. Without it every rank
             reads for itself, as it does from storage other than ``RingReader``, and from checkpoints that RingWriter
             and RingSavePlanner have not written together.
         share: with a process group, read each byte of a tensor
 
             - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage. On a local disk a direct read
-              costs less than handing on: there only what would be read in full for some columns of it is handed on;
-            - "host": once on every host, and hand it on through shared memory, of some 140 MiB;
+              costs less than sharing: there only what would be read in full for some columns of it is shared;
+            - "host": once on every host, and share it through shared memory, of some 140 MiB;
             - "all": once in all, and send it to other hosts through the process group as well;
             - "off": on every rank that needs it.
 
-            Ranks hand on if all come to do so within some seconds of each other, else each reads for itself.
+            Ranks share if all come to do so within some seconds of each other, else each reads for itself.
         key_map: as for ``RingReader``; give it to one of the two. The planner sees both sides: with "normalize" it
             also finds names that text alone leaves ambiguous.
         missing: what to do about keys that the checkpoint lacks: "error", "warn" or "allow" (which is what
@@ -299,7 +299,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
             self.policy.report(sorted(left), rank_here())
 
     def _add_needs(self, plan: RingLoadPlan) -> None:
-        """Describes what this rank will read, where ranks are to hand on."""
+        """Describes what this rank will read, where ranks are to share."""
         items: Any = plan.items
         group, storage = self.process_group, plan.chunks.storage if plan.chunks else None
         if group is None or storage is None or self.share == "off" or makes_tensors(self):
@@ -376,7 +376,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
         except (OSError, ValueError):
             remote = ""
         if remote and rank_in(self.process_group) == 0:
-            say_once(logging.INFO, f"ranks of a host hand on what they read, as {remote}")
+            say_once(logging.INFO, f"ranks of a host share what they read, as {remote}")
         return "host" if remote else "off"
 
     def _flat(self, state_dict: STATE_DICT_TYPE) -> Flat:

@@ -1,4 +1,4 @@
-"""Who reads what several ranks need: planned as the share of a save is, for ``move.load.handon``.
+"""Peer sharing: who reads what several ranks need. ``move.load.peers`` reads it.
 
 1. With its load plan every rank sends what it will read, as a table of units: each stands for a piece (``pieces``).
 2. The coordinator merges the tables as it merges save plans, and gives each unit that several ranks need a reader.
@@ -28,7 +28,7 @@ Holders = tuple[tuple[int, ...], ...]
 """Ranks, by host."""
 
 ROUND_BYTES = 32 << 20
-"""How many bytes are read before they are handed on."""
+"""How many bytes are read before they are shared."""
 
 ROUNDS_IN_MEMORY = 3
 """One round is read while what the one before has left is taken, on some ranks still of that before it."""
@@ -42,7 +42,7 @@ class Needs:
     """What a rank will read.
 
     Attributes:
-        place: the rank in the process group that hands on.
+        place: the rank in the process group that shares.
         size: of that group.
         host: the same string on all ranks of a machine.
         share: "host" or "all".
@@ -117,7 +117,7 @@ class Sharing:
     """What the coordinator answers: the rounds that all ranks go through, and this rank's part.
 
     Attributes:
-        rounds: 0: nothing is handed on.
+        rounds: 0: nothing is shared.
         leader: the rank of this host that makes the shared memory.
         room: bytes of shared memory for one round.
         ranks_here: how many ranks are on this host.
@@ -183,7 +183,7 @@ def plan_sharing(needs: Sequence[Needs]) -> list[Sharing]:
 
 
 class _Group:
-    """Ranks that hand on among themselves.
+    """Ranks that share among themselves.
 
     Attributes:
         rounds: that they need.

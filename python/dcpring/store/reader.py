@@ -33,7 +33,7 @@ from dcpring.format.model_files import is_model, may_be_several
 from dcpring.format.quantised import BLOCK_SIZE, DTYPES
 from dcpring.format.unpickler import Trust, checked_globals
 from dcpring.move.load import loader
-from dcpring.move.load.handon import sharing_of
+from dcpring.move.load.peers import sharing_of
 from dcpring.move.load.task import Origin, Rules, Task
 from dcpring.move.load.wanted import CompactPlan, wanted_by_items
 from dcpring.names.key_map import KeyMap, KeyMapLike, rename_metadata
@@ -313,9 +313,9 @@ class RingReader(FileSystemReader):
         with load.meter, contextlib.nullcontext() if load.files is None else load.files.unchanged():
             if isinstance(plan, RingLoadPlan) and plan.is_compact and not makes_tensors(planner):
                 assert isinstance(planner, RingLoadPlanner)
-                with sharing_of(plan, planner.process_group) as exchange:
+                with sharing_of(plan, planner.process_group) as sharing:
                     compact = CompactPlan(plan, planner)
-                    loader.load(task, compact.rest(task.origin.path), compact, exchange)
+                    loader.load(task, compact.rest(task.origin.path), compact, sharing)
             else:
                 metadata = load.stored if load.goes_by_stored else load.metadata
                 assert metadata is not None

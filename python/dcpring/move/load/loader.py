@@ -3,24 +3,21 @@
 1. Everything is looked up, and checked against the tensor that it fills, before anything is read.
 2. Objects are read whole and unpickled; so are tensors that only ``torch.load`` understands (``records``).
 3. Plain tensors are read in parts (``executor``): those of a compact plan without an object of Python for each, or
-   with peer sharing (``handon``).
+   with peer sharing (``peers``).
 4. Objects go to the planner last, once nothing can fail any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Set
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dcpring import _C
-from dcpring.base.masks import both, mask_of
+from dcpring.base.masks import both, mask_of, zeros
 from dcpring.base.windows import windows
 from dcpring.errors import CorruptCheckpointError
 from dcpring.format.metadata import BYTES, OPAQUE, TENSOR, Placed
@@ -29,25 +26,24 @@ from dcpring.format.safetensors import StoredPart
 from dcpring.move import device
 from dcpring.move.load.executor import Executor
 from dcpring.move.load.explain import Explainer
-from dcpring.move.load.handon import Exchange, read_pieces, take_pieces
 from dcpring.move.load.inputs import Inputs
+from dcpring.move.load.peers import PeerSharing
 from dcpring.move.load.records import Records
 from dcpring.move.load.targets import Targets, check_chunks
 from dcpring.move.load.task import Task
 from dcpring.move.load.wanted import BoxRead, CompactPlan, Payload, QuantisedPayload, Wanted, read_bytes
 from dcpring.plan.load_planner import RingLoadPlanner, makes_tensors
-from dcpring.plan.pieces import Piece
 from dcpring.plan.placements import is_replicated
 
 
 def load(
-    task: Task, wanted: Mapping[int, Wanted], compact: CompactPlan | None = None, exchange: Exchange | None = None
+    task: Task, wanted: Mapping[int, Wanted], compact: CompactPlan | None = None, sharing: PeerSharing | None = None
 ) -> None:
     """Loads all that is wanted, once everything that can be checked before has been.
 
     Args:
         wanted: by position; of a compact plan, what the core cannot read straight into tensors.
-        exchange: reads what several ranks need once; None: this rank reads all for itself.
+        sharing: reads what several ranks need once; None: this rank reads all for itself.
     """
     if compact is None and not makes_tensors(task.planner):
         check_chunks(map(task.item, wanted), task.planner)
@@ -60,7 +56,7 @@ def load(
                 inputs = stack.enter_context(contextlib.closing(Inputs(origin.path, files, origin.links)))
         else:
             inputs = origin.inputs
-        _Loader(task, wanted, compact, Executor(task, inputs, explain)).load(exchange)
+        _Loader(task, wanted, compact, Executor(task, inputs, explain)).load(sharing)
     with_tensors = 0 if compact is None else len(compact.match.file_bytes(compact.storage))
     task.stats.files = max(task.stats.files, with_tensors, len(used))
 
@@ -90,33 +86,32 @@ class _Loader:
         self._sources: dict[int, Payload | QuantisedPayload] = {}
         self._boxes: dict[int, BoxRead] = {}
 
-    def load(self, exchange: Exchange | None) -> None:
+    def load(self, sharing: PeerSharing | None) -> None:
         objects, wholes = self._classify()
         self._check_ends([*objects, *wholes])
         self._records.check(wholes)
         if not self._makes_tensors:  # else its tensors are made for some at a time
             self._boxes = {position: self._box(position) for position in self._sources}
-        self._task.load.meter.begin(lambda: self._wanted_bytes([*objects, *wholes], exchange))
+        self._task.load.meter.begin(lambda: self._wanted_bytes([*objects, *wholes], sharing))
         give = self._records.read_objects(objects)
         with self._explain.changes():
             self._records.load_tensors(wholes)
-            if exchange is None:
-                self._read(None)
-            else:
-                self._share(exchange)
+            done = set[int]()
+            if sharing is not None and self._compact is not None:
+                done = sharing.run(self._task, self._compact, self._executor)
+            self._read(done)
         for each in give:
             each()
         self._targets.log_casts()
 
-    def _wanted_bytes(self, wholes: list[int], exchange: Exchange | None) -> int:
+    def _wanted_bytes(self, wholes: list[int], sharing: PeerSharing | None) -> int:
         """What this rank reads, some of it for others alone."""
         total = sum(self._wanted[position].place.length for position in wholes)
         for position, source in self._sources.items():
             total += read_bytes(source, *self._wanted[position][3:])
         if self._compact is not None:
             total += self._compact.size_bytes(self._compact.mask)
-            match = self._compact.match
-            total += 0 if exchange is None else exchange.surplus_bytes(lambda at: match.get(at)[3:])
+            total += 0 if sharing is None else sharing.surplus_bytes(self._compact)
         return total
 
     # ---- what each position is ----
@@ -223,12 +218,12 @@ class _Loader:
 
     # ---- plain tensors ----
 
-    def _read(self, chosen: set[int] | None) -> None:
-        """Fills the plain tensors at these positions, or all; those that a planner makes, 32 MiB at a time."""
+    def _read(self, done: Set[int]) -> None:
+        """Fills the plain tensors, but for these positions; those that a planner makes, 32 MiB at a time."""
         if self._compact is not None:
             mask = self._compact.mask
-            self._executor.fill_all(self._compact, mask if chosen is None else both(mask, mask_of(len(mask), chosen)))
-        positions = [position for position in self._sources if chosen is None or position in chosen]
+            self._executor.fill_all(self._compact, both(mask, zeros(mask_of(len(mask), done))) if done else mask)
+        positions = [position for position in self._sources if position not in done]
         for window in windows(positions, self._target_bytes, device.HOST_BYTES if self._makes_tensors else None):
             boxes = [self._boxes.pop(at) if at in self._boxes else self._box(at) for at in window]
             self._executor.fill(boxes)
@@ -238,24 +233,3 @@ class _Loader:
 
     def _target_bytes(self, position: int) -> int:
         return math.prod(self._wanted[position].lengths) * self._sources[position].dtype.itemsize
-
-    def _share(self, exchange: Exchange) -> None:
-        compact, executor = self._compact, self._executor
-        assert compact is not None
-
-        def begin(pieces: list[tuple[Piece, Tensor]]) -> Callable[[], None]:
-            result = pool.submit(functools.partial(read_pieces, compact, executor, pieces)).result
-
-            def wait() -> None:
-                with executor.watched():
-                    executor.count(*result())
-
-            return wait
-
-        def take(taken: list[tuple[int, Piece, Tensor]]) -> list[int]:
-            self._explain.filled.append([position for position, _, _ in taken])
-            return take_pieces(compact, taken, self._task.planner)
-
-        everything = {position for position, good in enumerate(compact.mask) if good} | self._sources.keys()
-        with ThreadPoolExecutor(1, "dcpring-round") as pool:
-            exchange.run(self._task, everything, self._read, begin, take)

@@ -189,12 +189,12 @@ def _memory(kernel: Kernel) -> Check:
     if free >= _LITTLE_MEMORY:
         return Check("memory", "ok", found)
     need = format_bytes(IOOptions().queue_depth * IOOptions().block_size_bytes)
-    meaning = f"each rank takes {need} for its buffers, and ranks that hand on read bytes 128 MiB more for each host"
+    meaning = f"each rank takes {need} for its buffers, and ranks that share what they read 128 MiB more for each host"
     return Check("memory", "slow", found, meaning, "a higher limit, or a lower queue_depth")
 
 
 def _shared_memory() -> Check:
-    """As ranks of a host hand on what one of them has read."""
+    """As ranks of a host share what one of them has read."""
     try:
         descriptor, word = shared_memory.create(mmap.PAGESIZE)
         try:

@@ -1,4 +1,4 @@
-"""Handing on: what several ranks read of a checkpoint is read once, and a rank that fails leaves nobody waiting."""
+"""Peer sharing: what several ranks read of a checkpoint is read once, and a rank that fails leaves nobody waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from dcpring import RingHFWriter, RingLoadPlanner, RingReader, RingSavePlanner, RingWriter
 from dcpring.base import groups as base_groups
-from dcpring.move.load import handon
+from dcpring.move.load import peers
 from dcpring.plan import sharing
 from dcpring.plan.pieces import PIECE_BYTES, Piece, common_bytes, covering, cut, take
 from dcpring.plan.sharing import ROUND_BYTES, Needs, hops, plan_sharing, units_table
@@ -113,7 +113,7 @@ def interleaved(path: str, name: str, share: Any, hosts: str) -> tuple[bool, int
     reader = RingReader(path)
     with (
         mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[dist.get_rank()]),
-        mock.patch.object(handon, "MEET_SECONDS", PATIENCE_SECONDS),
+        mock.patch.object(peers, "MEET_SECONDS", PATIENCE_SECONDS),
     ):
         dcp.load(loaded, storage_reader=reader, planner=planner)
     expected = distribute_tensor(full, mesh, placements, src_data_rank=None)
@@ -215,7 +215,7 @@ def load(
     error = ""
     one = reader(path)
     try:
-        with mock.patch.object(handon, "MEET_SECONDS", patience):
+        with mock.patch.object(peers, "MEET_SECONDS", patience):
             dcp.load(found, storage_reader=one, planner=planner(process_group=dist.group.WORLD, share="host"))
     except (CheckpointException, KeyboardInterrupt) as caught:
         error = str(caught) or type(caught).__name__
@@ -328,8 +328,8 @@ def one_is_killed(path: str, where: str) -> Any:
             target, name = {
                 "before": (RingReader, "read_data"),
                 "waiting": (base_groups.Meeting, "settle"),
-                "reading": (handon.Exchange, "_begin"),
-                "taking": (handon.Exchange, "_fill"),
+                "reading": (peers.PeerSharing, "_begin"),
+                "taking": (peers.PeerSharing, "_fill"),
             }[where]
             setattr(target, name, kill)
         return load(path, patience=1.0 if where in ("before", "waiting") else PATIENCE_SECONDS)[1]
@@ -357,7 +357,7 @@ def interrupted(path: str, where: str) -> tuple[Any, Any]:
         return call
 
     target, name = {
-        "reading": (handon.Exchange, "_begin"),
+        "reading": (peers.PeerSharing, "_begin"),
         "gathering": (base_groups, "_all_gather"),
         "meeting": (base_groups.Meeting, "wait"),
     }[where]
@@ -518,7 +518,7 @@ def between_hosts(path: str, hosts: str, share: Any) -> tuple[bool, int, int, in
     planner = RingLoadPlanner(process_group=dist.group.WORLD, share=share)
     with (
         mock.patch("dcpring.plan.load_planner.host_id", lambda: hosts[rank]),
-        mock.patch.object(handon, "MEET_SECONDS", PATIENCE_SECONDS),
+        mock.patch.object(peers, "MEET_SECONDS", PATIENCE_SECONDS),
         mock.patch.object(dist, "batch_isend_irecv", counted),
         mock.patch.object(base_groups, "gather", gathered),
     ):
@@ -545,21 +545,21 @@ def one_is_late_to_a_round(path: str) -> tuple[bool, int]:
     state = {f"t{at}": torch.full((1 << 20,), float(at)) for at in range(48)}
     dcp.save(state, storage_writer=RingWriter(path), planner=RingSavePlanner())
     loaded = {name: torch.zeros(1 << 20) for name in state}
-    fill, wait, filled = handon.Exchange._fill, base_groups.Meeting.wait, 0
+    fill, wait, filled = peers.PeerSharing._fill, base_groups.Meeting.wait, 0
 
-    def late(self: handon.Exchange, now: Any) -> None:
+    def late(self: peers.PeerSharing, now: Any) -> None:
         nonlocal filled
         fill(self, now)
         filled += 1
         if rank == 1 and filled == 2:
-            handon.MEET_SECONDS = PATIENCE_SECONDS
+            peers.MEET_SECONDS = PATIENCE_SECONDS
             time.sleep(2)
 
     with (
         mock.patch("dcpring.plan.load_planner.host_id", lambda: "aabb"[rank]),
-        mock.patch.object(handon, "MEET_SECONDS", 0.5 if rank == 0 else PATIENCE_SECONDS),
+        mock.patch.object(peers, "MEET_SECONDS", 0.5 if rank == 0 else PATIENCE_SECONDS),
         mock.patch.object(base_groups.Meeting, "wait", lambda self, _: wait(self, PATIENCE_SECONDS)),
-        mock.patch.object(handon.Exchange, "_fill", late),
+        mock.patch.object(peers.PeerSharing, "_fill", late),
     ):
         planner = RingLoadPlanner(process_group=dist.group.WORLD, share="host")
         dcp.load(loaded, storage_reader=RingReader(path), planner=planner)

@@ -42,9 +42,10 @@ from dcpring.move.save.results import Results
 from dcpring.names.key_map import KeyMapLike
 from dcpring.options import IO_NAMES, IOArguments, IOStats
 from dcpring.plan.messages import RingPlan
+from dcpring.plan.run import of_run
 from dcpring.plan.table import check_sizes
 from dcpring.store.one_saver import OneSaver
-from dcpring.store.writer import RingWriter, of_save
+from dcpring.store.writer import RingWriter
 from dcpring.torchside.groups import group_of_caller
 from dcpring.torchside.tensors import local_tensor
 from dcpring.torchside.versions import say_once
@@ -125,8 +126,8 @@ class RingHFWriter(RingWriter, HuggingFaceStorageWriter):
         OSError: with errno and path.
     """
 
-    _model: Any = of_save("model")
-    _saver: Any = of_save("one_saver")
+    _model: Any = of_run("model")
+    _saver: Any = of_run("one_saver")
 
     @checks_names(*IO_NAMES)
     def __init__(

@@ -10,11 +10,13 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -67,10 +69,67 @@ class Run:
         """How long ago it began."""
         return (time.monotonic_ns() - self.events.started) / 1e9
 
+    def next(self, events: Events, key_map: KeyMap | None) -> Any:
+        """One of the same kind, which begins where this one was made."""
+        return type(self)(events, key_map=key_map)
+
     def watch(self) -> _C.Watch | None:
         """What sees the core at work, where anybody wants to know."""
         counter, room = self.meter.counter, self.events.room
         return _C.Watch(counter, room) if counter is not None or room else None
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+class RunsByThread(Generic[AnyRun]):
+    """The saves of a writer, or the loads of a reader, which several threads may be at: one for each thread.
+
+    DCP makes all calls of one save or load on one thread, and gives nothing else to tell them apart by. A thread that
+    is at nothing sees the one that any thread was at last, as if there were one thread only.
+
+    Args:
+        first: what is there before anything begins.
+    """
+
+    def __init__(self, first: AnyRun) -> None:
+        self._last = first
+        self._of_thread: WeakKeyDictionary[threading.Thread, AnyRun] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunsByThread, (self._last,)
+
+    def copied(self) -> RunsByThread[AnyRun]:
+        """For a copy of the writer or reader, which begins where the calling thread is."""
+        return RunsByThread(self.current.next(Events(), None))
+
+    @property
+    def current(self) -> AnyRun:
+        return self._of_thread.get(threading.current_thread(), self._last)
+
+    def put(self, name: str, value: Any) -> None:
+        """Sets an attribute of the current one."""
+        self._last = self.current
+        setattr(self._last, name, value)
+
+    def begin(self, events: Events, key_map: KeyMap | None) -> AnyRun:
+        """The calling thread begins one. Another that it has begun and not ended is abandoned."""
+        thread = threading.current_thread()
+        before = self._of_thread.get(thread)
+        if before is not None:
+            before.events.abandon()
+        known = self._last if before is None or before.events.started else before  # reset() alone comes before a begin
+        self._last = self._of_thread[thread] = known.next(events, key_map)
+        return self._last
+
+    def end(self) -> None:
+        """Nothing more is called for the current one in the calling thread."""
+        self._of_thread.pop(threading.current_thread(), None)
+
+
+def of_run(name: str) -> Any:
+    """An attribute of a writer or reader, in whose ``_runs`` each save or load has its own."""
+    return property(lambda owner: getattr(owner._runs.current, name), lambda owner, value: owner._runs.put(name, value))
 
 
 @dataclass(eq=False)
@@ -248,9 +307,6 @@ def with_run(about: StorageMeta | None, run: Run) -> RunMeta:
     meta = RunMeta()
     vars(meta).update(vars(about or meta), run=weakref.ref(run))
     return meta
-
-
-AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def run_of(about: StorageMeta | None, kind: type[AnyRun]) -> AnyRun:

@@ -7,12 +7,10 @@ import errno
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -41,7 +39,7 @@ from dcpring.names.policy import Casts, LoadPolicy, Unexpected, checked_casts
 from dcpring.options import IO_NAMES, IOArguments, IOOptions, IOStats
 from dcpring.plan.items import ReadItems
 from dcpring.plan.load_planner import RingLoadPlan, RingLoadPlanner, makes_tensors
-from dcpring.plan.run import Load, with_run
+from dcpring.plan.run import Load, RunsByThread, of_run, with_run
 from dcpring.report import Metrics
 from dcpring.store import layout
 from dcpring.store.headers import SHARED_BYTES, Headers, bytes_once, meeting, read_headers, read_once
@@ -65,16 +63,6 @@ def _renamed(metadata: Metadata, key_map: KeyMap) -> Metadata:
 
 def _unreadable(problem: str) -> Metadata:
     raise AssertionError(problem)
-
-
-def of_load(name: str) -> Any:
-    """An attribute of a reader that each load has for itself: that of the load which the calling thread is at."""
-
-    def put(reader: RingReader, value: Any) -> None:
-        setattr(reader._load, name, value)
-        reader._last = reader._load
-
-    return property(lambda reader: getattr(reader._load, name), put)
 
 
 class RingReader(FileSystemReader):
@@ -121,11 +109,11 @@ class RingReader(FileSystemReader):
         OSError: with errno and path.
     """
 
-    path: Any = of_load("path")
-    load_id: Any = of_load("load_id")
-    rank: Any = of_load("rank")
-    use_collectives: Any = of_load("use_collectives")
-    stats: Any = of_load("stats")
+    path: Any = of_run("path")
+    load_id: Any = of_run("load_id")
+    rank: Any = of_run("rank")
+    use_collectives: Any = of_run("use_collectives")
+    stats: Any = of_run("stats")
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -149,8 +137,7 @@ class RingReader(FileSystemReader):
         if dequantize not in (None, *DTYPES):
             raise ValueError(f"dequantize={dequantize}: must be None or one of {', '.join(map(str, DTYPES))}")
         self._tracer = _trace.Tracer(trace)
-        self._last = Load()
-        self._loads: WeakKeyDictionary[threading.Thread, Load] = WeakKeyDictionary()
+        self._runs = RunsByThread(Load())
         # Whatever a subclass inherits from besides.
         FileSystemReader.__init__(self, layout.local_path(path), _extension_registry)
         self.options = IOOptions(**io)
@@ -169,30 +156,14 @@ class RingReader(FileSystemReader):
         return shown(self, str(self.path), **given, **policy, **self.options.changed())
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_last": self._load}
-        del state["_loads"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _loads=WeakKeyDictionary())
+        return {**self.__dict__, "_runs": self._runs.copied()}
 
     # ---- the loads of this reader ----
 
     @property
     def _load(self) -> Load:
         """The load that the calling thread has begun last; in other threads the one that any thread was at last."""
-        return self._loads.get(threading.current_thread(), self._last)
-
-    def _begin(self, events: Events) -> Load:
-        """The calling thread begins a load. One that it has begun and not ended is abandoned."""
-        thread = threading.current_thread()
-        before = self._loads.get(thread)
-        if before is not None:
-            before.events.abandon()
-        is_only_reset = before is not None and not before.events.started
-        known = before if before is not None and is_only_reset else self._last
-        self._last = self._loads[thread] = load = known.next(events, self.key_map)
-        return load
+        return self._runs.current
 
     @property
     def made_of(self) -> frozenset[str]:
@@ -216,7 +187,7 @@ class RingReader(FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next load is from this directory; None: from that of the last one."""
-        self._begin(Events())
+        self._runs.begin(Events(), self.key_map)
         super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -228,7 +199,7 @@ class RingReader(FileSystemReader):
         rank, load = kwargs.get("rank"), self._load
         is_next_try = rank is not None and load.events.started and not load.events.is_sure
         if not is_next_try:
-            load = self._begin(self._tracer.start("load", self.path))
+            load = self._runs.begin(self._tracer.start("load", self.path), self.key_map)
         try:
             with load.events.step(_trace.READ_METADATA):
                 metadata = self._metadata_of(load, rank)

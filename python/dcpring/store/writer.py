@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
-from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -55,7 +53,7 @@ from dcpring.names.key_map import (
 )
 from dcpring.options import IO_NAMES, MAX_WORKERS, IOArguments, IOOptions, IOStats
 from dcpring.plan.messages import RingPlan
-from dcpring.plan.run import Save, with_run
+from dcpring.plan.run import RunsByThread, Save, of_run, with_run
 from dcpring.plan.table import check_sizes, describes_itself
 from dcpring.store import layout
 from dcpring.store.earlier import Earlier, find_earlier, frozen_of, link_files
@@ -79,16 +77,6 @@ FileNames = Literal["unique", "torch"]
 def check_unchanged(value: object) -> None:
     if value not in ("write", "link", "trust"):
         raise ValueError(f'unchanged={value!r}: must be "write", "link" or "trust"')
-
-
-def of_save(name: str) -> Any:
-    """An attribute of a writer that each save has for itself: that of the save which the calling thread is at."""
-
-    def put(writer: RingWriter, value: Any) -> None:
-        setattr(writer._save, name, value)
-        writer._last = writer._save
-
-    return property(lambda writer: getattr(writer._save, name), put)
 
 
 class RingWriter(FileSystemWriter):
@@ -150,11 +138,11 @@ class RingWriter(FileSystemWriter):
     """
 
     _least_kept_bytes: ClassVar[int] = LEAST_KEPT_BYTES
-    path: Any = of_save("path")
-    save_id: Any = of_save("save_id")
-    rank: Any = of_save("rank")
-    use_collectives: Any = of_save("use_collectives")
-    stats: Any = of_save("stats")
+    path: Any = of_run("path")
+    save_id: Any = of_run("save_id")
+    rank: Any = of_run("rank")
+    use_collectives: Any = of_run("use_collectives")
+    stats: Any = of_run("stats")
 
     @checks_names(*IO_NAMES)
     def __init__(
@@ -188,8 +176,7 @@ class RingWriter(FileSystemWriter):
                 f"serialization_format={serialization_format}: RingWriter writes DCP's TORCH_SAVE format; "
                 "for safetensors use dcpring.RingHFWriter"
             )
-        self._last = Save()
-        self._saves: WeakKeyDictionary[threading.Thread, Save] = WeakKeyDictionary()
+        self._runs = RunsByThread(Save())
         FileSystemWriter.__init__(  # a subclass of other writers of torch's, too, is made by this
             self,
             layout.local_path(path),
@@ -241,9 +228,7 @@ class RingWriter(FileSystemWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For DCP's process in the background: functions that only watch stay behind if they cannot be pickled."""
-        state = {**self.__dict__, "_stager": None}
-        del state["_saves"]
-        state["_last"] = self._save.next(Events(), None)
+        state = {**self.__dict__, "_stager": None, "_runs": self._runs.copied()}
         for name, nothing in (("progress", False), ("metrics", None)):
             if callable(state[name]) and not pickles(state[name]):
                 say_once(
@@ -253,9 +238,6 @@ class RingWriter(FileSystemWriter):
                 )
                 state[name] = nothing
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _saves=WeakKeyDictionary())
 
     @property
     def _directory(self) -> Path:
@@ -307,34 +289,19 @@ class RingWriter(FileSystemWriter):
     @property
     def _save(self) -> Save:
         """The save that the calling thread is at; between saves the one that any thread was at last."""
-        return self._saves.get(threading.current_thread(), self._last)
-
-    def _begin(self, events: Events) -> Save:
-        """The calling thread begins a save. One that it has begun and not ended is abandoned."""
-        thread = threading.current_thread()
-        before = self._saves.get(thread)
-        if before is not None:
-            before.events.abandon()
-        is_only_reset = before is not None and not before.events.started
-        known = before if before is not None and is_only_reset else self._last
-        self._last = self._saves[thread] = save = known.next(events, self.key_map)
-        return save
+        return self._runs.current
 
     def _begin_save(self) -> None:
-        self._begin(self._tracer.start("save", self.path)).events.begin(_trace.LOCAL_PLAN)
+        self._runs.begin(self._tracer.start("save", self.path), self.key_map).events.begin(_trace.LOCAL_PLAN)
         drawn = uuid.uuid4()  # the only random number of a save: its other names are made of it
         self._save.tag = drawn.hex[16:]
         self.save_id = str(drawn)  # DCP gives a writer a new one only with another checkpoint_id
-
-    def _end_of_save(self) -> None:
-        """Nothing more is called for this save in the calling thread."""
-        self._saves.pop(threading.current_thread(), None)
 
     # ---- the protocol of a save: what DCP calls, in this order; the planner's part is in plan.save_planner ----
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next save goes to this directory; None: to that of the last one."""
-        self._begin(Events())
+        self._runs.begin(Events(), self.key_map)
         super().reset(layout.local_path(checkpoint_id) if checkpoint_id else None)
 
     def storage_meta(self) -> Any:
@@ -413,7 +380,7 @@ class RingWriter(FileSystemWriter):
             save.note_written({0: stats})
             save.events.wait_for_results()
         if save.events.is_over:
-            self._end_of_save()
+            self._runs.end()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -500,7 +467,7 @@ class RingWriter(FileSystemWriter):
         with self._save.events.step(_trace.COMMIT):
             self._finish(metadata, results)
             self._save.events.finish()
-        self._end_of_save()
+        self._runs.end()
 
     def _finish(self, metadata: Metadata, results: list[Any]) -> None:
         save, told = self._save, [part for part in results if isinstance(part, Results)]

@@ -45,7 +45,9 @@ from dcpring.move.load import peers
 from dcpring.torchside.dcp import drops_metadata_errors
 
 PACKAGE = str(Path(dcpring.__file__).parent) + os.sep
-MECHANISM = ("resume/ranks.py", "base/joint.py", "base/groups.py", "torchside/groups.py")
+MECHANISM = ("base/ranks.py", "base/joint.py", "base/groups.py", "base/untold.py", "torchside/groups.py")
+"""What carries an error to other ranks, or from a thread to whoever waits for it: nothing is beneath it."""
+
 PICKLING = ("_object_to_tensor", "_tensor_to_object")
 """Functions of torch.distributed in which DCP catches nothing."""
 
@@ -61,8 +63,8 @@ class Step(NamedTuple):
 
     Attributes:
         is_entry: of a function: its first line.
-        when: -1: no other rank is waiting yet; 1: all ranks have told each other that they are done; 0: between these.
-            In a thread of its own others wait from the beginning.
+        when: -1: no other rank is waiting yet, or the thread has not come to what can fail; 1: all ranks have told each
+            other that they are done; 0: between these.
         has_met: all ranks have come to share.
     """
 
@@ -90,7 +92,7 @@ class Tracer:
         self._at = None if at is None else (at.file, at.line, at.thread)
         self._kind = kind
         self._seen: set[tuple[str, int, str]] = set()
-        self.when = {"main": -1, "background": 0}
+        self.when = {"main": -1, "background": -1}
         self.has_met = False
         self.steps: list[Step] = []
         self.has_raised = False

@@ -220,7 +220,6 @@ NOT_CALLED: dict[str, set[str]] = {
     "torch._utils._get_sparse_tensors_to_validate": set(),
     "torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors": set(),
     "torch.UntypedStorage._new_shared_fd_cpu": set(),
-    "torch._C._storage_Use_Count": set(),
     # Pickles say what these are called with.
     **{f"torch._utils._rebuild_{name}": set() for name in _REBUILDERS},
     "torch._tensor._rebuild_from_type_v2": set(),

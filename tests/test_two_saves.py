@@ -90,7 +90,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Turns]]:
 
     for owner, names in (
         (_C, ("make_directory", "remove_files", "write_file", "rename_file")),
-        (layout, ("names_in", "claim", "state_of", "referenced_files")),
+        (layout, ("names_in", "Claim", "_state_of", "referenced_files")),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))

@@ -113,11 +113,13 @@ class BackgroundTask(Future[Any]):
             self.set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        if exception is not None:
-            if not self.is_quiet:
-                self._number = note_failure(exception, self._cure)
-            without_frames(exception)
-        super().set_exception(exception)
+        try:
+            if exception is not None:
+                if not self.is_quiet:
+                    self._number = note_failure(exception, self._cure)
+                without_frames(exception)
+        finally:  # whoever waits hears of it, whatever an exception's own methods raise
+            super().set_exception(exception)
 
     def result(self, timeout: float | None = None) -> Any:
         try:

@@ -116,7 +116,7 @@ def is_model(path: Path) -> bool:
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as one, or a directory or an index leads to some."""
     if path.is_dir():
-        return any(name.endswith(SUFFIX) or INDEX.fullmatch(name) for name in names_in(path))
+        return bool(_safetensors_in(path)) or any(INDEX.fullmatch(name) for name in names_in(path))
     return path.name.endswith(".json") or begins_as_header(path)
 
 
@@ -179,7 +179,7 @@ def may_be_several(path: Path) -> bool:
 
 
 def _safetensors_in(directory: Path) -> list[Path]:
-    return sorted(directory.glob(f"*{SUFFIX}"))
+    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.is_dir())
 
 
 def _is_shard(path: Path) -> bool:

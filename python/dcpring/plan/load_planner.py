@@ -98,7 +98,7 @@ class RingLoadPlanner(DefaultLoadPlanner):
 
             - "auto": as "host" where the checkpoint is on network, FUSE or cloud storage. On a local disk a direct read
               costs less than sharing: there only what would be read in full for some columns of it is shared;
-            - "host": once on every host, and share it through shared memory, of some 140 MiB;
+            - "host": once on every host, and share it through shared memory, of some 108 MiB;
             - "all": once in all, and send it to other hosts through the process group as well;
             - "off": on every rank that needs it.
 

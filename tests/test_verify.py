@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dcpring import CheckpointError, RingSavePlanner, RingWriter, UntrustedCheckpointError, VerifyReport, verify
 from dcpring.format.metadata import Trailer, join_metadata, load_metadata, split_metadata
 from dcpring.options import IOOptions
+from dcpring.tools.inspect import verify as inspect_verify
 
 WRITERS: dict[str, Any] = {
     "stock": lambda path: {"storage_writer": FileSystemWriter(path)},
@@ -356,7 +357,28 @@ def test_a_strangers_metadata_runs_no_code(copy: Callable[[str], Path], capsys: 
     assert verify(path, trusted=True).ok
 
 
-def test_the_two_forms_of_the_metadata_differ(copy: Callable[[str], Path]) -> None:
+def test_a_large_pickle_is_compared_and_not_read(copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million tensors its entries would take gigabytes."""
+    path = copy("planner")
+    read: list[Path] = []
+    real = inspect_verify.entries_of_pickle
+
+    def entries(parts: Any, path: Path, trusted: bool) -> Any:
+        read.append(path)
+        return real(parts, path, trusted)
+
+    monkeypatch.setattr(inspect_verify, "entries_of_pickle", entries)
+    assert verify(path).ok and len(read) == 1
+    monkeypatch.setattr(inspect_verify, "_LARGE_PICKLE_BYTES", 0)
+    assert verify(path).ok and len(read) == 1
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_two_forms_of_the_metadata_differ(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(inspect_verify, "_LARGE_PICKLE_BYTES", 0)
     path = copy("planner")
 
     def change(metadata: Any) -> None:

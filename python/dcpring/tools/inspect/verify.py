@@ -26,9 +26,11 @@ from dcpring.format.boxes import wrong_boxes
 from dcpring.format.metadata import (
     METADATA_NAME,
     MOST_DIMENSIONS,
+    Parts,
     block_count,
     has_known_tables,
     split_metadata,
+    unpickle_safely,
 )
 from dcpring.format.zip import wrong_archive
 from dcpring.move.load.inputs import Inputs
@@ -418,6 +420,8 @@ def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | 
     if not has_known_tables(parts):
         yield None, "it has tables of a version that this dcpring does not know; only its pickle was checked"
         return
+    if len(parts.pickled) >= _LARGE_PICKLE_BYTES and _is_made_of_tables(parts, contents.path):
+        return
     try:
         pickled, _ = entries_of_pickle(parts, contents.path, trusted)
     except CheckpointError as error:
@@ -426,6 +430,26 @@ def _differing_forms(contents: Contents, trusted: bool) -> Iterator[tuple[str | 
     for key in dict.fromkeys([*contents, *pickled]):
         if contents.entries.get(key) != pickled.get(key):
             yield key, "the metadata's pickle and its tables say different things of it"
+
+
+_LARGE_PICKLE_BYTES = 16 << 20
+"""From here on it takes less to import torch, and compare bytes, than to read the pickle; below torch is not needed."""
+_LAST_FIELDS = b"\x8c\x0cstorage_meta"
+"""Where in a pickle that dcpring made the fields begin that the tables do not have."""
+
+
+def _is_made_of_tables(parts: Parts, path: Path) -> bool:
+    """Whether the pickle is, byte for byte, what the core makes of the tables: then it need not be read."""
+    from dcpring.format.lazy import StoredChunks
+
+    pickled = bytes(parts.pickled)
+    fields = pickled[pickled.rfind(_LAST_FIELDS) :].removesuffix(b"ub.")
+    try:
+        last = unpickle_safely(memoryview(b"\x80\x04}(" + fields + b"u."), path, ())
+        made = StoredChunks(parts, path, False, ()).pickled(last["storage_meta"], last["version"])
+    except Exception:  # it was made in another way, or is damaged: reading it tells
+        return False
+    return made == pickled
 
 
 def _leftovers_and_ranks(directory: Path, parts: list[Contents], notes: list[str]) -> Iterator[Problem]:

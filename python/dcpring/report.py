@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -90,10 +90,8 @@ class Metrics:
     def as_dict(self) -> dict[str, str | int | float | None]:
         """Flat, for a log of JSON or a data base; the line of the log has these as ``extra``."""
         rank = 0 if self.slowest_rank is None or self.operation == "save" else self.slowest_rank
-        return asdict(self) | {
-            **{"step": self.step, "bytes_per_second": self.bytes_per_second},
-            **{"rank": rank, "host": socket.gethostname()},
-        }
+        speed = self.bytes_per_second
+        return asdict(self) | {"step": self.step, "bytes_per_second": speed, "rank": rank, "host": os.uname().nodename}
 
     def __str__(self) -> str:
         """The line that is logged."""

@@ -116,7 +116,7 @@ def is_model(path: Path) -> bool:
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as one, or a directory or an index leads to some."""
     if path.is_dir():
-        return bool(_safetensors_in(path)) or any(INDEX.fullmatch(name) for name in names_in(path))
+        return any(_is_safetensors_file(path / name) or INDEX.fullmatch(name) for name in names_in(path))
     return path.name.endswith(".json") or begins_as_header(path)
 
 
@@ -179,7 +179,12 @@ def may_be_several(path: Path) -> bool:
 
 
 def _safetensors_in(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.is_dir())
+    return sorted(filter(_is_safetensors_file, directory.glob(f"*{SUFFIX}")))
+
+
+def _is_safetensors_file(path: Path) -> bool:
+    """Whether it is called like one, and no folder."""
+    return path.name.endswith(SUFFIX) and not path.is_dir()
 
 
 def _is_shard(path: Path) -> bool:

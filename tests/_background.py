@@ -1,4 +1,4 @@
-"""The process of DCP's that saves in the background."""
+"""Saves in the background: what they have saved, and the process of DCP's that makes some."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from dcpring import RingReader
+
+
+def check_saved(path: str, state: dict[str, dict[str, Tensor]]) -> None:
+    """All ranks load a checkpoint of theirs: each has its own tensors in it."""
+    loaded = {name: {key: torch.zeros_like(tensor) for key, tensor in part.items()} for name, part in state.items()}
+    dcp.load(loaded, storage_reader=RingReader(path))
+    for name, part in state.items():
+        for key, tensor in part.items():
+            assert torch.equal(loaded[name][key], tensor)
 
 
 def process() -> Any:
